@@ -1,0 +1,44 @@
+"""Seconds from the start of a notebook cell to the first finished optimizer step on two ranks."""
+import statistics
+import tempfile
+from pathlib import Path
+
+from bench.record import record
+from tools.page import execute
+
+# One cell of a fresh kernel, imports included. A run of one step writes metrics.jsonl once: when that step is finished.
+START = '''import time; start = time.time()
+from pathlib import Path
+from llm_workbook import Recipe, fine_tune, fsdp_env, load_rows, train_rank
+recipe = Recipe.named('reviews-qlora').changed({'optimizer.steps': 1})
+'''
+OURS = "fine_tune(recipe, '%s')\n"
+PEER = '''import os
+from accelerate import notebook_launcher
+os.environ |= fsdp_env(recipe)
+Path('%s').mkdir()
+notebook_launcher(train_rank, (recipe, Path('%s'), load_rows(recipe.data)[0]), num_processes=2)
+'''
+END = "print('seconds', Path('%s/metrics.jsonl').stat().st_mtime - start)\n"
+PEER_NAME = "accelerate's notebook_launcher with the same rank function, no checks before it"
+
+
+def kernel(launch: str) -> tuple[float, float]:
+    "Run the launching cell twice in one fresh kernel; seconds of the first and of the second time."
+    import nbformat
+    cells = [nbformat.v4.new_code_cell((START + launch + END).replace('%s', run)) for run in ('first', 'second')]
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder)/'page.ipynb'
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), page)
+        done = execute(page, page.parent)
+    said = [''.join(o.text for o in c.outputs if o.output_type == 'stream' and o.name == 'stdout') for c in done.cells]
+    first, second = (float(text.rpartition('seconds ')[2]) for text in said)
+    return first, second
+
+
+def measure(repetitions: int = 5) -> dict:
+    "Interleave our launch and the plain one, each in fresh kernels."
+    ours, peers = zip(*[(kernel(OURS), kernel(PEER)) for _ in range(repetitions)])
+    again = {'again': ours, 'peer_again': peers}
+    return record('launch_latency', [first for first, _ in ours], 's', [first for first, _ in peers], peer=PEER_NAME,
+                  **{name: round(statistics.median(second for _, second in runs), 4) for name, runs in again.items()})

@@ -1,0 +1,35 @@
+"""Run the benchmark lines: `python -m bench.run` runs all that this machine can, `python -m bench.run LINE` one."""
+import json
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+from bench.record import RESULTS, ROOT, Skip, save
+
+LINES = ('import_time', 'launch_latency', 'real_data')  # A line is the module of that name, with `measure() -> record`
+
+
+def run_line(name: str, results: Path = RESULTS) -> dict | None:
+    "Measure one line, write its record and print it; None when this machine cannot."
+    start = time.monotonic()
+    print(f'{name}: running', flush=True)
+    try: made = import_module(f'bench.{name}').measure()
+    except Skip as reason:
+        print(f'{name}: skipped: {reason}', flush=True)
+        return None
+    print(f'{name}: {time.monotonic() - start:.0f} s, written to {os.path.relpath(save(made, results), ROOT)}')
+    print(json.dumps(made), flush=True)
+    return made
+
+
+def main(names: list[str]) -> None:
+    "Run the lines in `names`, or all."
+    unknown = [name for name in names if name not in LINES]
+    if unknown: sys.exit(f'no benchmark line {", ".join(unknown)}; known: {", ".join(LINES)}')
+    for name in names or LINES: run_line(name)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,0 +1,310 @@
+"""The house looks at itself: sizes, documentation, order of imports, names, and what must never be written."""
+import ast
+import importlib
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from configparser import ConfigParser
+from functools import cache
+from pathlib import Path
+
+import pytest
+from page import ROOT, pages, skipped
+
+ORDER = ('hardware model recipe ledger quant adapters data ranks shard traffic planner checkpoint monitor training rehearsal '
+         'launch doctor checks report').split()
+HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
+         'IPython ipywidgets').split()
+MODULES = sorted(p for p in (ROOT/'llm_workbook').glob('*.py') if p.name != '_modidx.py')
+PROGRAMS = [*MODULES, *sorted((ROOT/'tools').glob('*.py')), *sorted((ROOT/'bench').glob('*.py'))]
+PAGES = pages()
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def settings() -> dict:
+    parser = ConfigParser(delimiters=['='])
+    parser.read(ROOT/'settings.ini', encoding='utf-8')
+    return dict(parser['DEFAULT'])
+
+
+@cache
+def parsed(path: Path) -> ast.Module: return ast.parse(path.read_text(encoding='utf-8'))
+
+
+@cache
+def comments(path: Path) -> set[int]:
+    "Lines of `path` that end in a comment."
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding='utf-8')).readline)
+    return {t.start[0] for t in tokens if t.type == tokenize.COMMENT}
+
+
+def functions(path: Path) -> list: return [node for node in ast.walk(parsed(path)) if isinstance(node, FUNCTION)]
+
+
+def public(path: Path) -> list[tuple]:
+    "Public functions, classes and methods of a module, as (name, node)."
+    found = []
+    for node in parsed(path).body:
+        if not isinstance(node, (*FUNCTION, ast.ClassDef)) or node.name.startswith('_'): continue
+        found.append((node.name, node))
+        if isinstance(node, ast.ClassDef):
+            found += [(f'{node.name}.{m.name}', m) for m in node.body if isinstance(m, FUNCTION) and not m.name.startswith('_')]
+    return found
+
+
+def arguments(node) -> list:
+    args = node.args
+    every = [*args.posonlyargs, *args.args, *filter(None, [args.vararg]), *args.kwonlyargs, *filter(None, [args.kwarg])]
+    return [a for a in every if a.arg not in ('self', 'cls')]
+
+
+def lines_of_code(text: str) -> int:
+    return sum(1 for line in text.splitlines() if line.strip() and not line.strip().startswith('#'))
+
+
+def exported(path: Path) -> list[str]:
+    return next((ast.literal_eval(node.value) for node in parsed(path).body
+                 if isinstance(node, ast.Assign) and node.targets[0].id == '__all__'), [])
+
+
+@cache
+def cells(page: Path) -> list[tuple]:
+    "Cells of a page, as (type, source, outputs)."
+    return [(c['cell_type'], ''.join(c['source']), c.get('outputs', [])) for c in json.loads(page.read_text('utf-8'))['cells']]
+
+
+def code(page: Path) -> list[str]: return [source for kind, source, _ in cells(page) if kind == 'code' and source.strip()]
+
+
+def is_export(source: str) -> bool: return bool(re.match(r'#\|\s*exports?\b', source))
+
+
+def name(path: Path) -> str: return str(path.relative_to(ROOT))
+
+
+def fresh(program: str) -> str:
+    "Run Python source in a new process and return what it prints."
+    return subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+# Names
+
+def test_import_is_quick_and_light():
+    program = ('import time; start = time.process_time(); import llm_workbook, sys; dir(llm_workbook); '
+               'print(time.process_time() - start, *sys.modules)')  # Processor time: another process must not fail this
+    seconds, loaded = [], set()
+    for _ in range(3):
+        first, *modules = fresh(program).split()
+        seconds.append(float(first))
+        loaded |= set(modules)
+    assert min(seconds) < 0.5
+    assert not loaded & {*HEAVY, 'pydantic', 'yaml'}
+
+
+def test_every_module_is_light():
+    names = ', '.join(f'llm_workbook.{p.stem}' for p in MODULES if p.stem != '__init__') or 'llm_workbook'
+    assert not set(fresh(f'import sys, {names}; print(*sys.modules)').split()) & set(HEAVY)
+
+
+def test_every_public_name_resolves_from_the_top():
+    import llm_workbook
+    owners = {}
+    for path in MODULES:
+        module = llm_workbook if path.stem == '__init__' else importlib.import_module(f'llm_workbook.{path.stem}')
+        for public_name in exported(path):
+            assert getattr(llm_workbook, public_name) is getattr(module, public_name)
+            assert public_name in dir(llm_workbook)
+            assert owners.setdefault(public_name, path.stem) == path.stem, f'{public_name} is in two modules'
+    assert not set(owners) & {p.stem for p in MODULES}, 'a name hides a module'
+
+
+def test_a_missing_name_is_an_attribute_error_with_the_nearest():
+    import llm_workbook
+    with pytest.raises(AttributeError, match='the nearest: Recipe'): llm_workbook.Recipee
+    assert not hasattr(llm_workbook, '_nothing')
+
+
+def test_version_has_one_source():
+    import llm_workbook
+    assert llm_workbook.__version__ == settings()['version']
+
+
+# Sizes
+
+@pytest.mark.parametrize('path', PROGRAMS, ids=name)
+def test_functions_are_small(path):
+    long = [f'{n.name}: {n.end_lineno - n.lineno + 1} lines' for n in functions(path) if n.end_lineno - n.lineno + 1 > 30]
+    wide = [f'{n.name}: {len(arguments(n))} parameters' for n in functions(path) if len(arguments(n)) > 6]
+    assert not long + wide
+    assert lines_of_code(path.read_text('utf-8')) <= 300
+
+
+def test_the_package_is_small():
+    assert sum(lines_of_code(p.read_text('utf-8')) for p in MODULES) <= 4500
+    assert sum(p.stat().st_size for p in (ROOT/'llm_workbook/assets').rglob('*')) <= 8 * 2**20
+
+
+@pytest.mark.parametrize('path', PROGRAMS, ids=name)
+def test_lines_are_short(path):
+    lines = enumerate(path.read_text('utf-8').splitlines(), 1)
+    long = [number for number, line in lines if len(line) > 130 and not line.startswith('__all__')]
+    assert not long
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_pages_are_small(page):
+    sizes = [lines_of_code(source) for source in code(page)]
+    words = sum(len(source.split()) for kind, source, _ in cells(page) if kind == 'markdown')
+    assert len(cells(page)) <= 80
+    assert words <= 2200
+    assert words >= 2 * sum(sizes), f'{words} words for {sum(sizes)} lines of code'
+    assert page.stat().st_size <= 400 * 2**10
+    assert not sizes or max(sizes) <= 30
+    assert not sizes or statistics.median(sizes) <= 5
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_pages_show_what_they_do(page):
+    errors = [source for _, source, outputs in cells(page) for o in outputs if o['output_type'] == 'error']
+    assert not errors
+    if len(code(page)) > 3: assert any(outputs for _, _, outputs in cells(page)), 'no outputs: run make book'
+
+
+# Documentation
+
+@pytest.mark.parametrize('path', MODULES, ids=name)
+def test_everything_public_has_a_docstring_of_one_line(path):
+    bad = [n for n, node in public(path) if not (doc := ast.get_docstring(node)) or '\n' in doc.strip()]
+    assert not bad
+
+
+@pytest.mark.parametrize('path', MODULES, ids=name)
+def test_every_parameter_and_return_has_a_docment(path):
+    said, bad = comments(path), []
+    for label, node in public(path):
+        if isinstance(node, ast.ClassDef):
+            fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and not f.target.id.startswith('_')]
+            bad += [f'{label}.{f.target.id}' for f in fields if not said & set(range(f.lineno, f.end_lineno + 1))]
+            continue
+        places = [a.lineno for a in arguments(node)]
+        shared = {node.returns.end_lineno} if node.returns else set()
+        bad += [f'{label}({a.arg})' for a in arguments(node)
+                if a.lineno not in said or a.lineno in shared or places.count(a.lineno) > 1 or a.annotation is None]
+        if node.returns is None: bad.append(f'{label} -> no annotation')
+        elif not (isinstance(node.returns, ast.Constant) and node.returns.value is None) and node.returns.end_lineno not in said:
+            bad.append(f'{label} -> no docment')
+    assert not bad
+
+
+def demonstrated(names: list[str]) -> set[str]:
+    "Those of `names` that occur in a cell that is not exported, on any page."
+    shown = '\n'.join(source for page in PAGES for source in code(page) if not is_export(source))
+    return {n for n in names if re.search(rf'\b{n}\b', shown)}
+
+
+@pytest.mark.parametrize('path', MODULES, ids=name)
+def test_every_public_name_is_demonstrated(path):
+    shown = demonstrated(exported(path))
+    for label, node in public(path):  # A class is shown by a function that returns it
+        if label.split('.')[0] in shown and isinstance(node, FUNCTION) and node.returns:
+            shown |= set(re.findall(r'\w+', ast.unparse(node.returns)))
+    assert not set(exported(path)) - shown
+
+
+@pytest.mark.parametrize('path', MODULES, ids=name)
+def test_every_function_has_its_assertions(path):
+    page = next(p for p in PAGES if any(re.search(rf'#\|\s*default_exp {re.escape(path.stem)}\s*$', s, re.M) for s in code(p)))
+    shown = '\n'.join(source for source in code(page) if not is_export(source))
+    count = sum(isinstance(node, FUNCTION) for _, node in public(path))
+    checks = re.findall(r'^\s*(?:assert |test_\w+\(|with expect_fail|with ExceptionExpected)', shown, re.M)
+    failing = re.findall(r'\btest_fail\(|\bexpect_fail\(|\bExceptionExpected\(', shown)
+    assert len(checks) >= 2 * count, f'{len(checks)} assertions for {count} functions'
+    assert not count or failing, 'no failing case'
+
+
+def test_the_readme_is_the_index_page():
+    import readme
+    text = (ROOT/'README.md').read_text('utf-8')
+    assert text == readme.text(), 'run make readme'
+    assert 600 <= len(text.split()) <= 900
+    assert len(cells(ROOT/'nbs/index.ipynb')) <= 15
+
+
+# Order
+
+def imports(path: Path) -> list[tuple]:
+    "What a module imports from this package, anywhere in it, as (module, name or None)."
+    found = []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom):
+            where = (node.module or '').removeprefix('llm_workbook').strip('.')
+            if node.level or (node.module or '').split('.')[0] == 'llm_workbook':
+                found += [(where or alias.name, alias.name if where else None) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(a.name.split('.')[1], None) for a in node.names if a.name.startswith('llm_workbook.')]
+    return found
+
+
+@pytest.mark.parametrize('path', [p for p in MODULES if p.stem != '__init__'], ids=name)
+def test_imports_go_from_later_to_earlier(path):
+    assert path.stem in ORDER, 'a new module: give it its place in ORDER'
+    late = [where for where, _ in imports(path) if where not in ORDER[:ORDER.index(path.stem)]]
+    assert not late
+
+
+@pytest.mark.parametrize('path', MODULES, ids=name)
+def test_no_private_name_crosses_modules(path):
+    modules = {where for where, what in imports(path) if what is None}
+    taken = [f'{where}.{what}' for where, what in imports(path) if what and what.startswith('_')]
+    taken += [f'{n.value.id}.{n.attr}' for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)
+              and isinstance(n.value, ast.Name) and n.value.id in modules and n.attr.startswith('_')]
+    assert not taken
+
+
+# What must never be written; the patterns are put together so that this file does not match itself
+
+BANNED = {'remote code': 'trust_remote' + r'_code\W{1,4}True', 'a shell': 'shell' + r'\s*=\s*True',
+          'an unsafe load': 'weights' + r'_only\s*=\s*False', 'an unsafe YAML loader': r'yaml\.' + r'(load|unsafe_load|full_load)\(',
+          'an open address': r'(?<![\d.])0\.' + r'0\.0\.0(?![\d.])',
+          'a token': 'hf' + '_[A-Za-z0-9]{20,}', 'a key': 'sk' + '-[A-Za-z0-9]{20,}',
+          'a task left open': r'\b(TO' + r'DO|FIX' + r'ME)\b', 'a path of one machine': r'(?<![\w.~])/(home|root|work|Users)' + '/'}
+WHERE = ('llm_workbook/*.py llm_workbook/assets/**/*.yaml llm_workbook/assets/**/*.md tests/*.py tools/*.py bench/**/*.py '
+         '.github/**/*.yml .ci/* *.md *.ini *.py *.toml Makefile').split()
+TEXTS = sorted(p for pattern in WHERE for p in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize('path', [*TEXTS, *PAGES], ids=name)
+def test_nothing_dangerous_is_written(path):
+    text = path.read_text('utf-8')
+    found = [f'{what}: {m[0]}' for what, pattern in BANNED.items() if (m := re.search(pattern, text))]
+    assert not found
+
+
+def test_actions_are_pinned():
+    for path in (ROOT/'.github/workflows').glob('*.yml'):
+        used = re.findall(r'uses:\s*(\S+)', path.read_text('utf-8'))
+        assert all(re.fullmatch(r'[\w.-]+/[\w./-]+@[0-9a-f]{40}', action) for action in used), path.name
+
+
+# Dependencies
+
+def test_the_tested_set_satisfies_every_requirement():
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+    rows = [line for line in (ROOT/'constraints.txt').read_text().splitlines() if line and not line.startswith('#')]
+    pins = {canonicalize_name(row.split('==')[0]): row.split('==')[1] for row in rows}
+    wanted = [Requirement(r) for key, value in settings().items() if key.endswith('requirements') for r in value.split()]
+    bad = [str(r) for r in wanted if not r.specifier.contains(pins.get(canonicalize_name(r.name), '0'))]
+    assert not bad
+
+
+def test_flags_are_read_as_nbdev_reads_them():
+    assert skipped('#| slow\nx = 1', set())
+    assert not skipped('#| slow\nx = 1', {'slow'})
+    assert skipped('#| cuda\n#| multigpu\nx = 1', {'cuda'})
+    assert skipped('#| eval: false\nx = 1', {'slow', 'cuda', 'multigpu', 'net', 'notest'})
+    assert not skipped('#| export\nx = 1  # slow', set())

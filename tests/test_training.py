@@ -1,0 +1,179 @@
+"""What stops a fine-tune: a recipe that cannot work, before any weight is loaded; ranks that die, hang or diverge."""
+import json
+import os
+import signal
+import tempfile
+import time
+from contextlib import nullcontext
+
+import psutil
+import pytest
+
+from llm_workbook import quant, ranks, shard, training
+from llm_workbook.ranks import RankError, RankTimeout
+from llm_workbook.recipe import Recipe, asset
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path_factory, monkeypatch):
+    "After every test: no child process, and nothing in a folder for temporary files that this test has for itself."
+    temp = tmp_path_factory.mktemp('temp')
+    monkeypatch.setenv('TMPDIR', str(temp))
+    monkeypatch.setattr(tempfile, 'tempdir', str(temp))
+    yield
+    assert [child for child in psutil.Process().children(recursive=True) if child.is_running()] == []
+    assert list(temp.iterdir()) == []
+
+
+@pytest.fixture(scope='module')
+def recipe(tmp_path_factory):
+    "The smallest QLoRA over two ranks: 12 rows, 4 steps."
+    folder = tmp_path_factory.mktemp('rows')
+    for split in 'train', 'test':
+        lines = (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True)
+        (folder/f'{split}.jsonl').write_text(''.join(lines[:12]))
+    return Recipe(name='small', model={'source': 'tiny-base'}, data={'source': str(folder), 'format': 'messages'},
+                  batch={'micro': 1, 'length': 64}, optimizer={'steps': 4, 'learning_rate': 3e-3})
+
+
+@pytest.fixture(scope='module')
+def healthy(recipe, tmp_path_factory):
+    "An undisturbed run, with the seconds that it took from the call to the return."
+    begin = time.monotonic()
+    run = training.fine_tune(recipe, tmp_path_factory.mktemp('healthy')/'run', 300, live=False)
+    return run, time.monotonic() - begin
+
+
+# Refused before a weight is loaded
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    "Fail the test when anything loads weights or starts a rank."
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    def fail(*args, **kwargs): pytest.fail('a weight was loaded, or a rank started')
+    for place, name in ((quant, 'load_base'), (AutoModelForCausalLM, 'from_pretrained'), (PreTrainedModel, 'from_pretrained'),
+                        (ranks, 'notebook_ranks'), (ranks, 'run_ranks')): monkeypatch.setattr(place, name, fail)
+
+
+def rows(*texts): return ''.join(json.dumps({'instruction': f'Say {text}', 'output': text}) + '\n' for text in texts)
+
+
+FILES = {
+    'empty.jsonl': '', 'blank.jsonl': '\n\n', 'two.jsonl': rows('yes', 'no'),
+    'gap.jsonl': rows('one', 'two') + '{"instruction": "Say three"}\n' + rows('four'),
+    'mute.jsonl': rows('one') + '{"instruction": "Say two", "output": ""}\n',
+    'cut.jsonl': rows('one', 'two')[:-9], 'reply.jsonl': '{"messages": [{"role": "user", "content": "Hello"}]}\n',
+}
+REFUSED = {
+    'unknown key': ({'optimizer.learnig_rate': 1e-4}, "optimizer.learnig_rate = .*: unknown key; did you mean 'learning_rate'"),
+    'unknown part': ({'optimiser': {'steps': 3}}, "optimiser.*unknown key; did you mean 'optimizer'"),
+    'wrong type': ({'optimizer.steps': 'many'}, "optimizer.steps = 'many': must be a valid integer"),
+    'wrong word': ({'method.kind': 'qlor'}, "method.kind = 'qlor': must be one of qlora, lora, full; did you mean 'qlora'"),
+    'missing file': ({'data.source': 'no-such.jsonl'}, "'.*no-such.jsonl' is no path here"),
+    'missing test file': ({'data.source': 'two.jsonl', 'data.test': 'no-such.jsonl'}, "'.*no-such.jsonl' is no path here"),
+    'empty file': ({'data.source': 'empty.jsonl'}, 'empty.jsonl: the file is empty'),
+    'blank file': ({'data.source': 'blank.jsonl'}, 'blank.jsonl: the file is empty'),
+    'missing field': ({'data.source': 'gap.jsonl'}, "gap.jsonl: line 3: 'output' is missing"),
+    'empty field': ({'data.source': 'mute.jsonl'}, "mute.jsonl: line 2: 'output' is empty"),
+    'cut row': ({'data.source': 'cut.jsonl'}, 'cut.jsonl: line 2: is no complete JSON value'),
+    'no answer': ({'data.source': 'reply.jsonl'}, 'reply.jsonl: line 1: ends with a turn of the user'),
+    'more processes than samples': ({'data.source': 'two.jsonl', 'data.test_share': 0, 'cluster.processes': 3},
+                                    '2 training rows are fewer than one step takes: 3 .*cluster.processes'),
+    'storage that cannot shard': ({'method.storage': 'uint8'}, 'method.storage.*FSDP2 can shard .* precision.compute'),
+    'storage of another width': ({'precision.compute': 'float32'}, 'method.storage.*FSDP2 can shard .* precision.compute'),
+    'targets that match nothing': ({'method.targets': ['q_porj']}, "targets match no linear module.*did you mean 'q_proj'"),
+    'one of two targets': ({'method.targets': ['q_proj', 'gate']}, "'gate', did you mean 'gate_proj'"),
+    'missing model': ({'model.source': 'tiny-bse'}, "'tiny-bse' is no path here.*did you mean 'tiny-base'"),
+    'no model': ({'model.source': '.'}, 'holds no config.json'),
+    'rows too long': ({'batch.length': 8}, 'trains none of its first 8 tokens'),
+    'several machines': ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
+}
+
+
+@pytest.mark.parametrize('changes, words', REFUSED.values(), ids=REFUSED)
+def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(recipe, tmp_path, no_weights, changes, words):
+    for name, text in FILES.items(): (tmp_path/name).write_text(text)
+    here = {name: str(tmp_path/name) for name in (*FILES, 'no-such.jsonl', '.')}
+    changes = {field: here.get(value, value) if isinstance(value, str) else value for field, value in changes.items()}
+    if 'data.source' in changes: changes['data.format'] = 'auto'
+    with pytest.raises(ValueError, match=f'(?s){words}'):
+        training.fine_tune(recipe.changed(changes), tmp_path/'run', live=False)
+    assert not (tmp_path/'run').exists()
+
+
+def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
+    run, _ = healthy
+    before = {path: path.stat().st_mtime_ns for path in run.directory.rglob('*')}
+    with pytest.raises(ValueError, match="'run' holds a run already"): training.fine_tune(recipe, run.directory, live=False)
+    assert {path: path.stat().st_mtime_ns for path in run.directory.rglob('*')} == before
+
+
+# Faults while it trains
+
+def disturb(monkeypatch, act, rank=1, step=3):
+    "Let one rank call `act` in the middle of the forward pass of a step."
+    make, passes = training._trainer, []
+    def hook(*args):
+        passes.append(1)
+        if len(passes) == step: act()
+    def make_disturbed(*args):
+        trainer = make(*args)
+        layers = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
+        if int(os.environ['RANK']) == rank: layers[2].register_forward_pre_hook(hook)
+        return trainer
+    monkeypatch.setattr(training, '_trainer', make_disturbed)
+
+
+def losses(directory): return [row['loss'] for row in training.read_metrics(directory/'metrics.jsonl')]
+
+
+def files(directory): return {str(path.relative_to(directory)) for path in directory.rglob('*')}
+
+
+def test_a_run_leaves_its_four_files(healthy):
+    run, _ = healthy
+    assert files(run.directory) == {'recipe.yaml', 'metrics.jsonl', 'adapters', 'adapters/adapter_config.json',
+                                    'adapters/adapter_model.safetensors'}
+    assert Recipe.load(run.directory/'recipe.yaml') == run.recipe and len(run.metrics) == 4
+
+
+def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_as_if_nothing_happened(recipe, healthy, tmp_path, monkeypatch):
+    def die():
+        (tmp_path/'died').write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        disturb(patch, die)
+        with pytest.raises(RankError, match='rank 1 was killed by SIGKILL') as caught:
+            training.fine_tune(recipe, tmp_path/'killed', 300, live=False)
+    late_s = time.time() - float((tmp_path/'died').read_text())
+    print(f'a killed rank was told after {late_s:.1f} s')
+    assert caught.value.rank == 1 and late_s < 5
+    assert psutil.Process().children() == [] and files(tmp_path/'killed') == {'recipe.yaml', 'metrics.jsonl'}
+    assert losses(tmp_path/'killed') == losses(healthy[0].directory)[:2]
+    assert losses(training.fine_tune(recipe, tmp_path/'next', 300, live=False).directory) == losses(healthy[0].directory)
+
+
+def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeypatch):
+    limit_s = max(5, 2 * healthy[1])
+    disturb(monkeypatch, lambda: time.sleep(1000))
+    begin = time.monotonic()
+    with pytest.raises(RankTimeout, match='rank 1 is stuck') as caught:
+        training.fine_tune(recipe, tmp_path/'hung', limit_s, live=False)
+    assert time.monotonic() - begin < limit_s + 5
+    assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0])
+    assert 'in hook' in caught.value.stacks[1] and files(tmp_path/'hung') == {'recipe.yaml', 'metrics.jsonl'}
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_path):
+    with pytest.raises(RankError, match='FloatingPointError: loss nan at step [234]: nothing is saved'):
+        training.fine_tune(recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
+    assert files(tmp_path/'nan') == {'recipe.yaml', 'metrics.jsonl'} and 0 < len(losses(tmp_path/'nan')) < 4
+
+
+def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
+    for rank in 0, 1: disturb(monkeypatch, (tmp_path/f'stepped-{rank}').touch, rank, 1)
+    with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but .* are not DTensors') as caught:
+        training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)
+    assert 'cpu_fsdp()' in str(caught.value)
+    assert files(tmp_path) == {'ddp', 'ddp/recipe.yaml'}
