@@ -10,6 +10,8 @@ GOAL = 0.5  # s
 
 def measure(repetitions: int = 21) -> dict:
     "Time the import; the first process, which may compile and fill the disk cache, is not counted."
-    fresh = lambda: float(subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    def fresh():
+        done = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        return float(done.stdout)
     fresh()
     return record('import_time', [fresh() for _ in range(repetitions)], 's', goal=GOAL)

@@ -10,7 +10,7 @@ from tools.page import execute
 START = '''import time; start = time.time()
 from pathlib import Path
 from llm_workbook import Recipe, fine_tune, fsdp_env, load_rows, train_rank
-recipe = Recipe.named('reviews-qlora').changed({'optimizer.steps': 1})
+recipe = Recipe.named('reviews-qlora').changed({'optimizer.steps': 1, 'optimizer.warmup': 0.0})
 '''
 OURS = "fine_tune(recipe, '%s')\n"
 PEER = '''import os

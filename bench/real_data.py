@@ -1,4 +1,4 @@
-"""The library's own path on real text: sentiment of reviews beside a bag of words, and the held-out loss on instructions."""
+"""The library's own path on real text: sentiment beside a bag of words, held-out loss on instructions."""
 import json
 import os
 import statistics
@@ -11,9 +11,9 @@ from bench.record import ROOT, Skip, record
 
 FILES = ('amazon_reviews.tsv', 'instructions.json')
 SEEDS = range(5)
-REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1, 'data.labels': {1: 'positive', 0: 'negative'},
-           'data.test_share': 0.0, 'batch.micro': 12, 'optimizer.steps': 300}
-INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 4, 'batch.length': 384, 'optimizer.steps': 300}
+REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1, 'data.test_share': 0.0,
+           'data.labels': {1: 'positive', 0: 'negative'}, 'batch.micro': 12}
+INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 4, 'batch.length': 160, 'optimizer.steps': 300}
 PEER = 'bag of words and logistic regression, scikit-learn as it comes'
 
 
@@ -34,7 +34,8 @@ def review_recipe(source: Path) -> 'Recipe':
 def instruction_recipe(source: Path) -> 'Recipe':
     "The same on instructions: a tenth of them is held out."
     from llm_workbook import Data
-    return review_recipe(source).changed(INSTRUCTIONS | {'data': Data(source=str(source), format='alpaca', test_share=0.1)})
+    data = Data(source=str(source), format='alpaca', test_share=0.1)
+    return review_recipe(source).changed(INSTRUCTIONS | {'data': data})
 
 
 def pool(recipe: 'Recipe') -> tuple[list, list]:
@@ -42,6 +43,14 @@ def pool(recipe: 'Recipe') -> tuple[list, list]:
     from llm_workbook import load_rows, split_rows
     others, tuning = split_rows(load_rows(recipe.data)[0], 0.4, 2026)
     return tuning, others
+
+
+def review_rows(source: Path, seed: int) -> tuple[list, list]:
+    "The 800 and 200 of one seed, drawn from what nothing was tuned on; the tuning rows are always trained on."
+    from llm_workbook import split_rows
+    tuning, others = pool(review_recipe(source))
+    rest, test = split_rows(others, 1 / 3, seed)
+    return tuning + rest, test
 
 
 def divided(recipe: 'Recipe', train: list, test: list, place: Path) -> 'Recipe':
@@ -85,12 +94,10 @@ def trained(recipe: 'Recipe', place: Path) -> tuple:
     return run, tokenizer, base, after
 
 
-def review_seed(recipe: 'Recipe', seed: int, place: Path) -> dict:
+def review_seed(source: Path, seed: int, place: Path) -> dict:
     "One seed: other rows held out, another start, another order."
-    from llm_workbook import answers, check_recipe, exact_match, split_rows
-    tuning, others = pool(recipe)
-    rest, test = split_rows(others, 1 / 3, seed)
-    recipe = divided(recipe.changed(seed=seed), tuning + rest, test, place/f'rows-{seed}')
+    from llm_workbook import answers, check_recipe, exact_match
+    recipe = divided(review_recipe(source).changed(seed=seed), *review_rows(source, seed), place/f'rows-{seed}')
     train, test = check_recipe(recipe)
     run, tokenizer, base, after = trained(recipe, place/f'run-{seed}')
     before, share = (exact_match(test, answers(model, tokenizer, test, longest=6)).share for model in (base, after))
@@ -118,10 +125,9 @@ def frequencies_loss(tokenizer, train: list, test: list, length: int) -> float:
     "The same loss for a model that knows nothing but how often each token occurs in the training answers."
     from math import log
     from llm_workbook import assistant_mask
-    tokens = lambda rows: [i for row in rows for i, on in zip(*(part[:length] for part in assistant_mask(row, tokenizer))) if on]
+    def tokens(rows): return [i for row in rows for i, on in list(zip(*assistant_mask(row, tokenizer)))[:length] if on]
     known, asked = Counter(tokens(train)), tokens(test)
-    size = len(tokenizer)
-    return -sum(log((known[i] + 1) / (known.total() + size)) for i in asked) / len(asked)
+    return -sum(log((known[i] + 1) / (known.total() + len(tokenizer))) for i in asked) / len(asked)
 
 
 def instructions(source: Path, place: Path) -> dict:
@@ -139,18 +145,18 @@ def instructions(source: Path, place: Path) -> dict:
 
 def settings(recipe: 'Recipe') -> dict:
     "What a recipe says, without where its data lie."
-    return recipe.model_dump(mode='json', include={'model', 'method', 'cluster', 'sharding', 'batch', 'optimizer'}, exclude_none=True)
+    parts = {'model', 'method', 'cluster', 'sharding', 'batch', 'optimizer'}
+    return recipe.model_dump(mode='json', include=parts, exclude_none=True)
 
 
 def measure() -> dict:
     "Five seeds on the reviews, one run on the instructions."
     place = folder()
-    recipe = review_recipe(place/FILES[0])
     with tempfile.TemporaryDirectory() as name:
-        seeds = [review_seed(recipe, seed, Path(name)) for seed in SEEDS]
+        seeds = [review_seed(place/FILES[0], seed, Path(name)) for seed in SEEDS]
         told = instructions(place/FILES[1], Path(name))
     shares, peers = [row['accuracy'] for row in seeds], [row['peer'] for row in seeds]
     spread = {'spread': round(statistics.stdev(shares), 4), 'peer_spread': round(statistics.stdev(peers), 4)}
     return record('real_data', shares, 'share of held-out reviews answered rightly', peers, peer=PEER, worst=min(shares),
-                  p_worst=max(row['p_value'] for row in seeds), seeds=seeds, settings=settings(recipe),
+                  p_worst=max(row['p_value'] for row in seeds), seeds=seeds, settings=settings(review_recipe(place/FILES[0])),
                   instructions=told, packages=['scikit-learn'], **spread)

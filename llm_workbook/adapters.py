@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-# %% ../nbs/chapters/12_adapters.ipynb #19f095e4
+# %% ../nbs/chapters/12_adapters.ipynb #89b17d66
 def check_targets(
     source: str,  # Packaged name, directory or hub id: only its configuration is read
     targets: str | list[str],  # 'all-linear', or the ends of module names as in ['q_proj', 'mlp.down_proj']
@@ -34,23 +34,23 @@ def check_targets(
     if lost: raise ValueError(f"targets match no linear module of {source!r}: {'; '.join(lost)}")
     return [n for n in linear if any(n in names for names in found.values())]
 
-# %% ../nbs/chapters/12_adapters.ipynb #c9bde53b
+# %% ../nbs/chapters/12_adapters.ipynb #a16128ab
 def _suggest(target, names):
     ends = sorted({name.split('.')[-1] for name in names})
     near = get_close_matches(target.split('.')[-1], ends, 1, 0.5)
     return f"{target!r}, " + (f'did you mean {near[0]!r}?' if near else f'known: {", ".join(ends)}')
 
-# %% ../nbs/chapters/12_adapters.ipynb #14c05aa2
+# %% ../nbs/chapters/12_adapters.ipynb #fc87f790
 @contextmanager
 def _hush():
     with warnings.catch_warnings():  # peft asks transformers for a name on its way out
         warnings.filterwarnings('ignore', '.*is_gradient_checkpointing', FutureWarning)
         yield
 
-# %% ../nbs/chapters/12_adapters.ipynb #0eff3a2c
+# %% ../nbs/chapters/12_adapters.ipynb #3b311eda
 def add_adapters(
     model: 'PreTrainedModel',  # Quantised or not; changed in place, frozen but for the adapters
-    method=None,  # A recipe's `Method`: rank, alpha, dropout, targets; None means its defaults
+    method: 'Method | None' = None,  # A recipe's `Method`: rank, alpha, dropout, targets; None means its defaults
     seed: int = 0,  # For the random half of each adapter: the same on all ranks
     dtype: str = 'float32',  # Of the adapters' weights, and so of the optimizer's state
 ) -> 'PeftModel':  # Computes what `model` computed, until it is trained
@@ -69,7 +69,7 @@ def add_adapters(
     cast_adapters(model, dtype)
     return model
 
-# %% ../nbs/chapters/12_adapters.ipynb #828ca91e
+# %% ../nbs/chapters/12_adapters.ipynb #eaf6afca
 def cast_adapters(
     model: 'torch.nn.Module',  # With adapters, or anything else that trains
     dtype: str = 'float32',  # Name of a floating-point dtype
@@ -83,7 +83,7 @@ def cast_adapters(
     for p in other: p.data = p.data.to(wanted)
     return len(other)
 
-# %% ../nbs/chapters/12_adapters.ipynb #12ed11ed
+# %% ../nbs/chapters/12_adapters.ipynb #e2384c64
 @dataclass(frozen=True, repr=False)
 class Trainable:
     "What trains in a model and what it takes: one row per kind of module."
@@ -109,7 +109,7 @@ class Trainable:
         head = line('<b>module</b>', '<b>trains</b>', '<b>parameters</b>', '<b>bytes here</b>', '<b>share</b>')
         return f'<table>{head}{"".join(rows)}{line("all", "", f"{self.total:,}", f"{held:,}", share)}</table>'
 
-# %% ../nbs/chapters/12_adapters.ipynb #acb9bbb7
+# %% ../nbs/chapters/12_adapters.ipynb #be4ef0bc
 def _plain(name):
     "The name of a parameter without what distribution and checkpointing put into it."
     return '.'.join(p for p in name.split('.') if p not in ('_checkpoint_wrapped_module', '_orig_mod', 'module'))
@@ -118,7 +118,7 @@ def _kind(name):
     parts = [p for p in _plain(name).split('.') if p not in ('default', 'weight', 'bias', 'base_layer')]
     return ' '.join(parts[-2:] if parts[-1].startswith('lora_') else parts[-1:])
 
-# %% ../nbs/chapters/12_adapters.ipynb #409d2498
+# %% ../nbs/chapters/12_adapters.ipynb #6110809f
 def trainable(
     model: 'torch.nn.Module',  # Any model, sharded or not
 ) -> Trainable:  # Parameters of the whole model, bytes of this process
@@ -132,7 +132,7 @@ def trainable(
     if not kinds: raise ValueError(f'{type(model).__name__} has no parameters')
     return Trainable(sorted(((*key, *row) for key, row in kinds.items()), key=lambda row: (not row[1], row[0])))
 
-# %% ../nbs/chapters/12_adapters.ipynb #f00d7d9f
+# %% ../nbs/chapters/12_adapters.ipynb #da4ea5eb
 def moved(
     adapters: 'str | Path | dict',  # A directory that `save_adapters` wrote, or tensors under peft's names
 ) -> dict[str, float]:  # Target -> norm of its B, which is zero before training
@@ -148,7 +148,7 @@ def moved(
                                f'{", ".join(still[:3])}')
     return norms
 
-# %% ../nbs/chapters/12_adapters.ipynb #77e7d49d
+# %% ../nbs/chapters/12_adapters.ipynb #62475577
 def _adapter_state(model):
     "This model's trained tensors, whole, on the CPU of every rank, under the names of peft's files."
     whole = lambda p: (p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().cpu().contiguous()
@@ -164,7 +164,7 @@ def _expected(model):
         shapes[f'{_plain(name)}.lora_B.weight'] = (layer.out_features, layer.r['default'])
     return shapes
 
-# %% ../nbs/chapters/12_adapters.ipynb #2904972a
+# %% ../nbs/chapters/12_adapters.ipynb #fe821191
 def _compare(model, tensors, file):
     "Raise unless `tensors` are those that `model` has layers for."
     expected, found = _expected(model), {name: tuple(t.shape) for name, t in tensors.items()}
@@ -181,7 +181,7 @@ def _write(model, state, directory):
     _compare(model, load_file(file), file)
     return moved(directory)
 
-# %% ../nbs/chapters/12_adapters.ipynb #e07f8050
+# %% ../nbs/chapters/12_adapters.ipynb #37f7a046
 def save_adapters(
     model: 'PeftModel',  # Sharded or not; if it is, all ranks call this together
     directory: 'str | Path',  # Made if absent; rank 0 writes peft's two files there
@@ -198,12 +198,12 @@ def save_adapters(
     if result[1]: raise ValueError(f'rank 0 could not save the adapters: {result[1]}')
     return result[0]
 
-# %% ../nbs/chapters/12_adapters.ipynb #93274114
+# %% ../nbs/chapters/12_adapters.ipynb #edbd08f4
 def load_adapters(
     source: 'str | PreTrainedModel',  # The base: packaged name, directory, hub id, or the loaded model itself
     directory: 'str | Path',  # Where `save_adapters` wrote
-    method=None,  # A recipe's `Method`: how to load the base, where `source` is a name
-    precision=None,  # A recipe's `Precision`, likewise
+    method: 'Method | None' = None,  # A recipe's `Method`: how to load the base, where `source` is a name
+    precision: 'Precision | None' = None,  # A recipe's `Precision`, likewise
     device: str | None = None,  # 'cpu' or 'cuda', likewise
     revision: str | None = None,  # Commit, tag or branch of a hub id
 ) -> 'PeftModel':  # For inference: nothing in it trains

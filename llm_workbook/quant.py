@@ -18,10 +18,10 @@ def _defaults(method, precision):
     from llm_workbook.recipe import Method, Precision
     return method or Method(), precision or Precision()
 
-# %% ../nbs/chapters/11_quant.ipynb #c1277810
+# %% ../nbs/chapters/11_quant.ipynb #d8ca7ff5
 def nf4_config(
-    method=None,  # A recipe's `Method`: `storage` and `double_quant` are read; None means its defaults
-    precision=None,  # A recipe's `Precision`: `compute` is read; None means its defaults
+    method: 'Method | None' = None,  # `storage` and `double_quant` are read; None means its defaults
+    precision: 'Precision | None' = None,  # A recipe's `Precision`: `compute` is read; None means its defaults
 ) -> 'BitsAndBytesConfig':  # What `from_pretrained` takes as `quantization_config`
     "Say NF4 in transformers' words, with the storage dtype of `method`."
     import torch
@@ -59,8 +59,8 @@ def keep_payload(
 # %% ../nbs/chapters/11_quant.ipynb #d896c88e
 def load_base(
     source: str,  # Packaged name, directory or hub id
-    method=None,  # A recipe's `Method`: 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
-    precision=None,  # A recipe's `Precision`; None means its defaults
+    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
+    precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id
 ) -> 'PreTrainedModel':  # Whole, on the device of this process, in evaluation mode
@@ -83,14 +83,14 @@ def load_base(
 # %% ../nbs/chapters/11_quant.ipynb #9f264289
 def load_nf4(
     source: str,  # Packaged name, directory or hub id
-    method=None,  # A recipe's `Method` of kind 'qlora'; None means its defaults
-    precision=None,  # A recipe's `Precision`; None means its defaults
+    method: 'Method | None' = None,  # A recipe's `Method` of kind 'qlora'; None means its defaults
+    precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id
 ) -> 'PreTrainedModel':  # Linear layers in NF4 but for the head, never to be repacked
     "Load `source` with its linear layers packed in NF4."
     method, precision = _defaults(method, precision)
-    if method.kind != 'qlora': raise ValueError(f"method {method.kind!r} is not quantised: use `load_base`, or 'qlora'")
+    if method.kind != 'qlora': raise ValueError(f"method {method.kind!r} does not quantise: use `load_base`")
     return load_base(source, method, precision, device, revision)
 
 # %% ../nbs/chapters/11_quant.ipynb #e865acc9
@@ -150,5 +150,5 @@ def fingerprint(
         for part, tensor in ({'payload': layer.weight} | _statistics(layer.quant_state)).items():
             raw = _bytes(tensor)
             hashes[f'{name}.{part}'], total = hashlib.sha256(raw).hexdigest()[:16], total + len(raw)
-    if not hashes: raise ValueError(f'{type(model).__name__} has no 4-bit layer to fingerprint: load it with `load_nf4`')
+    if not hashes: raise ValueError(f'{type(model).__name__} has no 4-bit layer: load it with `load_nf4`')
     return Fingerprint(hashes, total)

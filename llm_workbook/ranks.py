@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['RankError', 'RankTimeout', 'free_port', 'run_ranks', 'Bytes', 'MemoryTrace', 'memory_trace', 'notebook_ranks']
 
-# %% ../nbs/chapters/20_ranks.ipynb #09d96f9b
-import ctypes, faulthandler, linecache, logging, os, pickle, re, shutil, signal, socket, sys
+# %% ../nbs/chapters/20_ranks.ipynb #80506722
+import ctypes, faulthandler, gc, linecache, logging, os, pickle, re, shutil, signal, socket, sys
 import tempfile, threading, time, traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,29 +42,37 @@ class _Job:  # One launch: what the ranks run, and where they leave files
     ranks: int
     function: Callable
     env: dict
-    group: dict | None = None
+    group: dict | None  # Of a gloo process group to join; else the function makes its own
+    interrupted: list  # Ctrl-C, if it came
     thread = raised = None  # The thread that forks the ranks, and what ended it
 
     def file(self, kind, rank): return self.folder/f'{kind}.{rank}'
     def has(self, kind, rank): return self.file(kind, rank).exists()
-    def text(self, kind, rank): return self.file(kind, rank).read_text(errors='replace') if self.has(kind, rank) else ''
+    def text(self, kind, rank): return self.has(kind, rank) and self.file(kind, rank).read_text(errors='replace') or ''
     def unfinished(self): return [rank for rank in range(self.ranks) if not self.has('result', rank)]
 
     def put(self, kind, rank, save):
-        with open(self.file('part', rank), 'wb') as out: save(out)
-        self.file('part', rank).rename(self.file(kind, rank))
+        with open(part := self.file('part', rank), 'wb') as out: save(out)
+        part.rename(self.file(kind, rank))
 
 @contextmanager
-def _folder():  # A private folder that goes away, also when this process is killed
+def _job(ranks, function, env, defaults, group=None):  # A launch with a private folder, which goes away in every case
+    interrupted, main = [], threading.current_thread() is threading.main_thread()
+    env = _DEFAULTS | defaults | {name: str(value) for name, value in (env or {}).items()}
     with tempfile.TemporaryDirectory(prefix='llmw-ranks-', ignore_cleanup_errors=True) as folder:
         end, start = os.pipe()
-        if not (janitor := os.fork()):
+        gc.freeze()
+        before = main and signal.signal(signal.SIGINT, lambda *what: interrupted.append(what))
+        if (janitor := os.fork()) == 0:
             try: os.setpgid(0, 0), os.close(start), os.read(end, 1), shutil.rmtree(folder, ignore_errors=True)
             finally: os._exit(0)
-        try: yield Path(folder)
-        finally: os.kill(janitor, signal.SIGKILL), os.waitpid(janitor, 0), os.close(end), os.close(start)
+        try: yield _Job(Path(folder), ranks, function, env, group, interrupted)
+        finally:
+            os.kill(janitor, signal.SIGKILL), os.waitpid(janitor, 0), os.close(end), os.close(start)
+            main and signal.signal(signal.SIGINT, before), gc.collect(), gc.unfreeze()
 
-# %% ../nbs/chapters/20_ranks.ipynb #17653008
+# %% ../nbs/chapters/20_ranks.ipynb #4750efdb
+_DEFAULTS = {'GLOO_SOCKET_IFNAME': 'lo', 'TOKENIZERS_PARALLELISM': 'false', 'OMP_NUM_THREADS': '1'}
 _CHATTY = 'torch.distributed.elastic', 'torch.multiprocessing'  # Loggers that repeat in the cell what the watcher says
 
 def _enter(job, rank):  # Turn a fresh fork of the kernel into a rank
@@ -212,26 +220,21 @@ def _stop(job):  # Kill all that the launching thread has started, with what the
             for pid in map(int, Path(f'/proc/self/task/{job.thread.native_id}/children').read_text().split()):
                 for kill in os.killpg, os.kill:
                     with suppress(OSError): kill(pid, signal.SIGKILL)
-        job.leave.set()
-        job.thread.join(0.02)
+        job.leave.set(), job.thread.join(0.02)
 
 def _launch(job, start, timeout_s, watch=None):  # Start ranks from a fresh thread, watch them from this, return results
     def launch():
         try: start(job)
         except BaseException as error: job.raised = error
-    job.kernel, job.leave, job.interrupted = os.getpid(), threading.Event(), []
-    job.thread, main = threading.Thread(target=launch, daemon=True), threading.current_thread() is threading.main_thread()
-    before = main and signal.signal(signal.SIGINT, lambda *what: job.interrupted.append(what))
+    job.kernel, job.leave, job.thread = os.getpid(), threading.Event(), threading.Thread(target=launch, daemon=True)
+    job.thread.start()
     try:
-        job.thread.start()
         _watch(job, timeout_s, watch)
-        job.leave.set()
-        job.thread.join(5)
+        job.leave.set(), job.thread.join(5)
         return [pickle.loads(job.file('result', rank).read_bytes()) for rank in range(job.ranks)]
     finally:
         _stop(job)
         print(job.text('out', 0), end='')
-        if main: signal.signal(signal.SIGINT, before)
 
 # %% ../nbs/chapters/20_ranks.ipynb #d595845c
 def _check(ranks, timeout_s):  # Refuse what cannot work, before any process is started
@@ -241,10 +244,6 @@ def _check(ranks, timeout_s):  # Refuse what cannot work, before any process is 
     if not timeout_s > 0: raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
     if dist.is_initialized(): raise RuntimeError('this kernel is itself in a process group, which ranks would inherit: '
                                                  'call torch.distributed.destroy_process_group() first')
-
-def _environment(env, **more):  # What only ranks see; `env` has the last word
-    return {'GLOO_SOCKET_IFNAME': 'lo', 'TOKENIZERS_PARALLELISM': 'false', 'OMP_NUM_THREADS': '1', **more,
-            **{name: str(value) for name, value in (env or {}).items()}}
 
 def run_ranks(
     function: Callable,  # What every rank runs; a function of a notebook cell will do
@@ -256,9 +255,8 @@ def run_ranks(
     "Run `function(*args)` on forked CPU processes joined by a gloo process group."
     from datetime import timedelta
     _check(ranks, timeout_s)
-    with _folder() as folder:
-        return _launch(_Job(folder, ranks, partial(function, *args), _environment(env, ACCELERATE_USE_CPU='true'),
-                            dict(timeout=timedelta(seconds=timeout_s + 60))), _fork, timeout_s)
+    defaults, group = {'ACCELERATE_USE_CPU': 'true'}, {'timeout': timedelta(seconds=timeout_s + 60)}
+    with _job(ranks, partial(function, *args), env, defaults, group) as job: return _launch(job, _fork, timeout_s)
 
 # %% ../nbs/chapters/20_ranks.ipynb #bf1abcb4
 @dataclass
@@ -349,10 +347,10 @@ def notebook_ranks(
     "Run `function(*args)` on the processes of accelerate's `notebook_launcher`."
     _check(ranks, timeout_s)
     cuda = _use_cuda({**os.environ, **(env or {})})
-    with _folder() as folder, _tamed(folder, cuda) as launcher:
+    defaults = {} if cuda else {'ACCELERATE_USE_CPU': 'true'}
+    with _job(ranks, partial(function, *args), env, defaults) as job, _tamed(job.folder, cuda) as launcher:
         def start(job):
             if ranks == 1: return _fork(job)
             def entry(): _be_rank(job, int(os.environ['RANK']))
             launcher(entry, num_processes=ranks, use_port=str(free_port()), monitor_interval=0.05)
-        job = _Job(folder, ranks, partial(function, *args), _environment(env, **{} if cuda else {'ACCELERATE_USE_CPU': 'true'}))
         return _launch(job, start, timeout_s, watch)

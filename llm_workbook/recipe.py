@@ -363,7 +363,7 @@ def resolve(source: str | Path,  # Packaged name, path, or `owner/name` on the H
 
 # %% ../nbs/chapters/03_recipe.ipynb #b2c59420
 _TOY = {'model': Model(source='tiny-base'), 'cluster.nodes': 1, 'cluster.device': 'cpu', 'method.rank': 16, 'method.alpha': 32,
-        'batch': Batch(micro=8, accumulation=1, length=128), 'optimizer.steps': 400}
+        'batch': Batch(micro=12, accumulation=1, length=128), 'optimizer.steps': 240}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
 _TOY_REVIEWS = Data(source='sample-reviews', format='classification', text_column='text', label_column='stars',

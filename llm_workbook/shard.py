@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['shard_model', 'ShardingMismatch', 'ShardReport', 'assert_sharding', 'fsdp_env', 'cpu_fsdp']
 
-# %% ../nbs/chapters/21_shard.ipynb #d09349c7
+# %% ../nbs/chapters/21_shard.ipynb #ba6f3c96
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# %% ../nbs/chapters/21_shard.ipynb #fe40ed86
+# %% ../nbs/chapters/21_shard.ipynb #ecde58f5
 def shard_model(
     model: 'torch.nn.Module',  # Whole, and the same on every rank; changed in place
-    sharding=None,  # A recipe's `Sharding`; None means its defaults
+    sharding: 'Sharding | None' = None,  # A recipe's `Sharding`; None means its defaults
 ) -> 'torch.nn.Module':  # The same model, its parameters DTensors
     "Shard each decoder layer, then what is left, over all ranks."
     import torch.distributed as dist
@@ -21,7 +22,7 @@ def shard_model(
     from torch.distributed.fsdp import fully_shard
     from llm_workbook.recipe import Sharding
     sharding = sharding or Sharding()
-    if not dist.is_initialized(): raise ValueError('there is no process group: call this on ranks, as `run_ranks` does')
+    if not dist.is_initialized(): raise ValueError('no process group: call this on ranks, as `run_ranks` does')
     if sharding.strategy != 'fsdp2': raise ValueError(f"strategy {sharding.strategy!r} shards nothing; use 'fsdp2'")
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     kinds = getattr(model, '_no_split_modules', None) or ()
@@ -34,11 +35,11 @@ def shard_model(
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
     return fully_shard(model, mesh=mesh)
 
-# %% ../nbs/chapters/21_shard.ipynb #6853a63e
+# %% ../nbs/chapters/21_shard.ipynb #88b7b74c
 class ShardingMismatch(RuntimeError):
     "The sharding that was asked for is not the sharding that was applied."
 
-# %% ../nbs/chapters/21_shard.ipynb #907e94ed
+# %% ../nbs/chapters/21_shard.ipynb #54a6a207
 @dataclass(frozen=True, repr=False)
 class ShardReport:
     "What one rank holds of a model, parameter by parameter."
@@ -70,17 +71,20 @@ class ShardReport:
         return {name: getattr(self, name) for name in names}
 
     def __repr__(self):
-        return (f'{self.strategy}, {self.ranks} ranks: rank {self.rank} holds {self.here_b:,} of {self.total_b:,} bytes '
-                f'({self.here_b / self.total_b:.1%}; limit {self.limit_b:,}), and {self.replicated_b:,} that all ranks hold')
+        share = f'{self.here_b:,} of {self.total_b:,} bytes ({self.here_b / self.total_b:.1%}; limit {self.limit_b:,})'
+        name = f'{self.strategy}, {self.ranks} ranks: rank {self.rank}'
+        return f'{name} holds {share} and {self.replicated_b:,} that all hold'
 
-    def _repr_html_(self):
-        line = lambda cells: '<tr>' + ''.join(f'<td>{cell}</td>' for cell in cells) + '</tr>'
-        heads = line(f'<b>{h}</b>' for h in ('parameter', 'dtype', 'whole shape', 'shape here', 'whole bytes', 'bytes here'))
-        rows = ''.join(line((*row[:4], f'{row[4]:,}', f'{row[5]:,}')) for row in self.rows)
-        return (f'<p>{self!r}</p><details><summary>{len(self.rows)} parameters</summary>'
-                f'<table>{heads}{rows}</table></details>')
+    def _repr_html_(self): return f'<p>{self!r}</p>{_table(self.rows)}'
 
-# %% ../nbs/chapters/21_shard.ipynb #91fb46ca
+# %% ../nbs/chapters/21_shard.ipynb #81d95f28
+def _table(rows):
+    line = lambda cells: '<tr>' + ''.join(f'<td>{cell}</td>' for cell in cells) + '</tr>'
+    head = line(f'<b>{h}</b>' for h in 'parameter,dtype,whole shape,shape here,whole bytes,bytes here'.split(','))
+    body = ''.join(line((*row[:4], f'{row[4]:,}', f'{row[5]:,}')) for row in rows)
+    return f'<details><summary>{len(rows)} parameters</summary><table>{head}{body}</table></details>'
+
+# %% ../nbs/chapters/21_shard.ipynb #b06b4e42
 def _rows(model):
     local = lambda p: getattr(p, '_local_tensor', p)
     return [(name, str(p.dtype).removeprefix('torch.'), tuple(p.shape), tuple(local(p).shape),
@@ -100,12 +104,14 @@ def _replicated(model):
     from llm_workbook.quant import payload_bytes
     return payload_bytes(model)['absmax'] + sum(b.numel() * b.element_size() for b in model.buffers())
 
-# %% ../nbs/chapters/21_shard.ipynb #0be41440
+# %% ../nbs/chapters/21_shard.ipynb #77b8cb5d
 def _judge_fsdp2(model, report):
     from torch.distributed.tensor import DTensor, Shard
     named = dict(model.named_parameters())
     plain = {n: p for n, p in named.items() if not isinstance(p, DTensor)}
-    if plain: return f'{len(plain)} of {len(named)} parameters are not DTensors, first {next(iter(plain))}; ' + _why(model, plain)
+    if plain:
+        what = f'{len(plain)} of {len(named)} parameters are not DTensors, first {next(iter(plain))}'
+        return f'{what}; {_why(model, plain)}'
     for name, p in named.items():
         if p.device_mesh.size() != report.ranks or not all(isinstance(place, Shard) for place in p.placements):
             return f'{name} is placed as {p.placements} over {p.device_mesh.size()} ranks'
@@ -113,15 +119,16 @@ def _judge_fsdp2(model, report):
         part = -(-p.shape[dim] // report.ranks)
         fair = max(0, min(part, p.shape[dim] - report.rank * part))
         if p.to_local().shape[dim] != fair: return f'{name} has {p.to_local().shape[dim]} rows here, not {fair}'
-    if report.here_b > report.limit_b: return f'rank {report.rank} holds {report.here_b:,} bytes, more than {report.limit_b:,}'
+    if report.here_b > report.limit_b: return f'{report.here_b:,} bytes are here, more than {report.limit_b:,}'
 
 def _why(model, plain):
-    packed = [p for p in plain.values() if not p.is_floating_point()]
-    if packed: return f'{len(packed)} are packed in {packed[0].dtype}, which does not shard: set method.storage to the compute dtype'
+    packed = [p.dtype for p in plain.values() if not p.is_floating_point()]
+    if packed:
+        return f'{len(packed)} are packed in {packed[0]}, which does not shard: set method.storage to the compute dtype'
     return (f'{type(model).__name__} is whole on every rank: on CPU, make the trainer inside `cpu_fsdp()`, '
             'and give the ranks the environment of `fsdp_env`')
 
-# %% ../nbs/chapters/21_shard.ipynb #33076940
+# %% ../nbs/chapters/21_shard.ipynb #506c1426
 def _judge_whole(model, report):
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
@@ -129,11 +136,11 @@ def _judge_whole(model, report):
     if sharded: return f'{sharded} of {len(report.rows)} parameters are DTensors'
     if report.strategy == 'ddp' and not isinstance(model, DistributedDataParallel):
         return f'{type(model).__name__} is not a DistributedDataParallel: nothing joins the ranks'
-    if report.strategy == 'none' and report.ranks > 1: return "every rank trains a model of its own: ask for 'ddp' or 'fsdp2'"
+    if report.strategy == 'none' and report.ranks > 1: return 'each rank trains its own model: ask for ddp or fsdp2'
 
 _JUDGES = {'fsdp2': _judge_fsdp2, 'ddp': _judge_whole, 'none': _judge_whole}
 
-# %% ../nbs/chapters/21_shard.ipynb #52e02bc9
+# %% ../nbs/chapters/21_shard.ipynb #1bd4bb41
 def assert_sharding(
     model: 'torch.nn.Module',  # What trains: `trainer.model_wrapped`, or what `shard_model` gave
     strategy: str = 'fsdp2',  # What was asked for: 'fsdp2', 'ddp' or 'none'
@@ -150,14 +157,15 @@ def assert_sharding(
     if problem: raise ShardingMismatch(f'{strategy} over {ranks} ranks was asked for, but {problem}')
     return report
 
-# %% ../nbs/chapters/21_shard.ipynb #895c70e3
+# %% ../nbs/chapters/21_shard.ipynb #fee3dce9
 def fsdp_env(
-    recipe,  # Its sharding, method, precision and cluster are read
+    recipe: 'Recipe',  # Its sharding, method, precision and cluster are read
 ) -> dict[str, str]:  # For every rank, before accelerate or a trainer is made
     "Say the sharding of `recipe` in the variables that accelerate reads."
     sharding, word = recipe.sharding, lambda flag: str(flag).lower()
     mixed = recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
-    env = {'ACCELERATE_USE_FSDP': word(sharding.strategy == 'fsdp2'), 'ACCELERATE_MIXED_PRECISION': 'bf16' if mixed else 'no'}
+    env = {'ACCELERATE_USE_FSDP': word(sharding.strategy == 'fsdp2'),
+           'ACCELERATE_MIXED_PRECISION': 'bf16' if mixed else 'no'}
     if recipe.cluster.device == 'cpu': env |= {'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': ''}
     if sharding.strategy != 'fsdp2': return env
     return env | {'FSDP_VERSION': '2', 'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP',
@@ -165,9 +173,9 @@ def fsdp_env(
                   'FSDP_ACTIVATION_CHECKPOINTING': word(sharding.activation_checkpointing),
                   'FSDP_STATE_DICT_TYPE': 'SHARDED_STATE_DICT', 'FSDP_CPU_RAM_EFFICIENT_LOADING': 'false'}
 
-# %% ../nbs/chapters/21_shard.ipynb #8d5a05a9
+# %% ../nbs/chapters/21_shard.ipynb #148d7a91
 @contextmanager
-def cpu_fsdp():
+def cpu_fsdp() -> Iterator[None]:  # For as long as the block lasts
     "Inside, accelerate takes FSDP settings at their word on CPU ranks, as it does on GPUs."
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# %% ../nbs/chapters/32_training.ipynb #c4bd720a
+# %% ../nbs/chapters/32_training.ipynb #ddf2025e
 def check_recipe(
-    recipe,  # A `Recipe`
+    recipe: 'Recipe',  # What to check
 ) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them
     "Refuse everything that can be refused before a weight is loaded; give back the rows."
     from llm_workbook.adapters import check_targets
@@ -23,20 +23,20 @@ def check_recipe(
     from transformers import AutoTokenizer
     base = resolve(recipe.model.source)
     if isinstance(base, Path) and not (base / 'config.json').is_file():
-        raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: name a directory with a transformers model')
+        raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: name a transformers model')
     if recipe.method.kind != 'full': check_targets(recipe.model.source, recipe.method.targets)
     train, test = load_rows(recipe.data, recipe.seed)
     if len(train) < recipe.global_batch:
-        raise ValueError(f'{len(train)} training rows are fewer than one step takes: {recipe.global_batch} '
-                         f'({recipe.cluster.ranks} ranks x micro {recipe.batch.micro} x accumulation {recipe.batch.accumulation}). '
+        product = f'{recipe.cluster.ranks} ranks x micro {recipe.batch.micro} x accumulation {recipe.batch.accumulation}'
+        raise ValueError(f'{len(train)} training rows are fewer than one step takes: {recipe.global_batch} ({product}). '
                          'Add rows, or lower cluster.processes, batch.micro or batch.accumulation')
     check_rows(train, AutoTokenizer.from_pretrained(base, revision=recipe.model.revision), recipe.batch.length)
     return train, test
 
-# %% ../nbs/chapters/32_training.ipynb #cbfe5f36
+# %% ../nbs/chapters/32_training.ipynb #d416df02
 def sft_config(
-    recipe,     # A `Recipe`
-    directory,  # Where a run may write
+    recipe: 'Recipe',         # What to run
+    directory: 'str | Path',  # Where it may write
 ) -> 'SFTConfig':  # What `SFTTrainer` takes as `args`
     "Say `recipe` in TRL's words."
     from trl import SFTConfig
@@ -54,7 +54,7 @@ def sft_config(
 
 def _mixed(recipe): return recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
 
-# %% ../nbs/chapters/32_training.ipynb #30b7f395
+# %% ../nbs/chapters/32_training.ipynb #46446ff3
 def _metrics(trainer, recipe, path):
     "A callback that checks the sharding before the first step and writes one line per step."
     from llm_workbook.shard import assert_sharding
@@ -66,26 +66,27 @@ def _metrics(trainer, recipe, path):
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if 'loss' not in logs: return
-            if not math.isfinite(logs['loss']): raise FloatingPointError(f'loss {logs["loss"]} at step {state.global_step}: nothing is saved')
+            loss = float(logs['loss'])
+            if not math.isfinite(loss): raise FloatingPointError(f'loss {loss} at step {state.global_step}: nothing is saved')
             if not state.is_world_process_zero: return
             row = {'step': state.global_step, 'seconds': round(time.monotonic() - trainer.began, 3)}
             row |= {key: float(logs[key]) for key in ('loss', 'grad_norm', 'learning_rate', 'num_tokens') if key in logs}
             with path.open('a') as file: file.write(json.dumps(row) + '\n')
     return Metrics()
 
-# %% ../nbs/chapters/32_training.ipynb #27ea1074
+# %% ../nbs/chapters/32_training.ipynb #fd78e41a
 def read_metrics(
-    path,  # A `metrics.jsonl`, also one that is still being written
+    path: 'str | Path',  # A `metrics.jsonl`, also one that is still being written
 ) -> list[dict]:  # One value per finished line: step, seconds, loss, grad_norm, learning_rate, num_tokens
     "Read the steps so far; a half-written last line is left for the next time."
     text = Path(path).read_text() if Path(path).exists() else ''
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith('\n')]
 
-# %% ../nbs/chapters/32_training.ipynb #b7cf5cc3
+# %% ../nbs/chapters/32_training.ipynb #7bb732ac
 def train_rank(
-    recipe,          # A `Recipe`
-    directory: Path,  # Where the run writes
-    rows: list,      # Training rows, as `check_recipe` gives them
+    recipe: 'Recipe',  # The same on every rank
+    directory: Path,   # Where the run writes
+    rows: list[dict],  # Training rows, as `check_recipe` gives them
 ) -> dict:  # What this rank saw: shards, payload, memory, saved, log
     "Fine-tune on this rank, together with the others."
     from llm_workbook.quant import fingerprint
@@ -93,44 +94,45 @@ def train_rank(
     from llm_workbook.shard import cpu_fsdp
     with memory_trace() as memory, cpu_fsdp():
         trainer = _trainer(recipe, directory, rows)
-        packed = recipe.method.kind == 'qlora'
-        before = fingerprint(trainer.model) if packed else None
-        trainer.began = time.monotonic()
+        packed = lambda: fingerprint(trainer.model) if recipe.method.kind == 'qlora' else None
+        before, trainer.began = packed(), time.monotonic()
         trainer.train()
-        after = fingerprint(trainer.model) if packed else None
+        after = packed()
         if before != after: raise RuntimeError(f'training changed the 4-bit payload: {before.differences(after)[:3]}')
         saved = _save(trainer, recipe, directory)
     return {'shards': trainer.shards, 'payload': after and after.digest, 'memory': memory, 'saved': saved,
             'seconds': trainer.state.log_history[-1]['train_runtime']}
 
-# %% ../nbs/chapters/32_training.ipynb #7ebb1362
+# %% ../nbs/chapters/32_training.ipynb #20da9bca
 def _trainer(recipe, directory, rows):
     import datasets
     from llm_workbook.adapters import add_adapters, cast_adapters
     from llm_workbook.quant import load_base
     from llm_workbook.recipe import resolve
     from transformers import AutoTokenizer, PrinterCallback
+    from transformers.utils.logging import disable_progress_bar
     from trl import SFTTrainer
     datasets.disable_progress_bars()
+    disable_progress_bar()
     args = sft_config(recipe, directory)
     model = load_base(recipe.model.source, recipe.method, recipe.precision, recipe.cluster.device)
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(resolve(recipe.model.source), revision=recipe.model.revision)
-    kept = [{k: row[k] for k in ('messages', 'text') if k in row} for row in rows]
-    trainer = SFTTrainer(model, args, train_dataset=datasets.Dataset.from_list(kept), processing_class=tokenizer)
+    kept = datasets.Dataset.from_list([{k: row[k] for k in ('messages', 'text') if k in row} for row in rows])
+    trainer = SFTTrainer(model, args, train_dataset=kept, processing_class=tokenizer)
     if recipe.method.kind != 'full': cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_metrics(trainer, recipe, directory / 'metrics.jsonl'))
     return trainer
 
-# %% ../nbs/chapters/32_training.ipynb #04a15c87
+# %% ../nbs/chapters/32_training.ipynb #4969ee35
 def _save(trainer, recipe, directory):
     "Adapters, or every weight, gathered to rank 0; what was written is read back."
     from llm_workbook.adapters import save_adapters
     if recipe.method.kind != 'full': return save_adapters(trainer.model, directory / 'adapters')
     return _save_all(trainer, directory / 'model')
 
-# %% ../nbs/chapters/32_training.ipynb #620f5630
+# %% ../nbs/chapters/32_training.ipynb #e5bac6c8
 def _save_all(trainer, directory):
     import torch.distributed as dist
     from safetensors import safe_open
@@ -140,33 +142,43 @@ def _save_all(trainer, directory):
         trainer.model.save_pretrained(directory, state_dict=state)
         trainer.processing_class.save_pretrained(directory)
     if dist.is_initialized(): dist.barrier()
-    with safe_open(directory / 'model.safetensors', 'pt') as file: return {name: file.get_slice(name).get_shape() for name in file.keys()}
+    files = sorted(directory.glob('*.safetensors'))
+    return {name: file.get_slice(name).get_shape() for f in files for file in [safe_open(f, 'pt')] for name in file.keys()}
 
-# %% ../nbs/chapters/32_training.ipynb #b3e4ef57
+# %% ../nbs/chapters/32_training.ipynb #6ec42846
 def loss_figure(
     metrics: list[dict],  # As `read_metrics` gives them
     steps: int,           # Steps of the whole run, for the axis
 ) -> 'Figure':  # 700 pixels wide
     "Draw loss by step: each step, and a running mean over the last twentieth of the run."
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 2.6), dpi=100, layout='constrained')
+    figure = _canvas()
     axes = figure.subplots()
     x, y = [m['step'] for m in metrics], [m['loss'] for m in metrics]
     span = max(1, steps // 20)
-    mean = [sum(y[max(0, i - span + 1):i + 1]) / min(span, i + 1) for i in range(len(y))]
+    mean = [sum(part) / len(part) for part in (y[max(0, i - span):i] for i in range(1, len(y) + 1))]
     axes.plot(x, y, color='0.75', linewidth=.8, label='each step')
     axes.plot(x, mean, color='C0', linewidth=2, label=f'mean of {span}')
     axes.set(xlabel='optimizer step', ylabel='loss, nats per answer token', xlim=(0, steps), ylim=(0, None))
     axes.legend(frameon=False)
     return figure
 
-# %% ../nbs/chapters/32_training.ipynb #b8a814b0
+# %% ../nbs/chapters/32_training.ipynb #3cd112ef
+def _canvas():
+    "A figure that shows itself in a notebook without pyplot, which would keep every frame of a live curve."
+    from io import BytesIO
+    from matplotlib.figure import Figure
+
+    class Canvas(Figure):
+        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
+    return Canvas(figsize=(7, 2.6), dpi=100, layout='constrained')
+
+# %% ../nbs/chapters/32_training.ipynb #fddb0d9a
 class LossCurve:
     "Draws a run while it runs: call it again and again."
     def __init__(
         self,
-        path,        # The `metrics.jsonl` that grows
-        steps: int,  # Steps of the whole run
+        path: 'str | Path',  # The `metrics.jsonl` that grows
+        steps: int,          # Steps of the whole run
     ):
         from tqdm.auto import tqdm
         self.path, self.steps, self.drawn, self.handle = Path(path), steps, 0, None
@@ -182,15 +194,13 @@ class LossCurve:
         if 'ipykernel' in sys.modules: self._draw(metrics)
 
     def _draw(self, metrics):
-        from io import BytesIO
         from IPython.display import Image, display
-        png = BytesIO()
-        loss_figure(metrics, self.steps).savefig(png, format='png')
-        image = Image(png.getvalue(), alt=f"loss by step, {metrics[-1]['loss']:.3f} at step {metrics[-1]['step']}")
+        said = f"loss by step, {metrics[-1]['loss']:.3f} at step {len(metrics)}"
+        image = Image(loss_figure(metrics, self.steps)._repr_png_(), alt=said)
         if self.handle: self.handle.update(image)
         else: self.handle = display(image, display_id=True)
 
-# %% ../nbs/chapters/32_training.ipynb #45a47e26
+# %% ../nbs/chapters/32_training.ipynb #6a1e6a8e
 @dataclass(frozen=True)
 class Run:
     "A finished fine-tune: what was asked, where it lies, and what each rank reports."
@@ -219,17 +229,16 @@ class Run:
 
     def _repr_html_(self):
         first, last = self.metrics[0], self.metrics[-1]
-        line = lambda *cells: '<tr>' + ''.join(f'<td>{html.escape(str(c))}</td>' for c in cells) + '</tr>'
-        rows = ''.join(line(i, f"{r['shards'].here_b:,} of {r['shards'].total_b:,}", r['payload'] or 'none',
-                            f"{r['memory'].peak.host_b / 2**20:,.0f} MiB") for i, r in enumerate(self.ranks))
-        heads = ''.join(f'<th>{h}</th>' for h in ('rank', 'bytes of parameters held', '4-bit payload, before and after', 'host memory, peak'))
-        return (f"<p>{html.escape(self.recipe.name)}: {len(self.metrics)} steps in {last['seconds']:.0f} s, loss {first['loss']:.3f} to {last['loss']:.3f}</p>"
-                f'<table><tr>{heads}</tr>{rows}</table>')
+        heads = 'rank', 'bytes of parameters held', '4-bit payload, before and after', 'host memory, peak'
+        rows = [(i, f"{r['shards'].here_b:,} of {r['shards'].total_b:,}", r['payload'] or 'none',
+                 f"{r['memory'].peak.host_b / 2**20:,.0f} MiB") for i, r in enumerate(self.ranks)]
+        said = f"{len(self.metrics)} steps in {last['seconds']:.0f} s, loss {first['loss']:.3f} to {last['loss']:.3f}"
+        return f'<p>{html.escape(self.recipe.name)}: {said}</p>' + _grid(heads, rows)
 
-# %% ../nbs/chapters/32_training.ipynb #f953c68e
+# %% ../nbs/chapters/32_training.ipynb #cd652c8a
 def fine_tune(
-    recipe,                   # A `Recipe`
-    directory,                # Where to write; made if absent, and refused if it holds a run
+    recipe: 'Recipe',         # On one node
+    directory: 'str | Path',  # Where to write; made if absent, and refused if it holds a run
     timeout_s: float = 3600,  # When to give up and name the ranks that hang, s
     live: bool = True,        # Whether to draw the loss while it runs
 ) -> Run:  # Of a run that finished on every rank
@@ -237,20 +246,23 @@ def fine_tune(
     from llm_workbook.ranks import notebook_ranks
     from llm_workbook.shard import fsdp_env
     rows, _ = check_recipe(recipe)
-    if recipe.cluster.nodes > 1: raise ValueError(f'cluster.nodes is {recipe.cluster.nodes}: a cell starts ranks on its own machine alone; set it to 1')
-    directory = Path(directory)
-    if (directory / 'metrics.jsonl').exists(): raise ValueError(f'{directory.name!r} holds a run already: name another directory or delete it')
+    nodes, directory = recipe.cluster.nodes, Path(directory)
+    if nodes > 1: raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone; set it to 1')
+    if recipe.cluster.device == 'cuda' and not _cuda():
+        raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: set it to 'cpu', or run where there is one")
+    if (directory / 'recipe.yaml').exists():
+        raise ValueError(f'{directory.name!r} holds a run already: name another directory or delete it')
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save(directory / 'recipe.yaml')
     watch = LossCurve(directory / 'metrics.jsonl', recipe.optimizer.steps) if live else None
     ranks = notebook_ranks(train_rank, recipe.cluster.ranks, (recipe, directory, rows), timeout_s, fsdp_env(recipe), watch)
     return Run(recipe, directory, ranks)
 
-# %% ../nbs/chapters/32_training.ipynb #3fe5b0a5
+# %% ../nbs/chapters/32_training.ipynb #7b37bd3b
 def answers(
     model: 'PreTrainedModel',  # On one process, with adapters or without
-    tokenizer,                 # Its tokenizer, with a chat template
-    rows: list,                # Conversations, as `load_rows` gives them: the last turn is what to find
+    tokenizer: 'PreTrainedTokenizerFast',  # Its own, with a chat template
+    rows: list[dict],          # Conversations, as `load_rows` gives them: the last turn is what to find
     longest: int = 32,         # Tokens of an answer at most
     batch: int = 96,           # Rows at a time
 ) -> list[str]:  # One answer per row
@@ -263,26 +275,27 @@ def answers(
         prompts = tokenizer([ask(row) for row in rows[i:i + batch]], return_tensors='pt', padding=True, padding_side='left',
                             add_special_tokens=False, return_token_type_ids=False).to(model.device)
         with torch.inference_mode():
-            out = model.generate(**prompts, max_new_tokens=longest, do_sample=False, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
+            out = model.generate(**prompts, max_new_tokens=longest, do_sample=False, eos_token_id=end,
+                                 pad_token_id=tokenizer.pad_token_id)
         for ids in out[:, prompts['input_ids'].shape[1]:].tolist():
             done = end in ids
-            found.append(tokenizer.decode(ids[:ids.index(end)] if done else ids) + ('' if done else ' …'))
+            found.append(tokenizer.decode(ids[:ids.index(end)] if done else ids).strip() + ('' if done else ' …'))
     return found
 
-# %% ../nbs/chapters/32_training.ipynb #f3953066
+# %% ../nbs/chapters/32_training.ipynb #98e814fe
 def question(
     row: dict,  # A conversation
 ) -> list[dict]:  # Its messages up to the last answer
     "Take from `row` what a model is asked."
-    return row['prompt'] if 'prompt' in row else row['messages'][:-1]
+    return row['messages'][:-1]
 
 def expected(
     row: dict,  # A conversation
 ) -> str:  # The text of its last answer
     "Take from `row` what a model should answer."
-    return (row['completion'] if 'completion' in row else row['messages'])[-1]['content']
+    return row['messages'][-1]['content']
 
-# %% ../nbs/chapters/32_training.ipynb #f034cbdb
+# %% ../nbs/chapters/32_training.ipynb #1f605587
 @dataclass(frozen=True)
 class Score:
     "How many answers are exactly right, by family."
@@ -304,16 +317,17 @@ class Score:
         return {'exact_match': self.share, 'families': self.shares, 'rows': sum(self.asked.values())}
 
     def _repr_html_(self):
-        rows = [*((f, self.right[f], n) for f, n in self.asked.items()), ('all', sum(self.right.values()), sum(self.asked.values()))]
+        rows = [(f, self.right[f], n) for f, n in self.asked.items()]
+        rows.append(('all', sum(self.right.values()), sum(self.asked.values())))
         return _grid(('family', 'right', 'asked', 'exact match'), [(f, r, n, f'{r / n:.1%}') for f, r, n in rows])
 
 def _grid(heads, rows):
-    line = lambda tag, cells: '<tr>' + ''.join(f'<{tag} style="text-align:left">{html.escape(str(c))}</{tag}>' for c in cells) + '</tr>'
-    return f'<table>{line("th", heads)}{"".join(line("td", cells) for cells in rows)}</table>'
+    line = lambda tag, cells: ''.join(f'<{tag} style="text-align:left">{html.escape(str(cell))}</{tag}>' for cell in cells)
+    return f'<table>{"".join(f"<tr>{cells}</tr>" for cells in (line("th", heads), *(line("td", row) for row in rows)))}</table>'
 
-# %% ../nbs/chapters/32_training.ipynb #7badbc83
+# %% ../nbs/chapters/32_training.ipynb #b0d9052c
 def exact_match(
-    rows: list,         # Conversations
+    rows: list[dict],   # Conversations
     given: list[str],   # What `answers` gave for them
 ) -> Score:  # Rows without a family count as 'all rows'
     "Count the answers that are exactly the expected text."
@@ -321,12 +335,17 @@ def exact_match(
     right, asked = Counter(), Counter()
     for row, text in zip(rows, given):
         asked[row.get('family', 'all rows')] += 1
-        right[row.get('family', 'all rows')] += text.strip() == expected(row).strip()
+        right[row.get('family', 'all rows')] += text == expected(row).strip()
     return Score(dict(right), dict(sorted(asked.items())))
 
-# %% ../nbs/chapters/32_training.ipynb #a2d667ef
+# %% ../nbs/chapters/32_training.ipynb #b1a14bd6
+def _cuda():
+    from accelerate.utils import is_cuda_available  # asks without opening the GPU, so that ranks can still be forked
+    return is_cuda_available()
+
+# %% ../nbs/chapters/32_training.ipynb #0bd600d7
 def side_by_side(
-    rows: list,                    # Conversations
+    rows: list[dict],              # Conversations
     **columns: list[str],          # Title -> answers to them, as in before=..., after=...
 ) -> 'Table':  # Shows itself in a notebook; `rows` has the cells
     "Put questions, expected answers and given answers next to each other."

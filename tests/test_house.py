@@ -164,7 +164,8 @@ def test_pages_are_small(page):
     assert words >= 2 * sum(sizes), f'{words} words for {sum(sizes)} lines of code'
     assert page.stat().st_size <= 400 * 2**10
     assert not sizes or max(sizes) <= 30
-    assert not sizes or statistics.median(sizes) <= 5
+    notes = 'notes' in page.parts  # a note may be mostly data, as the word lists of the tiny base are
+    assert not sizes or statistics.median(sizes) <= (10 if notes else 5)
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 
 import psutil
 import pytest
+import trl  # noqa: F401  here once, instead of in every rank of every run
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_workbook import quant, ranks, shard, training
 from llm_workbook.ranks import RankError, RankTimeout
@@ -49,10 +51,10 @@ def healthy(recipe, tmp_path_factory):
 @pytest.fixture
 def no_weights(monkeypatch):
     "Fail the test when anything loads weights or starts a rank."
-    from transformers import AutoModelForCausalLM, PreTrainedModel
     def fail(*args, **kwargs): pytest.fail('a weight was loaded, or a rank started')
-    for place, name in ((quant, 'load_base'), (AutoModelForCausalLM, 'from_pretrained'), (PreTrainedModel, 'from_pretrained'),
-                        (ranks, 'notebook_ranks'), (ranks, 'run_ranks')): monkeypatch.setattr(place, name, fail)
+    for kind in AutoModelForCausalLM, PreTrainedModel: monkeypatch.setattr(kind, 'from_pretrained', fail)
+    for module, name in (quant, 'load_base'), (ranks, 'notebook_ranks'), (ranks, 'run_ranks'):
+        monkeypatch.setattr(module, name, fail)
 
 
 def rows(*texts): return ''.join(json.dumps({'instruction': f'Say {text}', 'output': text}) + '\n' for text in texts)
@@ -65,12 +67,14 @@ FILES = {
     'cut.jsonl': rows('one', 'two')[:-9], 'reply.jsonl': '{"messages": [{"role": "user", "content": "Hello"}]}\n',
 }
 REFUSED = {
-    'unknown key': ({'optimizer.learnig_rate': 1e-4}, "optimizer.learnig_rate = .*: unknown key; did you mean 'learning_rate'"),
+    'unknown key': ({'optimizer.learnig_rate': 1e-4},
+                    "optimizer.learnig_rate = .*: unknown key; did you mean 'learning_rate'"),
     'unknown part': ({'optimiser': {'steps': 3}}, "optimiser.*unknown key; did you mean 'optimizer'"),
     'wrong type': ({'optimizer.steps': 'many'}, "optimizer.steps = 'many': must be a valid integer"),
-    'wrong word': ({'method.kind': 'qlor'}, "method.kind = 'qlor': must be one of qlora, lora, full; did you mean 'qlora'"),
+    'wrong word': ({'method.kind': 'qlor'}, "method.kind = 'qlor': must be one of .*; did you mean 'qlora'"),
     'missing file': ({'data.source': 'no-such.jsonl'}, "'.*no-such.jsonl' is no path here"),
-    'missing test file': ({'data.source': 'two.jsonl', 'data.test': 'no-such.jsonl'}, "'.*no-such.jsonl' is no path here"),
+    'missing test file': ({'data.source': 'two.jsonl', 'data.test': 'no-such.jsonl'},
+                          "'.*no-such.jsonl' is no path here"),
     'empty file': ({'data.source': 'empty.jsonl'}, 'empty.jsonl: the file is empty'),
     'blank file': ({'data.source': 'blank.jsonl'}, 'blank.jsonl: the file is empty'),
     'missing field': ({'data.source': 'gap.jsonl'}, "gap.jsonl: line 3: 'output' is missing"),
@@ -80,8 +84,8 @@ REFUSED = {
     'more processes than samples': ({'data.source': 'two.jsonl', 'data.test_share': 0, 'cluster.processes': 3},
                                     '2 training rows are fewer than one step takes: 3 .*cluster.processes'),
     'storage that cannot shard': ({'method.storage': 'uint8'}, 'method.storage.*FSDP2 can shard .* precision.compute'),
-    'storage of another width': ({'precision.compute': 'float32'}, 'method.storage.*FSDP2 can shard .* precision.compute'),
-    'targets that match nothing': ({'method.targets': ['q_porj']}, "targets match no linear module.*did you mean 'q_proj'"),
+    'storage of another width': ({'precision.compute': 'float32'}, 'method.storage.*FSDP2 can shard .*compute'),
+    'targets that match nothing': ({'method.targets': ['q_porj']}, "match no linear module.*did you mean 'q_proj'"),
     'one of two targets': ({'method.targets': ['q_proj', 'gate']}, "'gate', did you mean 'gate_proj'"),
     'missing model': ({'model.source': 'tiny-bse'}, "'tiny-bse' is no path here.*did you mean 'tiny-base'"),
     'no model': ({'model.source': '.'}, 'holds no config.json'),
@@ -104,7 +108,8 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(recipe, 
 def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
     run, _ = healthy
     before = {path: path.stat().st_mtime_ns for path in run.directory.rglob('*')}
-    with pytest.raises(ValueError, match="'run' holds a run already"): training.fine_tune(recipe, run.directory, live=False)
+    with pytest.raises(ValueError, match="'run' holds a run already"):
+        training.fine_tune(recipe, run.directory, live=False)
     assert {path: path.stat().st_mtime_ns for path in run.directory.rglob('*')} == before
 
 
@@ -137,7 +142,7 @@ def test_a_run_leaves_its_four_files(healthy):
     assert Recipe.load(run.directory/'recipe.yaml') == run.recipe and len(run.metrics) == 4
 
 
-def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_as_if_nothing_happened(recipe, healthy, tmp_path, monkeypatch):
+def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(recipe, healthy, tmp_path, monkeypatch):
     def die():
         (tmp_path/'died').write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,19 +154,24 @@ def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_as_if_nothing_hap
     print(f'a killed rank was told after {late_s:.1f} s')
     assert caught.value.rank == 1 and late_s < 5
     assert psutil.Process().children() == [] and files(tmp_path/'killed') == {'recipe.yaml', 'metrics.jsonl'}
-    assert losses(tmp_path/'killed') == losses(healthy[0].directory)[:2]
-    assert losses(training.fine_tune(recipe, tmp_path/'next', 300, live=False).directory) == losses(healthy[0].directory)
+    expected = losses(healthy[0].directory)
+    assert losses(tmp_path/'killed') == expected[:2]
+    assert losses(training.fine_tune(recipe, tmp_path/'next', 300, live=False).directory) == expected
 
 
 def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeypatch):
-    limit_s = max(5, 2 * healthy[1])
-    disturb(monkeypatch, lambda: time.sleep(1000))
-    begin = time.monotonic()
-    with pytest.raises(RankTimeout, match='rank 1 is stuck') as caught:
-        training.fine_tune(recipe, tmp_path/'hung', limit_s, live=False)
-    assert time.monotonic() - begin < limit_s + 5
-    assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0])
-    assert 'in hook' in caught.value.stacks[1] and files(tmp_path/'hung') == {'recipe.yaml', 'metrics.jsonl'}
+    def hang():
+        (tmp_path/'hangs').touch()
+        time.sleep(1000)
+    disturb(monkeypatch, hang)
+    for limit_s in 2 * healthy[1], 10 * healthy[1]:  # the second is for a machine that has just become busy
+        begin, run = time.monotonic(), tmp_path/f'{limit_s}'
+        with pytest.raises(RankTimeout) as caught: training.fine_tune(recipe, run, limit_s, live=False)
+        assert time.monotonic() - begin < limit_s + 5
+        if (tmp_path/'hangs').exists(): break
+    assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0]), str(caught.value)
+    assert 'rank 1 is stuck' in str(caught.value) and 'in hang' in caught.value.stacks[1]
+    assert files(run) == {'recipe.yaml', 'metrics.jsonl'}
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_path):
@@ -173,7 +183,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_pat
 def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
     for rank in 0, 1: disturb(monkeypatch, (tmp_path/f'stepped-{rank}').touch, rank, 1)
-    with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but .* are not DTensors') as caught:
+    with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but') as caught:
         training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)
-    assert 'cpu_fsdp()' in str(caught.value)
+    assert 'are not DTensors' in str(caught.value) and 'cpu_fsdp()' in str(caught.value)
     assert files(tmp_path) == {'ddp', 'ddp/recipe.yaml'}

@@ -43,12 +43,20 @@ def skipped(source: str, lifted: set) -> bool:
     return any(d.split()[0] in flags or re.fullmatch(r'eval:\s*false', d) for d in directives if d)
 
 
+def is_bar(output: dict) -> bool:
+    "Say whether an output is a progress bar's."
+    data = output.get('data', {})
+    return 'application/vnd.jupyter.widget-view+json' in data and '%|' in data.get('text/plain', '')
+
+
 def execute(page: Path, folder: Path) -> object:
     "Return the executed notebook of `page`, run in `folder`; cells that are left out keep their outputs."
     import nbformat
     from nbclient import NotebookClient
     from traitlets.config import Config
     lifted = set(os.environ.get('FLAGS', '').split())
+    # DeepSpeed, where it is installed, would report a missing GPU on every page.
+    if not Path('/dev/nvidiactl').exists(): os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 
     class Client(NotebookClient):
         async def async_execute_cell(self, cell, cell_index, **kwargs):
@@ -59,16 +67,18 @@ def execute(page: Path, folder: Path) -> object:
     with tempfile.TemporaryDirectory() as sockets:  # The kernel is reached by local sockets: no port is opened
         config = Config({'KernelManager': {'transport': 'ipc', 'ip': f'{sockets}/kernel'}})
         Client(nb, timeout=3600, kernel_name='python3', config=config, resources={'metadata': {'path': str(folder)}}).execute()
+    for cell in nb.cells:  # a finished progress bar is a dead widget on a page
+        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if not is_bar(o)]
     return nb
 
 
 def run(page: str, out: str) -> None:
-    "Execute `page` in the folder of `out`, and write the executed notebook there."
+    "Execute `page` in the project's root, and write the executed notebook to `out`."
     import nbformat
     target, start = Path(out), time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f'Running {page}', flush=True)
-    nb = execute(Path(page), target.parent)
+    nb = execute(Path(page), ROOT)
     nbformat.write(nb, target)
     print(f'Done in {time.monotonic() - start:.0f} s')
 
