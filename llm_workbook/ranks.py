@@ -60,8 +60,7 @@ def _job(ranks, function, env, defaults, group=None):  # A launch with a private
     interrupted, main = [], threading.current_thread() is threading.main_thread()
     env = _DEFAULTS | defaults | {name: str(value) for name, value in (env or {}).items()}
     with tempfile.TemporaryDirectory(prefix='llmw-ranks-', ignore_cleanup_errors=True) as folder:
-        end, start = os.pipe()
-        gc.freeze()
+        (end, start), _ = os.pipe(), gc.freeze()
         before = main and signal.signal(signal.SIGINT, lambda *what: interrupted.append(what))
         if (janitor := os.fork()) == 0:
             try: os.setpgid(0, 0), os.close(start), os.read(end, 1), shutil.rmtree(folder, ignore_errors=True)
@@ -162,7 +161,7 @@ def _failures(job):  # What went wrong so far, the root cause first
         elif code is not None and not job.has('result', rank):
             reason = f'left with exit code {code}, without a result or an exception' if code >= 0 else \
                      f'was killed by {signal.Signals(-code).name}'
-            if code == -signal.SIGKILL: reason += ' (the system does that too when memory runs out)'
+            reason += {-9: ' (the system does that too when memory runs out)', -15: ', or left just before'}.get(code, '')
             found.append(dict(rank=rank, reason=reason, order=(code == -signal.SIGTERM, 0)))
     return sorted(found, key=lambda failure: failure['order'])
 
@@ -352,5 +351,5 @@ def notebook_ranks(
         def start(job):
             if ranks == 1: return _fork(job)
             def entry(): _be_rank(job, int(os.environ['RANK']))
-            launcher(entry, num_processes=ranks, use_port=str(free_port()), monitor_interval=0.05)
+            launcher(entry, num_processes=ranks, use_port=str(free_port()), monitor_interval=0.2)
         return _launch(job, start, timeout_s, watch)

@@ -157,7 +157,7 @@ def assert_sharding(
     if problem: raise ShardingMismatch(f'{strategy} over {ranks} ranks was asked for, but {problem}')
     return report
 
-# %% ../nbs/chapters/21_shard.ipynb #fee3dce9
+# %% ../nbs/chapters/21_shard.ipynb #06b5adf1
 def fsdp_env(
     recipe: 'Recipe',  # Its sharding, method, precision and cluster are read
 ) -> dict[str, str]:  # For every rank, before accelerate or a trainer is made
@@ -173,7 +173,7 @@ def fsdp_env(
                   'FSDP_ACTIVATION_CHECKPOINTING': word(sharding.activation_checkpointing),
                   'FSDP_STATE_DICT_TYPE': 'SHARDED_STATE_DICT', 'FSDP_CPU_RAM_EFFICIENT_LOADING': 'false'}
 
-# %% ../nbs/chapters/21_shard.ipynb #148d7a91
+# %% ../nbs/chapters/21_shard.ipynb #76fa74fd
 @contextmanager
 def cpu_fsdp() -> Iterator[None]:  # For as long as the block lasts
     "Inside, accelerate takes FSDP settings at their word on CPU ranks, as it does on GPUs."

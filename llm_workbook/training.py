@@ -24,7 +24,7 @@ def check_recipe(
     base = resolve(recipe.model.source)
     if isinstance(base, Path) and not (base / 'config.json').is_file():
         raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: name a transformers model')
-    if recipe.method.kind != 'full': check_targets(recipe.model.source, recipe.method.targets)
+    if recipe.method.kind != 'full': check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision)
     train, test = load_rows(recipe.data, recipe.seed)
     if len(train) < recipe.global_batch:
         product = f'{recipe.cluster.ranks} ranks x micro {recipe.batch.micro} x accumulation {recipe.batch.accumulation}'
@@ -115,7 +115,7 @@ def _trainer(recipe, directory, rows):
     datasets.disable_progress_bars()
     disable_progress_bar()
     args = sft_config(recipe, directory)
-    model = load_base(recipe.model.source, recipe.method, recipe.precision, recipe.cluster.device)
+    model = load_base(recipe.model.source, recipe.method, recipe.precision, recipe.cluster.device, recipe.model.revision)
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(resolve(recipe.model.source), revision=recipe.model.revision)
     kept = datasets.Dataset.from_list([{k: row[k] for k in ('messages', 'text') if k in row} for row in rows])
@@ -255,6 +255,7 @@ def fine_tune(
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save(directory / 'recipe.yaml')
     watch = LossCurve(directory / 'metrics.jsonl', recipe.optimizer.steps) if live else None
+    if recipe.cluster.device == 'cpu': import peft, trl  # once here, not in every rank; on GPUs they would open CUDA too early
     ranks = notebook_ranks(train_rank, recipe.cluster.ranks, (recipe, directory, rows), timeout_s, fsdp_env(recipe), watch)
     return Run(recipe, directory, ranks)
 

@@ -26,8 +26,8 @@ RECIPES = {
                       'optimizer.learning_rate': 3e-3, 'optimizer.clip': 0.1},
 }
 # Relative, at every step. What bfloat16 adds is rounding, not sharding: at these settings one process differs from
-# itself by 9e-4 in the loss and 8e-3 in the norm when its first weights are changed by 1e-7 of their size. At a learning
-# rate of 3e-3 it is up to 2e-2, at 12 rows to a step, not 48, it is 2e-3 in the loss; and in float32 neither is there.
+# itself by 9e-4 in the loss and 8e-3 in the norm when its first weights are changed by 1e-7 of their size. A learning
+# rate of 3e-3 makes that up to 2e-2 in the loss, and 12 rows to a step, not 48, make it 2e-3; in float32 it is 1e-6.
 LOSS = {'full': 1e-5, 'qlora': 2e-3, 'qlora-float32': 1e-5}
 NORM = {'full': 1e-4, 'qlora': 3e-2, 'qlora-float32': 1e-4}  # one of two ranks alone would be off by 3e-1
 PAIRS = ('full', 2), ('full', 3), ('qlora', 2), ('qlora', 3), ('qlora-float32', 3)

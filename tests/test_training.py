@@ -9,9 +9,9 @@ from contextlib import nullcontext
 import psutil
 import pytest
 import trl  # noqa: F401  here once, instead of in every rank of every run
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from llm_workbook import quant, ranks, shard, training
+from llm_workbook import adapters, quant, ranks, shard, training
 from llm_workbook.ranks import RankError, RankTimeout
 from llm_workbook.recipe import Recipe, asset
 
@@ -113,6 +113,24 @@ def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
     assert {path: path.stat().st_mtime_ns for path in run.directory.rglob('*')} == before
 
 
+def test_the_revision_reaches_all_that_is_read(recipe, tmp_path, monkeypatch):
+    def note(*args, **kwargs): raise LookupError([*args, *kwargs.values()])
+    asked, rows = recipe.changed({'model.revision': 'abc123'}), [{'messages': []}]
+    for module, name, call in ((adapters, 'check_targets', lambda: training.check_recipe(asked)),
+                               (AutoTokenizer, 'from_pretrained', lambda: training.check_recipe(asked)),
+                               (quant, 'load_base', lambda: training._trainer(asked, tmp_path, rows))):
+        with monkeypatch.context() as patch, pytest.raises(LookupError, match='abc123'):
+            patch.setattr(module, name, note)
+            call()
+
+
+def test_plain_text_is_known_by_its_rows(recipe, tmp_path):
+    (tmp_path/'lines.txt').write_text(''.join(f'Line {i} of a text.\n' for i in range(10)))
+    one = {'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 1}
+    plain = recipe.changed(one | {'data.source': str(tmp_path/'lines.txt'), 'data.format': 'auto'})
+    assert len(training.fine_tune(plain, tmp_path/'run', 300, live=False).metrics) == 1
+
+
 # Faults while it trains
 
 def disturb(monkeypatch, act, rank=1, step=3):
@@ -175,9 +193,25 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_path):
-    with pytest.raises(RankError, match='FloatingPointError: loss nan at step [234]: nothing is saved'):
+    with pytest.raises(RankError, match='FloatingPointError: (loss|grad_norm) (nan|inf) at step [234]: nothing is saved'):
         training.fine_tune(recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
     assert files(tmp_path/'nan') == {'recipe.yaml', 'metrics.jsonl'} and 0 < len(losses(tmp_path/'nan')) < 4
+
+
+def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path, monkeypatch):
+    make, passes = training._trainer, []
+    def hook(layer, inputs, output):
+        passes.append(1)
+        if len(passes) == 2: output.register_hook(lambda gradient: gradient * float('nan'))
+    def make_disturbed(*args):
+        trainer = make(*args)
+        trainer.model.model.layers[2].register_forward_hook(hook)
+        return trainer
+    monkeypatch.setattr(training, '_trainer', make_disturbed)
+    last = recipe.changed({'optimizer.steps': 2, 'method.kind': 'full', 'precision.compute': 'float32'})
+    with pytest.raises(RankError, match='FloatingPointError: grad_norm nan at step 2: nothing is saved'):
+        training.fine_tune(last, tmp_path/'nan', 300, live=False)
+    assert files(tmp_path/'nan') == {'recipe.yaml', 'metrics.jsonl'} and len(losses(tmp_path/'nan')) == 1
 
 
 def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
