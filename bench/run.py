@@ -8,7 +8,8 @@ from pathlib import Path
 
 from bench.record import RESULTS, ROOT, Skip, save
 
-LINES = ('import_time', 'launch_latency', 'sample_data', 'real_data')  # A line is the module of that name, with `measure() -> record`
+# A line is the module of that name, with `measure() -> record`.
+LINES = ('import_time', 'launch_latency', 'sample_data', 'real_data')
 
 
 def run_line(name: str, results: Path = RESULTS) -> dict | None:

@@ -89,6 +89,7 @@ def train_rank(
     rows: list[dict],  # Training rows, as `check_recipe` gives them
 ) -> dict:  # What this rank saw: shards, payload, memory, saved, log
     "Fine-tune on this rank, together with the others."
+    from llm_workbook.adapters import save_adapters
     from llm_workbook.quant import fingerprint
     from llm_workbook.ranks import memory_trace
     from llm_workbook.shard import cpu_fsdp
@@ -99,7 +100,8 @@ def train_rank(
         trainer.train()
         after = packed()
         if before != after: raise RuntimeError(f'training changed the 4-bit payload: {before.differences(after)[:3]}')
-        saved = _save(trainer, recipe, directory)
+        full = recipe.method.kind == 'full'
+        saved = _save_all(trainer, directory / 'model') if full else save_adapters(trainer.model, directory / 'adapters')
     return {'shards': trainer.shards, 'payload': after and after.digest, 'memory': memory, 'saved': saved,
             'seconds': trainer.state.log_history[-1]['train_runtime']}
 
@@ -125,14 +127,7 @@ def _trainer(recipe, directory, rows):
     trainer.add_callback(_metrics(trainer, recipe, directory / 'metrics.jsonl'))
     return trainer
 
-# %% ../nbs/chapters/32_training.ipynb #4969ee35
-def _save(trainer, recipe, directory):
-    "Adapters, or every weight, gathered to rank 0; what was written is read back."
-    from llm_workbook.adapters import save_adapters
-    if recipe.method.kind != 'full': return save_adapters(trainer.model, directory / 'adapters')
-    return _save_all(trainer, directory / 'model')
-
-# %% ../nbs/chapters/32_training.ipynb #e5bac6c8
+# %% ../nbs/chapters/32_training.ipynb #620f5630
 def _save_all(trainer, directory):
     import torch.distributed as dist
     from safetensors import safe_open
@@ -145,7 +140,7 @@ def _save_all(trainer, directory):
     files = sorted(directory.glob('*.safetensors'))
     return {name: file.get_slice(name).get_shape() for f in files for file in [safe_open(f, 'pt')] for name in file.keys()}
 
-# %% ../nbs/chapters/32_training.ipynb #6ec42846
+# %% ../nbs/chapters/32_training.ipynb #b3e4ef57
 def loss_figure(
     metrics: list[dict],  # As `read_metrics` gives them
     steps: int,           # Steps of the whole run, for the axis
@@ -162,7 +157,7 @@ def loss_figure(
     axes.legend(frameon=False)
     return figure
 
-# %% ../nbs/chapters/32_training.ipynb #3cd112ef
+# %% ../nbs/chapters/32_training.ipynb #10f46998
 def _canvas():
     "A figure that shows itself in a notebook without pyplot, which would keep every frame of a live curve."
     from io import BytesIO
@@ -172,7 +167,7 @@ def _canvas():
         def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
     return Canvas(figsize=(7, 2.6), dpi=100, layout='constrained')
 
-# %% ../nbs/chapters/32_training.ipynb #fddb0d9a
+# %% ../nbs/chapters/32_training.ipynb #9bd8bda9
 class LossCurve:
     "Draws a run while it runs: call it again and again."
     def __init__(
@@ -200,7 +195,7 @@ class LossCurve:
         if self.handle: self.handle.update(image)
         else: self.handle = display(image, display_id=True)
 
-# %% ../nbs/chapters/32_training.ipynb #6a1e6a8e
+# %% ../nbs/chapters/32_training.ipynb #e967ad76
 @dataclass(frozen=True)
 class Run:
     "A finished fine-tune: what was asked, where it lies, and what each rank reports."
@@ -235,7 +230,7 @@ class Run:
         said = f"{len(self.metrics)} steps in {last['seconds']:.0f} s, loss {first['loss']:.3f} to {last['loss']:.3f}"
         return f'<p>{html.escape(self.recipe.name)}: {said}</p>' + _grid(heads, rows)
 
-# %% ../nbs/chapters/32_training.ipynb #cd652c8a
+# %% ../nbs/chapters/32_training.ipynb #73cc1a4d
 def fine_tune(
     recipe: 'Recipe',         # On one node
     directory: 'str | Path',  # Where to write; made if absent, and refused if it holds a run
@@ -255,11 +250,11 @@ def fine_tune(
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save(directory / 'recipe.yaml')
     watch = LossCurve(directory / 'metrics.jsonl', recipe.optimizer.steps) if live else None
-    if recipe.cluster.device == 'cpu': import peft, trl  # once here, not in every rank; on GPUs they would open CUDA too early
+    if recipe.cluster.device == 'cpu': import peft, trl  # once, not in every rank; on GPUs it would open CUDA too early
     ranks = notebook_ranks(train_rank, recipe.cluster.ranks, (recipe, directory, rows), timeout_s, fsdp_env(recipe), watch)
     return Run(recipe, directory, ranks)
 
-# %% ../nbs/chapters/32_training.ipynb #7b37bd3b
+# %% ../nbs/chapters/32_training.ipynb #8137de35
 def answers(
     model: 'PreTrainedModel',  # On one process, with adapters or without
     tokenizer: 'PreTrainedTokenizerFast',  # Its own, with a chat template
@@ -283,7 +278,7 @@ def answers(
             found.append(tokenizer.decode(ids[:ids.index(end)] if done else ids).strip() + ('' if done else ' …'))
     return found
 
-# %% ../nbs/chapters/32_training.ipynb #98e814fe
+# %% ../nbs/chapters/32_training.ipynb #b1eaace8
 def question(
     row: dict,  # A conversation
 ) -> list[dict]:  # Its messages up to the last answer
@@ -296,7 +291,7 @@ def expected(
     "Take from `row` what a model should answer."
     return row['messages'][-1]['content']
 
-# %% ../nbs/chapters/32_training.ipynb #1f605587
+# %% ../nbs/chapters/32_training.ipynb #c6814ed4
 @dataclass(frozen=True)
 class Score:
     "How many answers are exactly right, by family."
@@ -326,7 +321,7 @@ def _grid(heads, rows):
     line = lambda tag, cells: ''.join(f'<{tag} style="text-align:left">{html.escape(str(cell))}</{tag}>' for cell in cells)
     return f'<table>{"".join(f"<tr>{cells}</tr>" for cells in (line("th", heads), *(line("td", row) for row in rows)))}</table>'
 
-# %% ../nbs/chapters/32_training.ipynb #b0d9052c
+# %% ../nbs/chapters/32_training.ipynb #3c6d8970
 def exact_match(
     rows: list[dict],   # Conversations
     given: list[str],   # What `answers` gave for them
@@ -339,12 +334,12 @@ def exact_match(
         right[row.get('family', 'all rows')] += text == expected(row).strip()
     return Score(dict(right), dict(sorted(asked.items())))
 
-# %% ../nbs/chapters/32_training.ipynb #b1a14bd6
+# %% ../nbs/chapters/32_training.ipynb #5c088785
 def _cuda():
     from accelerate.utils import is_cuda_available  # asks without opening the GPU, so that ranks can still be forked
     return is_cuda_available()
 
-# %% ../nbs/chapters/32_training.ipynb #0bd600d7
+# %% ../nbs/chapters/32_training.ipynb #7ddcb963
 def side_by_side(
     rows: list[dict],              # Conversations
     **columns: list[str],          # Title -> answers to them, as in before=..., after=...
