@@ -13,7 +13,7 @@ FILES = ('amazon_reviews.tsv', 'instructions.json')
 SEEDS = range(5)
 REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1, 'data.test_share': 0.0,
            'data.labels': {1: 'positive', 0: 'negative'}, 'batch.micro': 12}
-INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 4, 'batch.length': 160, 'optimizer.steps': 300}
+INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 8, 'batch.length': 160, 'optimizer.steps': 300}
 PEER = 'bag of words and logistic regression, scikit-learn as it comes'
 
 

@@ -46,9 +46,9 @@ def sft_config(
         output_dir=str(directory), use_cpu=cpu, seed=recipe.seed, data_seed=recipe.seed,
         per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_length=batch.length,
         max_steps=how.steps, learning_rate=how.learning_rate, lr_scheduler_type=how.schedule, optim='adamw_torch',
-        warmup_steps=math.ceil(how.warmup * how.steps), max_grad_norm=how.clip, weight_decay=how.weight_decay,
+        warmup_steps=min(math.ceil(how.warmup * how.steps), how.steps - 1), max_grad_norm=how.clip, weight_decay=how.weight_decay,
         bf16=_mixed(recipe), gradient_checkpointing=recipe.sharding.activation_checkpointing and not fsdp,
-        average_tokens_across_devices=True, assistant_only_loss=recipe.data.format != 'text',
+        average_tokens_across_devices=True, assistant_only_loss=True,
         logging_steps=1, logging_nan_inf_filter=False, save_strategy='no', report_to='none', disable_tqdm=True,
         dataloader_num_workers=0, dataloader_pin_memory=not cpu)
 
@@ -66,8 +66,9 @@ def _metrics(trainer, recipe, path):
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if 'loss' not in logs: return
-            loss = float(logs['loss'])
-            if not math.isfinite(loss): raise FloatingPointError(f'loss {loss} at step {state.global_step}: nothing is saved')
+            for key in ('loss', 'grad_norm'):
+                value, step = float(logs.get(key, 0)), state.global_step
+                if not math.isfinite(value): raise FloatingPointError(f'{key} {value} at step {step}: nothing is saved')
             if not state.is_world_process_zero: return
             row = {'step': state.global_step, 'seconds': round(time.monotonic() - trainer.began, 3)}
             row |= {key: float(logs[key]) for key in ('loss', 'grad_norm', 'learning_rate', 'num_tokens') if key in logs}
@@ -117,6 +118,7 @@ def _trainer(recipe, directory, rows):
     datasets.disable_progress_bars()
     disable_progress_bar()
     args = sft_config(recipe, directory)
+    args.assistant_only_loss = 'messages' in rows[0]
     model = load_base(recipe.model.source, recipe.method, recipe.precision, recipe.cluster.device, recipe.model.revision)
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(resolve(recipe.model.source), revision=recipe.model.revision)

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import psutil
 import pytest
-import trl  # noqa: F401  here once, instead of in every rank of every run
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llm_workbook import adapters, quant, ranks, shard, training
