@@ -208,7 +208,7 @@ def test_splits_conserve_rows_and_keep_copies_together():
 def test_the_mask_covers_every_answer_and_its_stop_token(tokenizer):
     row = {'messages': [{'role': 'system', 'content': 'Be kind.'}, ASK, ANSWER, ASK, {'role': 'assistant', 'content': 'No'}]}
     ids, mask = assistant_mask(row, tokenizer)
-    assert tokenizer.decode([i for i, on in zip(ids, mask) if on]) == 'Ho<|endoftext|>No<|endoftext|>'
+    assert tokenizer.decode([i for i, on in zip(ids, mask) if on]) == ' Ho<|endoftext|> No<|endoftext|>'
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row['messages'], tokenize=False)
     assert isinstance(token_view(row, tokenizer), TokenView) and '<script>' not in token_view(
         {'messages': [{'role': 'user', 'content': '<script>'}, ANSWER]}, tokenizer)._repr_html_()
