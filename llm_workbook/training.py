@@ -41,18 +41,16 @@ def sft_config(
     "Say `recipe` in TRL's words."
     from trl import SFTConfig
     batch, how, cpu = recipe.batch, recipe.optimizer, recipe.cluster.device == 'cpu'
-    fsdp = recipe.sharding.strategy == 'fsdp2'
     return SFTConfig(
         output_dir=str(directory), use_cpu=cpu, seed=recipe.seed, data_seed=recipe.seed,
         per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_length=batch.length,
         max_steps=how.steps, learning_rate=how.learning_rate, lr_scheduler_type=how.schedule, optim='adamw_torch',
         warmup_steps=min(math.ceil(how.warmup * how.steps), how.steps - 1), max_grad_norm=how.clip, weight_decay=how.weight_decay,
-        bf16=_mixed(recipe), gradient_checkpointing=recipe.sharding.activation_checkpointing and not fsdp,
+        bf16=recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16',
+        gradient_checkpointing=recipe.sharding.activation_checkpointing and recipe.sharding.strategy != 'fsdp2',
         average_tokens_across_devices=True, assistant_only_loss=True,
         logging_steps=1, logging_nan_inf_filter=False, save_strategy='no', report_to='none', disable_tqdm=True,
         dataloader_num_workers=0, dataloader_pin_memory=not cpu)
-
-def _mixed(recipe): return recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
 
 # %% ../nbs/chapters/32_training.ipynb #46446ff3
 def _metrics(trainer, recipe, path):
@@ -224,6 +222,8 @@ class Run:
         return {'name': self.recipe.name, 'steps': len(self.metrics), 'loss': self.metrics[-1]['loss'],
                 'ranks': [r | {'shards': r['shards'].to_dict(), 'memory': asdict(r['memory'])} for r in self.ranks]}
 
+    def __repr__(self): return f'Run({self.recipe.name!r}, {len(self.metrics)} steps, in {self.directory.name!r})'
+
     def _repr_html_(self):
         first, last = self.metrics[0], self.metrics[-1]
         heads = 'rank', 'bytes of parameters held', '4-bit payload, before and after', 'host memory, peak'
@@ -236,7 +236,7 @@ class Run:
 def fine_tune(
     recipe: 'Recipe',         # On one node
     directory: 'str | Path',  # Where to write; made if absent, and refused if it holds a run
-    timeout_s: float = 3600,  # When to give up and name the ranks that hang, s
+    timeout_s: float = 86_400,  # When to give up and name the ranks that hang, s; the default is a day
     live: bool = True,        # Whether to draw the loss while it runs
 ) -> Run:  # Of a run that finished on every rank
     "Check `recipe`, start its ranks from this cell, train, and save what was trained."
@@ -248,7 +248,7 @@ def fine_tune(
     if recipe.cluster.device == 'cuda' and not _cuda():
         raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: set it to 'cpu', or run where there is one")
     if (directory / 'recipe.yaml').exists():
-        raise ValueError(f'{directory.name!r} holds a run already: name another directory or delete it')
+        raise ValueError(f'{directory.name!r} holds a run already, finished or not: name another directory or delete it')
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save(directory / 'recipe.yaml')
     watch = LossCurve(directory / 'metrics.jsonl', recipe.optimizer.steps) if live else None

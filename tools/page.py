@@ -105,6 +105,7 @@ def book(names: list[str]) -> None:
         start = time.monotonic()
         nb = execute(page, page.parent)
         nb.metadata[KEY] = record
+        nb.metadata.pop('widgets', None)  # the state of progress bars
         nbformat.write(nb, page)
         nbdev_clean(str(page))
         print(f'{page.relative_to(ROOT)}: {time.monotonic() - start:.1f} s', flush=True)
