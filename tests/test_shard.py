@@ -66,7 +66,7 @@ def test_trl_shards_and_saves(tmp_path):
 
 
 def test_activation_checkpointing_saves_adapters_too(tmp_path):
-    recipe = RECIPE.changed({'sharding.activation_checkpointing': True})
+    recipe = RECIPE.changed({'sharding.activation_checkpointing': 'full'})
     ranks = notebook_ranks(fine_tune, 2, args=(recipe, True, tmp_path), env=fsdp_env(recipe), timeout_s=180)
     assert len(ranks[0][2]) == 28
 
@@ -129,7 +129,7 @@ def test_activation_checkpointing_and_resharding_change_no_loss():
         grads = [p.grad for p in model.parameters()]
         return value.item(), torch.nn.utils.get_total_norm(grads).full_tensor().item()
 
-    def losses(): return [loss(), loss(activation_checkpointing=True), loss(reshard_after_forward=False)]
+    def losses(): return [loss(), loss(activation_checkpointing='full'), loss(reshard_after_forward=False)]
     plain, checkpointed, kept = run_ranks(losses, 2, timeout_s=120)[0]
     assert plain == kept == pytest.approx(checkpointed, rel=1e-6)
 
