@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-# %% ../nbs/chapters/12_adapters.ipynb #89b17d66
+# %% ../nbs/chapters/12_adapters.ipynb #104074b2
 def check_targets(
     source: str,  # Packaged name, directory or hub id: only its configuration is read
     targets: str | list[str],  # 'all-linear', or the ends of module names as in ['q_proj', 'mlp.down_proj']
@@ -21,7 +21,7 @@ def check_targets(
     "Find the modules that `targets` means, before any weight is loaded."
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from llm_workbook.recipe import resolve
+    from llm_workbook.document import resolve
     config = AutoConfig.from_pretrained(resolve(source), revision=revision)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()

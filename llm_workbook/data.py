@@ -6,7 +6,7 @@
 __all__ = ['DatasetError', 'detect_format', 'conversation', 'split_rows', 'load_rows', 'assistant_mask', 'TokenView',
            'token_view', 'TokenReport', 'check_rows']
 
-# %% ../nbs/chapters/13_data.ipynb #66169ba8
+# %% ../nbs/chapters/13_data.ipynb #45d044ff
 import csv
 import io
 import json
@@ -20,7 +20,8 @@ from pathlib import Path
 from random import Random
 from statistics import mode
 
-from .recipe import Data, nearest, resolve
+from .document import nearest, resolve
+from .recipe import Data
 
 # %% ../nbs/chapters/13_data.ipynb #daa11447
 class DatasetError(ValueError):

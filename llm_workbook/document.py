@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Count', 'Real', 'Share', 'Name', 'Problem', 'RecipeError', 'nearest', 'Part', 'Document', 'versioned', 'asset',
-           'resolve']
+           'resolve', 'html_table']
 
-# %% ../nbs/chapters/02_document.ipynb #1efd8cca
+# %% ../nbs/chapters/02_document.ipynb #ef428a79
 import reprlib
 from difflib import get_close_matches
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from re import fullmatch
@@ -167,7 +168,7 @@ class Document(_Readable):
             place[leaf] = value
         return type(self)(**values)
 
-# %% ../nbs/chapters/02_document.ipynb #1a0655ba
+# %% ../nbs/chapters/02_document.ipynb #614036e5
 def versioned(formats: dict[int, str],  # Format number -> what it brought, in words
 ) -> type:  # Annotation for a field `version`
     "Make a field that takes the newest format only and says what changed since an older one."
@@ -176,7 +177,7 @@ def versioned(formats: dict[int, str],  # Format number -> what it brought, in w
         if type(value) is not int: raise ValueError(f'must be a number: start with `version: {newest}`')
         if value > newest: raise ValueError(f'is newer than {newest}, the newest this library reads: pip install -U llm-workbook')
         since = '; '.join(f'{n}: {change}' for n, change in formats.items() if n > value)
-        if since: raise ValueError(f'is older than {newest}. Mend the fields, then write {newest}. What changed in format {since}')
+        if since: raise ValueError(f'is older than {newest}. Mend the fields and write {newest}. What changed in format {since}')
         return value
     return Annotated[int, BeforeValidator(check)]
 
@@ -200,3 +201,11 @@ def resolve(source: str | Path,  # Packaged name, path, or `owner/name` on the H
     if name and path.exists(): return path
     if fullmatch(r'[\w-][\w.-]*/[\w.-]+', name) and path.suffix not in _FILES: return name
     raise ValueError(f'{name!r} is no path here, no owner/name on the Hub and not packaged; {nearest(name, sorted(_assets()))}')
+
+# %% ../nbs/chapters/02_document.ipynb #1e1f84de
+def html_table(heads: tuple,  # Titles of the columns
+    rows: list,  # One tuple of cells per row, of anything that has a text
+) -> str:  # HTML
+    "Write a table in which everything is escaped."
+    line = lambda tag, cells: f'<tr>{"".join(f"<{tag} style=text-align:left>{escape(str(c))}</{tag}>" for c in cells)}</tr>'
+    return f'<table>{line("th", heads)}{"".join(line("td", row) for row in rows)}</table>'

@@ -56,18 +56,19 @@ def keep_payload(
     for _, layer in layers: layer.support_avx512bf16_for_cpu = False
     return len(layers)
 
-# %% ../nbs/chapters/11_quant.ipynb #d896c88e
+# %% ../nbs/chapters/11_quant.ipynb #773ef824
 def load_base(
     source: str,  # Packaged name, directory or hub id
     method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id
+    attention: str = 'sdpa',  # As a recipe's `Model.attention` says it
 ) -> 'PreTrainedModel':  # Whole, on the device of this process, in evaluation mode
     "Load `source` as `method` wants it."
     import torch
     from transformers import AutoModelForCausalLM
-    from llm_workbook.recipe import resolve
+    from llm_workbook.document import resolve
     method, precision = _defaults(method, precision)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda': device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -75,6 +76,7 @@ def load_base(
     model = AutoModelForCausalLM.from_pretrained(
         resolve(source), revision=revision, device_map={'': device},
         dtype='float32' if method.kind == 'full' else precision.compute,
+        attn_implementation='flash_attention_2' if attention == 'flash' else attention,
         quantization_config=nf4_config(method, precision) if packed else None)
     model.config._name_or_path = model.name_or_path = str(source)
     if packed and not keep_payload(model): raise ValueError(f'{source!r} has no linear layer that NF4 can pack')

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Model', 'Data', 'Method', 'Precision', 'Cluster', 'Sharding', 'Zero', 'Batch', 'Optimizer', 'Intervals', 'Rule',
-           'broken', 'rules', 'Recipe', 'recipes', 'shrink', 'differences']
+           'broken', 'rules', 'Recipe', 'recipes', 'planned_only', 'shrink', 'differences']
 
-# %% ../nbs/chapters/05_recipe.ipynb #995db053
+# %% ../nbs/chapters/05_recipe.ipynb #3c6f302e
 from functools import cache
 from html import escape
 from re import fullmatch
@@ -15,9 +15,9 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, model_validator
 
-from .document import Count, Document, Name, Part, Problem, Real, RecipeError, Share, asset, nearest, versioned
+from .document import Count, Document, Name, Part, Problem, Real, RecipeError, Share, asset, html_table, nearest, versioned
 
-# %% ../nbs/chapters/05_recipe.ipynb #7b1f5cd0
+# %% ../nbs/chapters/05_recipe.ipynb #1ba6a091
 def _pairs(value):
     if isinstance(value, dict): value = tuple((str(k), v) for k, v in value.items())
     if isinstance(value, tuple) and all(isinstance(word, str | None) for _, word in value): return value
@@ -32,6 +32,11 @@ def _column(value):
     if value is None or (isinstance(value, str) and value) or (type(value) is int and value >= 0): return value
     raise ValueError('must be the name of a column, or its position from 0')
 
+# %% ../nbs/chapters/05_recipe.ipynb #75496238
+def _interface(value):
+    if value is None or isinstance(value, str) and fullmatch(r'[\w.-]{1,15}', value): return value
+    raise ValueError("must be the name of a network interface, as in 'eth0'")
+
 _VARIABLES = r'(NCCL|TORCH_NCCL|GLOO|TP|FI|UCX|OMP|MKL|KMP|PYTORCH)_[A-Z0-9_]{1,60}|CUDA_DEVICE_MAX_CONNECTIONS'
 def _variables(value):
     value = tuple(value.items()) if isinstance(value, dict) else value
@@ -45,7 +50,7 @@ def _variables(value):
 _Labels = Annotated[tuple[tuple[str, str | None], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
 _Variables = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_variables), PlainSerializer(dict)]
 _Column = Annotated[str | int | None, BeforeValidator(_column)]
-_Device = Annotated[str | None, Field(pattern=r'^[\w.-]{1,15}$')]
+_Interface = Annotated[str | None, BeforeValidator(_interface)]
 
 # %% ../nbs/chapters/05_recipe.ipynb #2f823930
 class Model(Part):
@@ -89,14 +94,14 @@ class Precision(Part):
     buffers: Literal['float32', 'bfloat16', 'float16'] = 'float32'  # Rotary tables and the like
     loss_scale: Literal['none', 'dynamic'] = 'none'  # fp16 underflows without; nothing else needs it
 
-# %% ../nbs/chapters/05_recipe.ipynb #57ba54c7
+# %% ../nbs/chapters/05_recipe.ipynb #d7d4c358
 class Cluster(Part):
     "Processes and what they run on."
     nodes: Count = 1  # Machines
     processes: Count = 2  # On each machine; one per GPU
     device: Literal['cpu', 'cuda'] = 'cpu'  # Where the tensors live
     hardware: str | None = None  # Node to plan for, as in '2x-rtx-3090', or a YAML file; None: this machine
-    interface: _Device = None  # Network interface between nodes, as in 'eth0'; None lets NCCL or gloo choose
+    interface: _Interface = None  # Network interface between nodes, as in 'eth0'; None lets NCCL or gloo choose
     variables: _Variables = ()  # For NCCL, gloo and threads, as in {NCCL_DEBUG: INFO}
 
     @property
@@ -128,7 +133,7 @@ class Zero(Part):
     overlap: bool = True  # Communicate while computing; doubles the reduction buffer
     contiguous: bool = True  # Copy gradients into one buffer as they arrive
 
-# %% ../nbs/chapters/05_recipe.ipynb #0d5d3137
+# %% ../nbs/chapters/05_recipe.ipynb #a41effbe
 class Batch(Part):
     "How much goes into one optimizer step."
     micro: Count = 1  # Rows per rank in one forward pass
@@ -139,7 +144,7 @@ class Batch(Part):
 
 class Optimizer(Part):
     "The optimizer and its schedule."
-    kind: Literal['adamw', 'adamw_bf16', 'adamw_8bit', 'paged_adamw', 'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # And its states
+    kind: Literal['adamw', 'adamw_bf16', 'adamw_8bit', 'paged_adamw', 'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # Which
     learning_rate: Real = 2e-4  # Highest value, after the warm-up
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # Course of the learning rate after the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
@@ -155,45 +160,90 @@ class Intervals(Part):
     saving: _Every = 0  # Save a checkpoint to resume from
     checkpoint: Literal['sharded', 'full'] = 'sharded'  # Each rank its part, or all gathered on one
 
-# %% ../nbs/chapters/05_recipe.ipynb #dd433cc1
+# %% ../nbs/chapters/05_recipe.ipynb #8e3d6c5a
 class Rule(Part):
     "A combination that cannot work, or that costs more than it seems."
     id: Name  # Short name
     path: Name  # Field to change
-    when: dict[str, object]  # Field -> a value, several, or {not, above, below, undivided: value or =field}; all must hold
+    when: dict[str, object]  # Field -> a value, several, null (not set), or comparisons; all must hold
     reason: Name  # Why it cannot work
     fix: Name  # What to write instead
     source: Name  # Who found out
+    pains: list[str] = []  # Entries of the failure catalogue that it answers
     level: Literal['refuse', 'warn'] = 'refuse'  # A recipe cannot exist, or a plan says so
     breaks: dict[str, object]  # Changes to a plain recipe that make the rule bite
     mends: dict[str, object]  # Further changes that satisfy it
 
-# %% ../nbs/chapters/05_recipe.ipynb #5e0d4f69
-_COMPARE = {'not': lambda a, b: a != b, 'above': lambda a, b: a > b, 'below': lambda a, b: a < b, 'undivided': lambda a, b: b % a != 0}
+# %% ../nbs/chapters/05_recipe.ipynb #1df93978
+_COMPARE = {
+    'not': lambda a, b: a != b, 'above': lambda a, b: a > b, 'below': lambda a, b: a < b,
+    'in': lambda a, b: a in b, 'has': lambda a, b: any(x in a for x in b), 'undivided': lambda a, b: b % a != 0}
 
 def _meets(value, test, facts) -> bool:
-    if isinstance(test, dict): return all(_COMPARE[word](value, facts.get(str(t)[1:], t) if str(t)[:1] == '=' else t) for word, t in test.items())
-    return value in test if isinstance(test, (list, tuple)) else value == test
+    if value is None or test is None: return value is test
+    if isinstance(test, list): return value in test
+    if not isinstance(test, dict): return value == test
+    other = lambda t: facts[t[1:]] if str(t)[:1] == '=' else t
+    return all(_COMPARE[word](value, other(t)) for word, t in test.items())
 
-def broken(facts: dict,  # Dotted name -> value, as in {'batch.micro': 1}; a plan adds its own names
+def broken(facts: dict,  # Dotted name -> value, as `Recipe.facts` gives them; a plan adds its own names
     level: str = 'refuse',  # Or 'warn'
 ) -> list[Rule]:  # Those whose every condition holds
     "Find the rules of one `level` that `facts` break; a rule about a fact that is not there waits."
     if level not in ('refuse', 'warn'): raise ValueError(f"level {level!r} must be 'refuse' or 'warn'")
     return [rule for rule in rules() if rule.level == level and all(
-        name in facts and facts[name] is not None and _meets(facts[name], test, facts) for name, test in rule.when.items())]
+        name in facts and _meets(facts[name], test, facts) for name, test in rule.when.items())]
 
+# %% ../nbs/chapters/05_recipe.ipynb #4c2a1a79
 @cache
-def rules() -> tuple[Rule, ...]:  # In the order of the file
+def rules() -> tuple[Rule, ...]:  # In the order of the file; a notebook shows them as a table
     "Read the rules of this package."
-    return tuple(Rule(**row) for row in yaml.safe_load(asset('rules.yaml').read_text(encoding='utf-8')))
+    return _Rules(Rule(**row) for row in _read('rules.yaml'))
+
+class _Rules(tuple):
+    def _repr_html_(self):
+        when = lambda r: '; '.join(f'{k} {_test(v)}' for k, v in r.when.items())
+        row = lambda r: (r.id, r.level, r.path, when(r), r.reason, r.fix, r.source)
+        return html_table(('rule', 'level', 'field', 'when', 'why', 'instead', 'source'), map(row, self))
+
+# %% ../nbs/chapters/05_recipe.ipynb #fd688700
+def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
+
+# A condition in words.
+def _test(test) -> str:
+    if isinstance(test, dict): return ' and '.join(f'{word} {_test(t)}' for word, t in test.items())
+    if isinstance(test, list): return ' or '.join(map(str, test))
+    return 'not set' if test is None else str(test)
 
 # %% ../nbs/chapters/05_recipe.ipynb #4aa2ef51
 _FORMATS = {1: 'eight parts: model, data, method, cluster, sharding, precision, batch, optimizer',
             2: 'sharding.activation_checkpointing is none, selective or full (true was full); parts zero and intervals'}
 
-# %% ../nbs/chapters/05_recipe.ipynb #8984a734
-class Recipe(Document):
+# %% ../nbs/chapters/05_recipe.ipynb #46a96ab2
+class _Judged(Document):
+
+    @model_validator(mode='after')
+    def _keep_rules(self):
+        facts = self.facts()
+        found = [Problem(r.path, repr(facts[r.path]), f'{r.reason}; {r.fix} [{r.id}]') for r in broken(facts)]
+        if found: raise RecipeError(found)
+        return self
+
+    def facts(self) -> dict:  # Dotted field -> value, and cluster.ranks, batch.global, data.classes, zero.set
+        "Give every field by its dotted name, and four that follow from them, as rules see it."
+        words = {word for _, word in self.data.labels if word is not None}
+        return _flat(self) | {'cluster.ranks': self.cluster.ranks, 'batch.global': self.global_batch,
+                              'data.classes': len(words) or None, 'zero.set': self.zero != Zero()}
+
+    @property
+    def global_batch(self) -> int:  # micro x accumulation x ranks
+        "Count the rows behind one optimizer step."
+        return self.batch.micro * self.batch.accumulation * self.cluster.ranks
+
+    def _repr_html_(self): return _table(self)
+
+# %% ../nbs/chapters/05_recipe.ipynb #595c05c5
+class Recipe(_Judged):
     "One fine-tune, completely: the only thing that travels between the parts of this library."
     version: versioned(_FORMATS) = max(_FORMATS)  # Format of this value
     name: Annotated[str, Field(pattern=r'^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$')]  # Also names the output folder
@@ -208,24 +258,6 @@ class Recipe(Document):
     zero: Zero = Zero()  # DeepSpeed's buffers
     intervals: Intervals = Intervals()  # How often what happens
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # Of everything random
-
-    @model_validator(mode='after')
-    def _keep_rules(self):
-        facts = self.facts()
-        found = [Problem(r.path, repr(facts[r.path]), f'{r.reason}; {r.fix} [{r.id}]') for r in broken(facts)]
-        if found: raise RecipeError(found)
-        return self
-
-    def facts(self) -> dict:  # Dotted field -> value, and cluster.ranks
-        "Give every field by its dotted name, as rules see it."
-        return _flat(self) | {'cluster.ranks': self.cluster.ranks}
-
-    @property
-    def global_batch(self) -> int:  # micro x accumulation x ranks
-        "Count the rows behind one optimizer step."
-        return self.batch.micro * self.batch.accumulation * self.cluster.ranks
-
-    def _repr_html_(self): return _table(self)
 
     @classmethod
     def named(cls, name: str,  # One of `recipes()`
@@ -257,21 +289,52 @@ def recipes() -> list[str]:  # Names for `Recipe.named`, sorted
     "List the recipes of this package."
     return sorted(p.stem for p in asset('recipes').glob('*.yaml'))
 
-# %% ../nbs/chapters/05_recipe.ipynb #b2c59420
-_TOY = {'model': Model(source='tiny-base'), 'cluster.nodes': 1, 'cluster.device': 'cpu', 'method.rank': 16, 'method.alpha': 32,
-        'batch': Batch(micro=12, accumulation=1, length=128), 'optimizer.steps': 240}
+# %% ../nbs/chapters/05_recipe.ipynb #5551ec51
+def planned_only(recipe: Recipe,  # Any recipe
+) -> list[Problem]:  # One per setting, with what to set instead; empty when training carries everything out
+    "List the settings of `recipe` that can be planned and that this version does not run."
+    facts = recipe.facts()
+    said = lambda values: ' or '.join(map(str, values)) if all(v not in (None, {}) for v in values) else 'nothing'
+    return [Problem(field, repr(facts[field]), f'can be planned, not run by this version; set it to {said(values)}')
+            for field, values in _runs().items() if facts[field] not in values]
+
+@cache
+def _runs(): return _read('runs.yaml')
+
+# %% ../nbs/chapters/05_recipe.ipynb #f3224f96
+_TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None, 'sharding.loading': 'every_rank',
+        'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
 _TOY_REVIEWS = Data(source='sample-reviews', format='classification', text_column='text', label_column='stars',
                     labels={1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'})
 
+# %% ../nbs/chapters/05_recipe.ipynb #e8962293
+# What a CPU does instead.
+def _on_cpu(recipe) -> dict:
+    changes = {'optimizer.kind': recipe.optimizer.kind.removeprefix('paged_')}
+    if recipe.precision.compute in ('bfloat16', 'float32'): return changes
+    if recipe.method.storage == recipe.precision.compute: changes['method.storage'] = 'float32'
+    return changes | {'precision.compute': 'float32', 'precision.loss_scale': 'none', 'precision.reduce': None}
+
+# Buckets of a million elements, so that they are smaller than the model, and matrices that do not stay whole.
+def _small_zero(zero) -> Zero:
+    most = {name: 1_000_000 for name, value in zero if type(value) is int} | {'persistence_threshold': 1000}
+    return Zero(**zero.model_dump() | {name: min(getattr(zero, name), limit) for name, limit in most.items()})
+
+# %% ../nbs/chapters/05_recipe.ipynb #ed9249a6
 def shrink(recipe: Recipe,  # Any recipe
 ) -> Recipe:  # The tiny base on sample data: one node, two CPU processes (one where nothing is sharded)
-    "Keep the method, sharding, precision and schedule of `recipe`; replace what makes it large."
-    return recipe.changed(_TOY | {
+    "Keep the method, sharding, head and schedule of `recipe`; replace what makes it large or needs a GPU."
+    every, attention = recipe.intervals, recipe.model.attention
+    return recipe.changed(_TOY | _on_cpu(recipe) | {
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
+        'model': Model(source='tiny-base', head=recipe.model.head, attention='sdpa' if attention == 'flash' else attention),
         'data': _TOY_REVIEWS if recipe.data.format == 'classification' else _TOY_CHAT,
-        'cluster.processes': 1 if recipe.sharding.strategy == 'none' else 2,
+        'cluster': Cluster(processes=1 if recipe.sharding.strategy == 'none' else 2),
+        'zero': _small_zero(recipe.zero) if recipe.sharding.strategy.startswith('zero') else recipe.zero,
+        'batch': Batch(micro=12, length=128, packing=recipe.batch.packing, loss_head=recipe.batch.loss_head),
+        'intervals.evaluation': min(every.evaluation, 120), 'intervals.saving': min(every.saving, 120),
         'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]})
 
 # %% ../nbs/chapters/05_recipe.ipynb #31b56d23

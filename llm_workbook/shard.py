@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# %% ../nbs/chapters/21_shard.ipynb #ecde58f5
+# %% ../nbs/chapters/21_shard.ipynb #eafc4ac8
 def shard_model(
     model: 'torch.nn.Module',  # Whole, and the same on every rank; changed in place
     sharding: 'Sharding | None' = None,  # A recipe's `Sharding`; None means its defaults
@@ -29,7 +29,7 @@ def shard_model(
     layers = [(name, m) for name, m in model.named_modules() if type(m).__name__ in kinds]
     if not layers: raise ValueError(f'{type(model).__name__} does not name its layers (in _no_split_modules)')
     for name, layer in layers:
-        if sharding.activation_checkpointing:
+        if sharding.activation_checkpointing == 'full':
             layer = checkpoint_wrapper(layer)
             model.set_submodule(name, layer)
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
@@ -157,7 +157,7 @@ def assert_sharding(
     if problem: raise ShardingMismatch(f'{strategy} over {ranks} ranks was asked for, but {problem}')
     return report
 
-# %% ../nbs/chapters/21_shard.ipynb #06b5adf1
+# %% ../nbs/chapters/21_shard.ipynb #a02fafd6
 def fsdp_env(
     recipe: 'Recipe',  # Its sharding, method, precision and cluster are read
 ) -> dict[str, str]:  # For every rank, before accelerate or a trainer is made
@@ -170,7 +170,7 @@ def fsdp_env(
     if sharding.strategy != 'fsdp2': return env
     return env | {'FSDP_VERSION': '2', 'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP',
                   'FSDP_RESHARD_AFTER_FORWARD': word(sharding.reshard_after_forward),
-                  'FSDP_ACTIVATION_CHECKPOINTING': word(sharding.activation_checkpointing),
+                  'FSDP_ACTIVATION_CHECKPOINTING': word(sharding.activation_checkpointing == 'full'),
                   'FSDP_STATE_DICT_TYPE': 'SHARDED_STATE_DICT', 'FSDP_CPU_RAM_EFFICIENT_LOADING': 'false'}
 
 # %% ../nbs/chapters/21_shard.ipynb #76fa74fd

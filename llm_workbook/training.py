@@ -6,21 +6,25 @@
 __all__ = ['check_recipe', 'sft_config', 'read_metrics', 'train_rank', 'loss_figure', 'LossCurve', 'Run', 'fine_tune', 'answers',
            'question', 'expected', 'Score', 'exact_match', 'side_by_side', 'Table']
 
-# %% ../nbs/chapters/32_training.ipynb #7a8a1307
-import html, json, math, sys, time
+# %% ../nbs/chapters/32_training.ipynb #28bfbcb8
+import json, math, sys, time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 
-# %% ../nbs/chapters/32_training.ipynb #ddf2025e
+from .document import RecipeError, html_table, resolve
+from .recipe import planned_only
+
+# %% ../nbs/chapters/32_training.ipynb #a88c1a49
 def check_recipe(
     recipe: 'Recipe',  # What to check
 ) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them
     "Refuse everything that can be refused before a weight is loaded; give back the rows."
     from llm_workbook.adapters import check_targets
     from llm_workbook.data import check_rows, load_rows
-    from llm_workbook.recipe import resolve
     from transformers import AutoTokenizer
+    if later := planned_only(recipe): raise RecipeError(later, recipe.name)
     base = resolve(recipe.model.source)
     if isinstance(base, Path) and not (base / 'config.json').is_file():
         raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: name a transformers model')
@@ -33,7 +37,9 @@ def check_recipe(
     check_rows(train, AutoTokenizer.from_pretrained(base, revision=recipe.model.revision), recipe.batch.length)
     return train, test
 
-# %% ../nbs/chapters/32_training.ipynb #d416df02
+# %% ../nbs/chapters/32_training.ipynb #25fc2bc6
+_OPTIM = {'adamw': 'adamw_torch', 'sgd': 'sgd', 'adafactor': 'adafactor', 'adamw_8bit': 'adamw_bnb_8bit'}
+
 def sft_config(
     recipe: 'Recipe',         # What to run
     directory: 'str | Path',  # Where it may write
@@ -44,13 +50,12 @@ def sft_config(
     return SFTConfig(
         output_dir=str(directory), use_cpu=cpu, seed=recipe.seed, data_seed=recipe.seed,
         per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_length=batch.length,
-        max_steps=how.steps, learning_rate=how.learning_rate, lr_scheduler_type=how.schedule, optim='adamw_torch',
+        max_steps=how.steps, learning_rate=how.learning_rate, lr_scheduler_type=how.schedule, optim=_OPTIM[how.kind],
         warmup_steps=min(math.ceil(how.warmup * how.steps), how.steps - 1), max_grad_norm=how.clip, weight_decay=how.weight_decay,
         bf16=recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16',
-        gradient_checkpointing=recipe.sharding.activation_checkpointing and recipe.sharding.strategy != 'fsdp2',
-        average_tokens_across_devices=True, assistant_only_loss=True,
-        logging_steps=1, logging_nan_inf_filter=False, save_strategy='no', report_to='none', disable_tqdm=True,
-        dataloader_num_workers=0, dataloader_pin_memory=not cpu)
+        gradient_checkpointing=recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.strategy != 'fsdp2',
+        average_tokens_across_devices=True, assistant_only_loss=True, dataloader_num_workers=0, dataloader_pin_memory=not cpu,
+        logging_steps=1, logging_nan_inf_filter=False, save_strategy='no', report_to='none', disable_tqdm=True)
 
 # %% ../nbs/chapters/32_training.ipynb #46446ff3
 def _metrics(trainer, recipe, path):
@@ -104,12 +109,11 @@ def train_rank(
     return {'shards': trainer.shards, 'payload': after and after.digest, 'memory': memory, 'saved': saved,
             'seconds': trainer.state.log_history[-1]['train_runtime']}
 
-# %% ../nbs/chapters/32_training.ipynb #20da9bca
+# %% ../nbs/chapters/32_training.ipynb #5ff46a69
 def _trainer(recipe, directory, rows):
     import datasets
     from llm_workbook.adapters import add_adapters, cast_adapters
     from llm_workbook.quant import load_base
-    from llm_workbook.recipe import resolve
     from transformers import AutoTokenizer, PrinterCallback
     from transformers.utils.logging import disable_progress_bar
     from trl import SFTTrainer
@@ -117,9 +121,10 @@ def _trainer(recipe, directory, rows):
     disable_progress_bar()
     args = sft_config(recipe, directory)
     args.assistant_only_loss = 'messages' in rows[0]
-    model = load_base(recipe.model.source, recipe.method, recipe.precision, recipe.cluster.device, recipe.model.revision)
+    base = recipe.model
+    model = load_base(base.source, recipe.method, recipe.precision, recipe.cluster.device, base.revision, base.attention)
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(recipe.model.source), revision=recipe.model.revision)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision)
     kept = datasets.Dataset.from_list([{k: row[k] for k in ('messages', 'text') if k in row} for row in rows])
     trainer = SFTTrainer(model, args, train_dataset=kept, processing_class=tokenizer)
     if recipe.method.kind != 'full': cast_adapters(trainer.model)
@@ -195,7 +200,7 @@ class LossCurve:
         if self.handle: self.handle.update(image)
         else: self.handle = display(image, display_id=True)
 
-# %% ../nbs/chapters/32_training.ipynb #e967ad76
+# %% ../nbs/chapters/32_training.ipynb #91a9f070
 @dataclass(frozen=True)
 class Run:
     "A finished fine-tune: what was asked, where it lies, and what each rank reports."
@@ -230,7 +235,7 @@ class Run:
         rows = [(i, f"{r['shards'].here_b:,} of {r['shards'].total_b:,}", r['payload'] or 'none',
                  f"{r['memory'].peak.host_b / 2**20:,.0f} MiB") for i, r in enumerate(self.ranks)]
         said = f"{len(self.metrics)} steps in {last['seconds']:.0f} s, loss {first['loss']:.3f} to {last['loss']:.3f}"
-        return f'<p>{html.escape(self.recipe.name)}: {said}</p>' + _grid(heads, rows)
+        return f'<p>{escape(self.recipe.name)}: {said}</p>' + html_table(heads, rows)
 
 # %% ../nbs/chapters/32_training.ipynb #73cc1a4d
 def fine_tune(
@@ -293,7 +298,7 @@ def expected(
     "Take from `row` what a model should answer."
     return row['messages'][-1]['content']
 
-# %% ../nbs/chapters/32_training.ipynb #c6814ed4
+# %% ../nbs/chapters/32_training.ipynb #f9d7c737
 @dataclass(frozen=True)
 class Score:
     "How many answers are exactly right, by family."
@@ -317,11 +322,7 @@ class Score:
     def _repr_html_(self):
         rows = [(f, self.right[f], n) for f, n in self.asked.items()]
         rows.append(('all', sum(self.right.values()), sum(self.asked.values())))
-        return _grid(('family', 'right', 'asked', 'exact match'), [(f, r, n, f'{r / n:.1%}') for f, r, n in rows])
-
-def _grid(heads, rows):
-    line = lambda tag, cells: ''.join(f'<{tag} style="text-align:left">{html.escape(str(cell))}</{tag}>' for cell in cells)
-    return f'<table>{"".join(f"<tr>{cells}</tr>" for cells in (line("th", heads), *(line("td", row) for row in rows)))}</table>'
+        return html_table(('family', 'right', 'asked', 'exact match'), [(f, r, n, f'{r / n:.1%}') for f, r, n in rows])
 
 # %% ../nbs/chapters/32_training.ipynb #3c6d8970
 def exact_match(
@@ -341,7 +342,7 @@ def _cuda():
     from accelerate.utils import is_cuda_available  # asks without opening the GPU, so that ranks can still be forked
     return is_cuda_available()
 
-# %% ../nbs/chapters/32_training.ipynb #7ddcb963
+# %% ../nbs/chapters/32_training.ipynb #2fb2046d
 def side_by_side(
     rows: list[dict],              # Conversations
     **columns: list[str],          # Title -> answers to them, as in before=..., after=...
@@ -358,4 +359,4 @@ class Table:
     heads: tuple  # Titles of the columns
     rows: list    # One tuple of cells per row
 
-    def _repr_html_(self): return _grid(self.heads, self.rows)
+    def _repr_html_(self): return html_table(self.heads, self.rows)

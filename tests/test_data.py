@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from llm_workbook.data import (DatasetError, TokenView, assistant_mask, check_rows, conversation, detect_format, load_rows,
                                split_rows, token_view)
-from llm_workbook.recipe import Data, asset
+from llm_workbook.document import asset
+from llm_workbook.recipe import Data
 
 REAL = Path(os.environ.get('LLMW_DATA', Path(__file__).resolve().parents[2]/'shared/data'))
 real = pytest.mark.skipif(not (REAL/'amazon_reviews.tsv').is_file(), reason='no public data: set LLMW_DATA to its folder')

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from llm_workbook import training
 from llm_workbook.adapters import check_targets, load_adapters, moved
+from llm_workbook.document import asset
 from llm_workbook.quant import fingerprint, load_base
-from llm_workbook.recipe import Recipe, asset
+from llm_workbook.recipe import Recipe
 
 STEPS = 20
 PARTS = {'full': 6, 'qlora': 6, 'qlora-float32': 3}  # micro-batches in a step

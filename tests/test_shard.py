@@ -8,11 +8,12 @@ import pytest
 from llm_workbook.adapters import add_adapters, cast_adapters, load_adapters, save_adapters
 from llm_workbook.quant import fingerprint, load_base, load_nf4
 from llm_workbook.ranks import RankError, notebook_ranks, run_ranks
-from llm_workbook.recipe import Method, Recipe, Sharding, asset
+from llm_workbook.document import asset
+from llm_workbook.recipe import Method, Recipe, Sharding
 from llm_workbook.shard import ShardingMismatch, assert_sharding, cpu_fsdp, fsdp_env, shard_model
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
-RECIPE = Recipe.parse('{version: 1, name: test, model: {source: tiny-base}, data: {source: sample-conversations}}')
+RECIPE = Recipe.parse('{version: 2, name: test, model: {source: tiny-base}, data: {source: sample-conversations}}')
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -8,11 +8,13 @@ from contextlib import nullcontext
 
 import psutil
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llm_workbook import adapters, quant, ranks, shard, training
+from llm_workbook.document import asset
 from llm_workbook.ranks import RankError, RankTimeout
-from llm_workbook.recipe import Recipe, asset
+from llm_workbook.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +84,34 @@ REFUSED = {
     'no answer': ({'data.source': 'reply.jsonl'}, 'reply.jsonl: line 1: ends with a turn of the user'),
     'more processes than samples': ({'data.source': 'two.jsonl', 'data.test_share': 0, 'cluster.processes': 3},
                                     '2 training rows are fewer than one step takes: 3 .*cluster.processes'),
-    'storage that cannot shard': ({'method.storage': 'uint8'}, 'method.storage.*FSDP2 can shard .* precision.compute'),
-    'storage of another width': ({'precision.compute': 'float32'}, 'method.storage.*FSDP2 can shard .*compute'),
+    'storage that cannot shard': ({'method.storage': 'uint8'}, 'method.storage.*FSDP can shard .* precision.compute'),
+    'storage of another width': ({'precision.compute': 'float32'}, 'method.storage.*FSDP can shard .*compute'),
     'targets that match nothing': ({'method.targets': ['q_porj']}, "match no linear module.*did you mean 'q_proj'"),
     'one of two targets': ({'method.targets': ['q_proj', 'gate']}, "'gate', did you mean 'gate_proj'"),
     'missing model': ({'model.source': 'tiny-bse'}, "'tiny-bse' is no path here.*did you mean 'tiny-base'"),
     'no model': ({'model.source': '.'}, 'holds no config.json'),
     'rows too long': ({'batch.length': 8}, 'trains none of its first 8 tokens'),
     'several machines': ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
+    'settings ahead of the trainer': ({'sharding.strategy': 'zero3', 'intervals.saving': 2},
+                                      '2 problems in small.*set it to fsdp2 or ddp or none.*set it to 0'),
+}
+AHEAD = {  # what a recipe can say and this version does not carry out, for each field of runs.yaml
+    'model.attention': {'model.attention': 'flash', 'cluster.device': 'cuda'},
+    'model.head': {'model.head': 'classification', 'data.format': 'classification'},
+    'method.quant': {'method.quant': 'int8', 'sharding.strategy': 'ddp'},
+    'precision.compute': {'precision.compute': 'fp8', 'method.kind': 'lora', 'cluster.device': 'cuda'},
+    'precision.master': {'precision.master': 'bfloat16'}, 'precision.reduce': {'precision.reduce': 'bfloat16'},
+    'cluster.interface': {'cluster.interface': 'lo'}, 'cluster.variables': {'cluster.variables': {'NCCL_DEBUG': 'INFO'}},
+    'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'}, 'sharding.group': {'sharding.group': 1},
+    'sharding.offload_parameters': {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
+    'sharding.offload_optimizer': {'sharding.strategy': 'zero2', 'sharding.offload_optimizer': 'cpu'},
+    'sharding.activation_checkpointing': {'sharding.activation_checkpointing': 'selective'},
+    'sharding.reentrant': {'sharding.reentrant': True, 'sharding.activation_checkpointing': 'full', 'sharding.strategy': 'ddp',
+                           'method.kind': 'full'},
+    'sharding.loading': {'sharding.loading': 'rank0'}, 'batch.packing': {'batch.packing': True},
+    'batch.loss_head': {'batch.loss_head': 'chunked'}, 'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
+    'intervals.logging': {'intervals.logging': 2}, 'intervals.evaluation': {'intervals.evaluation': 2},
+    'intervals.saving': {'intervals.saving': 2},
 }
 
 
@@ -102,6 +124,39 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(recipe, 
     with pytest.raises(ValueError, match=f'(?s){words}'):
         training.fine_tune(recipe.changed(changes), tmp_path/'run', live=False)
     assert not (tmp_path/'run').exists()
+
+
+@pytest.mark.parametrize('field', yaml.safe_load((asset('runs.yaml')).read_text()))
+def test_nothing_that_this_version_does_not_run_is_passed_over(recipe, no_weights, field):
+    with pytest.raises(ValueError, match=f'{field} = .*not run by this version; set it to'):
+        training.check_recipe(recipe.changed(AHEAD[field]))
+
+
+@pytest.mark.parametrize('changes, optimizer, states, attention', [
+    ({}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'), ({'model.attention': 'eager'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'eager'),
+    ({'optimizer.kind': 'sgd'}, 'torch.optim.sgd.SGD', '', 'sdpa'),
+    ({'optimizer.kind': 'adafactor'}, 'transformers.optimization.Adafactor', 'exp_avg_sq_row', 'sdpa'),
+    ({'optimizer.kind': 'adamw_8bit'}, 'bitsandbytes.optim.adamw.AdamW', 'torch.uint8', 'sdpa')])
+def test_the_optimizer_and_the_attention_are_the_recipe_s(recipe, tmp_path, monkeypatch, changes, optimizer, states, attention):
+    make = training._trainer
+    def make_observed(*args):
+        trainer = make(*args)
+        train = trainer.train
+        def train_observed():
+            train()
+            used = getattr(trainer.optimizer, 'optimizer', trainer.optimizer)
+            first = next(iter(used.state.values()), {})
+            what = [f'{name} {getattr(value, "dtype", "")}' for name, value in first.items()]
+            said = f'{type(used).__module__}.{type(used).__name__}', what, trainer.model.config._attn_implementation
+            (tmp_path/'seen.json').write_text(json.dumps(said))
+        trainer.train = train_observed
+        return trainer
+    monkeypatch.setattr(training, '_trainer', make_observed)
+    one = {'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 2}
+    run = training.fine_tune(recipe.changed(one | changes), tmp_path/'run', 300, live=False)
+    name, held, kind = json.loads((tmp_path/'seen.json').read_text())
+    assert len(run.metrics) == 2 and (name, kind) == (optimizer, attention)
+    assert any(states in state for state in held) if states else held == []
 
 
 def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
