@@ -9,7 +9,8 @@ from pathlib import Path
 from bench.record import RESULTS, ROOT, Skip, save
 
 # A line is the module of that name, with `measure() -> record`.
-LINES = ('import_time', 'launch_latency', 'sample_data', 'real_data')
+LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_bytes', 'step_peak_error', 'published_error',
+         'sample_data', 'real_data')
 
 
 def run_line(name: str, results: Path = RESULTS) -> dict | None:

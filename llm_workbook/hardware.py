@@ -223,17 +223,18 @@ def _table(machine) -> str:
     cells = ''.join(f'<tr><th>{k}</th><td style=text-align:left>{escape(v)}</td></tr>' for k, v in rows.items() if v)
     return f'<table><caption>{escape(machine.name)}</caption>{cells}</table>'
 
-# %% ../nbs/chapters/03_hardware.ipynb #ec58d27a
+# %% ../nbs/chapters/03_hardware.ipynb #66637fac
 def nodes() -> list[str]:  # Names for `node`, beside any '4x-rtx-4090'
     "List the machines this package knows by a name of their own."
     return list(_shelf()['nodes'])
 
-def node(source: str | Path,  # '2x-rtx-3090', a GPU, one of `nodes()`, or a YAML file
+def node(source: str | Path,  # '2x-rtx-3090', '8x-h100@infiniband-400', a GPU, one of `nodes()`, or a YAML file
 ) -> Node:  # The machine
     "Find or put together a machine."
     text = str(source)
     if text.endswith(('.yaml', '.yml')): return Node.load(source)
     if text in nodes(): return Node(**_shelf()['nodes'][text])
+    if '@' in text: return node(text.partition('@')[0]).changed(name=text, network=text.partition('@')[2])
     count, card = fullmatch(r'(?:(\d+)x-)?(.*)', text, DOTALL).groups()
     if count is None and card not in gpus():
         raise ValueError(f'no machine {text!r}, no count as in 2x-rtx-3090, no .yaml file; {nearest(text, [*nodes(), *gpus()])}')

@@ -133,7 +133,7 @@ class Zero(Part):
     overlap: bool = True  # Communicate while computing; doubles the reduction buffer
     contiguous: bool = True  # Copy gradients into one buffer as they arrive
 
-# %% ../nbs/chapters/05_recipe.ipynb #a41effbe
+# %% ../nbs/chapters/05_recipe.ipynb #ff9b24fd
 class Batch(Part):
     "How much goes into one optimizer step."
     micro: Count = 1  # Rows per rank in one forward pass
@@ -144,7 +144,8 @@ class Batch(Part):
 
 class Optimizer(Part):
     "The optimizer and its schedule."
-    kind: Literal['adamw', 'adamw_bf16', 'adamw_8bit', 'paged_adamw', 'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # Which
+    kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw', 'paged_adamw_8bit', 'sgd',
+                  'adafactor'] = 'adamw'  # Which; fused takes no temporary copies
     learning_rate: Real = 2e-4  # Highest value, after the warm-up
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # Course of the learning rate after the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0

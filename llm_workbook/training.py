@@ -37,8 +37,8 @@ def check_recipe(
     check_rows(train, AutoTokenizer.from_pretrained(base, revision=recipe.model.revision), recipe.batch.length)
     return train, test
 
-# %% ../nbs/chapters/32_training.ipynb #25fc2bc6
-_OPTIM = {'adamw': 'adamw_torch', 'sgd': 'sgd', 'adafactor': 'adafactor', 'adamw_8bit': 'adamw_bnb_8bit'}
+# %% ../nbs/chapters/32_training.ipynb #145963dc
+_OPTIM = dict(adamw='adamw_torch', adamw_fused='adamw_torch_fused', sgd='sgd', adafactor='adafactor', adamw_8bit='adamw_bnb_8bit')
 
 def sft_config(
     recipe: 'Recipe',         # What to run
