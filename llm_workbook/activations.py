@@ -98,7 +98,7 @@ class _Step:  # Compared by identity: `_step` makes one for each question
     pair: int      # Numbers in the largest temporaries of an optimizer that goes weight by weight
     symbols: dict
 
-# %% ../nbs/chapters/09_activations.ipynb #ba2d99a6
+# %% ../nbs/chapters/09_activations.ipynb #b21472fd
 def _padded(shape, ranks):
     n = 1
     for size in shape: n *= size
@@ -115,17 +115,22 @@ def _parts(weights, how, ranks):  # Unsharded bytes, unsharded gradients, traine
         local += [_padded(s, ranks) // ranks for s in shapes]
     return (whole, grads, sum(local)), max(a + 2 * b for a, b in zip([0, *local], local))
 
+def _chosen(tape, keep):  # What selective checkpointing keeps besides a layer's input: attention and every second product
+    products = [op.out for op in tape.ops if op.name.endswith('_proj')]
+    return ([t for t in tape.saved if t.name in ('attention', 'log-sum-exp')] + products[::2]) * (keep == 'selective')
+
 def _sort(unit, spec, how, keep, ranks):
     tape, start = layer_tape(unit, spec, how)
     total, again = sum(t.bytes for t in tape.saved), start.bytes if start in tape.saved else 0
-    attention = sum(t.bytes for t in tape.saved if t.name in ('attention', 'log-sum-exp')) * (keep == 'selective')
+    chosen = _chosen(tape, keep)
+    more, there = sum(t.bytes for t in chosen), sum(t.bytes for t in chosen if t in tape.saved)
     held, front = tape.backward(), tape.forward(start, keep != 'none')
-    kept, peak = start.bytes + attention, max(held, key=lambda h: h.total)
+    kept, peak = start.bytes + more, max(held, key=lambda h: h.total)
     if keep != 'none':
         op, then = next((op, h) for op, h in zip([op for op in reversed(tape.ops) if op.out.needs], held) if op.saves)
         flow = then.flow - (0 if op.alias else sum(t.bytes for t in op.ins if t.needs))  # There when the layer runs again
-        front = front._replace(saved=front.saved - start.bytes - attention, flow=flow)
-        peak = max(peak._replace(saved=peak.saved - again - attention), front, key=lambda h: h.total)
+        front = front._replace(saved=front.saved - start.bytes - there, flow=flow)
+        peak = max(peak._replace(saved=peak.saved - again - there), front, key=lambda h: h.total)
     lead = kept if keep != 'none' else sum(t.bytes for t in layer_tape(unit, spec, how, how.kind == 'full')[0].saved)
     (whole, grads, trained), pair = _parts(unit.weights, how, ranks)
     return _Sort(unit.count, total if keep == 'none' else kept, lead, front, peak, start.bytes, whole, grads, trained), pair
@@ -156,7 +161,7 @@ def _read(spec, recipe):
     run = _run(recipe)
     return run, _step(spec, run.how, run.keep, run.ranks if run.strategy.startswith('fsdp') else 1)
 
-# %% ../nbs/chapters/09_activations.ipynb #69ae7c81
+# %% ../nbs/chapters/09_activations.ipynb #9183ddbc
 _TORCH, _FSDP = 'torch, saved tensors of autograd', 'torch, fully_shard'
 
 def saved(
@@ -172,13 +177,13 @@ def saved(
         apart = i == 0 and run.keep == 'none' and not full  # A frozen model: no gradient flows to the first layer's input
         for count, needs in ((1, False), (unit.count - 1, True)) if apart else ((unit.count, True),):
             tape, start = layer_tape(unit, spec, how, needs)
-            some = [t for t in tape.saved if t.name in ('attention', 'log-sum-exp')] * (run.keep == 'selective')
+            some = _chosen(tape, run.keep)
             for t in tape.saved if run.keep == 'none' else [start, *some]: add(f'{unit.name}: {t.name}', count, t)
     for t in head_tape(spec, how).saved: add(f'head: {t.name}', 1, t)
     more = {'rotary tables': step.rotary * (run.keep == 'none'), 'token ids': step.ids * full, 'count of tokens': 12}
     return [i for i in items if i.size_b] + [Item('activations', name, b, name, {}, _TORCH) for name, b in more.items() if b]
 
-# %% ../nbs/chapters/09_activations.ipynb #abfee765
+# %% ../nbs/chapters/09_activations.ipynb #41545ab2
 _LINES = {  # Key -> kind, name, formula, source
     'kept': ('activations', 'kept by the layers', 'Σ layers × tokens × width × bytes', _TORCH),
     'rotary': ('activations', 'rotary tables', '2 × length × head_dim × bytes', 'transformers'),
@@ -202,6 +207,7 @@ _LINES = {  # Key -> kind, name, formula, source
     'input': ('collective', 'input of an all-gather, cast', 'numbers of the unit × bytes / ranks', _FSDP),
     'copy': ('collective', 'copy that gloo makes for a reduce-scatter', 'trained numbers of the unit × bytes',
              'torch, ProcessGroupGloo'),
+    'outputs': ('logits', 'float32 logits, alive to the end of the backward pass', 'tokens × vocab × 4', 'torch, FSDP1'),
     'buckets': ('buffers', 'buckets of gradients', 'trained numbers × bytes', 'torch, DistributedDataParallel'),
     'ipg': ('zero_buckets', 'buckets of gradients', 'reduce_bucket × bytes × 2 if overlap', 'DeepSpeed'),
     'temporaries': ('optimizer', 'temporaries of the step', 'numbers × bytes', 'torch, AdamW'),
@@ -253,7 +259,7 @@ def _whole(run, step, moments):
             now['gathered'], now['ahead'] = big.whole, min(run.zero.prefetch_bucket * run.how.compute, big.whole)
     return moments
 
-# %% ../nbs/chapters/09_activations.ipynb #f1d3d898
+# %% ../nbs/chapters/09_activations.ipynb #70b12803
 def _sharded(run, step, moments):
     "Gradients and gathered weights where each rank has a part."
     big, (e, e_grads, e_local), (tail, t_grads, t_local) = step.big, step.embedding, step.tail
@@ -280,8 +286,21 @@ def _sharded(run, step, moments):
                                'gradients': mine(every, -e_local, -big.trained)}
     moments['embedding'] |= {'gradients': mine(every, -e_local), **reduce(e_grads)}
     moments['optimizer'] |= {'gradients': mine(every)}
+    if run.strategy == 'fsdp1': _flat(run, step, moments)
     if run.again: _deferred(step, moments)
     return moments
+
+# %% ../nbs/chapters/09_activations.ipynb #d71a6c3a
+def _flat(run, step, moments):
+    unit, root = step.big.whole, step.embedding[0] + step.tail[0]
+    layers = sum(s.count * s.whole for s in step.sorts)
+    outputs = 4 * step.symbols['tokens'] * step.symbols['vocab'] * (run.how.head == 'full')
+    for name, now in moments.items():
+        if name in ('embedding', 'optimizer'): continue
+        busy = name.startswith(('last layer', 'second layer', 'first layer'))
+        now |= {'flat': 0, 'twice': 0, 'input': 0, 'gathered': root + (unit * busy if run.reshard else layers)}
+        now |= {'ahead': unit * (run.reshard and not name.startswith('first'))}
+        if not name.endswith('forward'): now['outputs'] = outputs
 
 # %% ../nbs/chapters/09_activations.ipynb #b49bcc26
 def _deferred(step, moments):

@@ -45,7 +45,7 @@ class Refusal(NamedTuple):
     proved: bool = False  # Not counted itself: a lighter plan lacks `short_b` already
     draft: Recipe | None = None  # For `estimate` (memory)
 
-# %% ../nbs/chapters/23_plans.ipynb #4a6ee8a8
+# %% ../nbs/chapters/23_plans.ipynb #f1a2ccb7
 _FSDP = ('fsdp2', 'fsdp1')
 _READ = {'sharding.reshard_after_forward': _FSDP, 'sharding.group': ('fsdp2',), 'sharding.offload_parameters': (*_FSDP, 'zero3'),
          'sharding.offload_optimizer': (*_FSDP, 'zero1', 'zero2', 'zero3')}
@@ -55,7 +55,7 @@ _GROWS = {'sharding.reshard_after_forward': (True, False), 'sharding.activation_
 def _usual(base) -> dict[str, list]:
     cluster, most = base.cluster, base.batch.micro * base.batch.accumulation
     return {'cluster.hardware': [cluster.hardware], 'method.kind': ['qlora', 'lora', 'full'],
-            'optimizer.kind': ['adamw', 'adamw_8bit'],
+            'optimizer.kind': ['adamw', 'adamw_fused', 'adamw_8bit'],
             'sharding.strategy': ['fsdp2', 'zero3', 'zero2', 'zero1', 'ddp', 'none'],
             'sharding.group': [None, cluster.processes] if cluster.nodes > 1 else [None],
             'sharding.offload_parameters': ['none', 'cpu'], 'sharding.offload_optimizer': ['none', 'cpu'],
