@@ -106,7 +106,8 @@ def bounds(rows) -> list[bool]:
 
 def middle(values: list[float]) -> dict:
     "Give count, median and worst."
-    return {'figures': len(values), 'median': round(statistics.median(values), 2), 'worst': max(values)} if values else {'figures': 0}
+    if not values: return {'figures': 0}
+    return {'figures': len(values), 'median': round(statistics.median(values), 2), 'worst': max(values)}
 
 
 def summary(rows) -> dict:

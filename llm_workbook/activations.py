@@ -98,7 +98,7 @@ class _Step:  # Compared by identity: `_step` makes one for each question
     pair: int      # Numbers in the largest temporaries of an optimizer that goes weight by weight
     symbols: dict
 
-# %% ../nbs/chapters/09_activations.ipynb #b21472fd
+# %% ../nbs/chapters/09_activations.ipynb #4f926202
 def _padded(shape, ranks):
     n = 1
     for size in shape: n *= size
@@ -115,10 +115,12 @@ def _parts(weights, how, ranks):  # Unsharded bytes, unsharded gradients, traine
         local += [_padded(s, ranks) // ranks for s in shapes]
     return (whole, grads, sum(local)), max(a + 2 * b for a, b in zip([0, *local], local))
 
+# %% ../nbs/chapters/09_activations.ipynb #a4348bfd
 def _chosen(tape, keep):  # What selective checkpointing keeps besides a layer's input: attention and every second product
     products = [op.out for op in tape.ops if op.name.endswith('_proj')]
     return ([t for t in tape.saved if t.name in ('attention', 'log-sum-exp')] + products[::2]) * (keep == 'selective')
 
+# %% ../nbs/chapters/09_activations.ipynb #58f0c56f
 def _sort(unit, spec, how, keep, ranks):
     tape, start = layer_tape(unit, spec, how)
     total, again = sum(t.bytes for t in tape.saved), start.bytes if start in tape.saved else 0

@@ -116,18 +116,28 @@ def _kinds(recipe):
     cuda = recipe.cluster.device == 'cuda'
     return ('context', 'nccl')[:cuda + (cuda and recipe.cluster.ranks > 1)]
 
-# %% ../nbs/chapters/10_ledger.ipynb #96d98b41
+# %% ../nbs/chapters/10_ledger.ipynb #6f9d809d
+def _add(lines, sums) -> dict:  # (phase, place) -> moment -> bytes of the three levels, of gradients, of lines all ranks share
+    for x in lines:
+        cell = sums[x.phase, x.place][x.moment]
+        cell[_ABOVE.get(x.kind, 0)] += x.size_b
+        if x.kind == 'gradients': cell[3] += x.size_b
+        if not x.each: cell[4] += x.size_b
+    return sums
+
 class _Sums:
     @cached_property
-    def _sums(self) -> dict:  # (phase, place) -> moment -> bytes of the three levels
-        sums = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
-        for x in self.lines: sums[x.phase, x.place][x.moment][_ABOVE.get(x.kind, 0)] += x.size_b
-        return sums
+    def _sums(self) -> dict: return _add(self.lines, defaultdict(lambda: defaultdict(lambda: [0, 0, 0, 0, 0])))
 
     def _at(self, phase, place, level) -> dict:  # Moment -> bytes
         sums, top = self._sums.get((phase, place), {}), _LEVELS[level] + 1
         base = sum(sums[''][:top]) if '' in sums else 0
-        return {m: base + sum(levels[:top]) for m, levels in sums.items() if m} or {'': base}
+        return {moment: base + sum(cell[:top]) for moment, cell in sums.items() if moment} or {'': base}
+
+    def _most(self, phase, place, level) -> int:  # Bytes
+        sums, top = self._sums.get((phase, place), {}), _LEVELS[level] + 1
+        base = sum(sums[''][:top]) if '' in sums else 0
+        return base + max([sum(cell[:top]) for moment, cell in sums.items() if moment], default=0)
 
     def total(self, phase: str,  # 'load', 'step' or 'save'
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
@@ -136,7 +146,7 @@ class _Sums:
         "Add up one phase in one place."
         for word, known in (phase, _PHASES), (place, _PLACES), (level, _LEVELS):
             if word not in known: raise ValueError(f'{word!r} is none of {", ".join(known)}')
-        return max(self._at(phase, place, level).values())
+        return self._most(phase, place, level)
 
     def peak(self, place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
         level: str = 'device',  # As for `total`
@@ -144,17 +154,15 @@ class _Sums:
         "Take the fullest of the three phases."
         return max(self.total(phase, place, level) for phase in _PHASES)
 
-# %% ../nbs/chapters/10_ledger.ipynb #fcc7571d
+# %% ../nbs/chapters/10_ledger.ipynb #17edfe71
 class _Pools(_Sums):
     def pools(self, phase: str,  # 'load', 'step' or 'save'
     ) -> tuple[int, int, int]:  # Bytes
         "Split the GPU's tensors: what stays, what comes and goes at most, and what the optimizer's pass takes."
-        sums, grads = self._sums.get((phase, 'gpu'), {}), defaultdict(int)
-        for x in self.lines:
-            if x.kind == 'gradients' and x.phase == phase and x.place == 'gpu': grads[x.moment] += x.size_b
-        last = grads['optimizer']  # Gradients count once, there
-        passing = [levels[0] - min(grads[m], last) for m, levels in sums.items() if m not in ('', 'optimizer')]
-        return sums[''][0] if '' in sums else 0, max(passing, default=0), sums['optimizer'][0] if 'optimizer' in sums else 0
+        sums, nothing = self._sums.get((phase, 'gpu'), {}), [0] * 5
+        O, _, _, last, _ = sums.get('optimizer', nothing)  # Gradients count once, there
+        passing = [cell[0] - min(cell[3], last) for moment, cell in sums.items() if moment not in ('', 'optimizer')]
+        return sums.get('', nothing)[0], max(passing, default=0), O
 
 # %% ../nbs/chapters/10_ledger.ipynb #dfa0053f
 class _Parts(_Pools):
@@ -182,15 +190,16 @@ class _Parts(_Pools):
         most = max([int((1 + g) * least), *(int(P + (1 + f) * A + O) for P, A, O in pools)]) if cuda else least
         return least + sum(_FIXED[k][0] for k in kinds), most + sum(_FIXED[k][1] for k in kinds)
 
-# %% ../nbs/chapters/10_ledger.ipynb #1d49aae6
+# %% ../nbs/chapters/10_ledger.ipynb #3dd5bed1
 class _Verdict(_Parts):
     def on_node(self, phase: str,  # 'load', 'step' or 'save'
         place: str,  # 'host' counts page-locked memory too; or 'disk'
     ) -> int:  # Bytes of all ranks of a node that has this rank
         "Add up what the ranks of one node share."
-        sums, ranks, places = defaultdict(int), self.recipe.cluster.processes, ('host', 'pinned') if place == 'host' else (place,)
-        for x in self.lines:
-            if x.phase == phase and x.place in places: sums[x.moment] += x.size_b * (ranks if x.each else 1)
+        sums, ranks = defaultdict(int), self.recipe.cluster.processes
+        for one in ('host', 'pinned') if place == 'host' else (place,):
+            for moment, (a, b, c, _, alone) in self._sums.get((phase, one), {}).items():
+                sums[moment] += ranks * (a + b + c) - (ranks - 1) * alone
         return sums.pop('', 0) + max(sums.values(), default=0)
 
     def rooms(self, node: 'Node | str | None' = None,  # Machine; None: the one given to `memory`, or the recipe's
@@ -260,7 +269,7 @@ def _overflow(ledger, room, cpu) -> str:
 
 def _gib(size): return f'{size / _GIB:,.2f} GiB'
 
-# %% ../nbs/chapters/10_ledger.ipynb #4a41507f
+# %% ../nbs/chapters/10_ledger.ipynb #c0500051
 def memory(recipe: Recipe,  # What to account for
     spec: ModelSpec | None = None,  # Of its model; None finds it by `model.source`
     node: 'Node | str | None' = None,  # Machine to fit, or its name; None: the recipe's `cluster.hardware`
@@ -277,20 +286,20 @@ def memory(recipe: Recipe,  # What to account for
     sums = Ledger(recipe, spec, rank, lines)
     card = node or recipe.cluster.hardware
     card_b = card.gpu.memory_b if isinstance(card, Node) else _card_b(card) if card else None
-    return Ledger(recipe, spec, rank, (*lines, *_fixed(recipe, sums, card_b)), node)
+    fixed = tuple(_fixed(recipe, sums, card_b))
+    made = Ledger(recipe, spec, rank, (*lines, *fixed), node)
+    vars(made)['_sums'] = _add(fixed, sums._sums)  # Not added up again: a search asks for thousands of ledgers
+    return made
 
 @cache
 def _card_b(name) -> int: return find_node(name).gpu.memory_b
 
 def _passing(found, rank) -> Iterator[Line]:  # What a step holds for a while, but for what `held` counts
-    counted = {(kind, moment) for moment in found for kind in ('buffers', 'zero_buckets')}
-    counted |= {('gradients', list(found)[i]) for i in (0, -1)}
-    if rank.zero: counted |= {('optimizer', moment) for moment in found}
-    if rank.zero > 1: counted |= {('gradients', moment) for moment in found}
+    ends, always = (list(found)[0], list(found)[-1]), {'buffers', 'zero_buckets', *['optimizer'] * bool(rank.zero)}
     for moment, items in found.items():
-        for i in items:
-            if (i.kind, moment) not in counted:
-                yield Line(i.kind, 'step', moment, i.place, i.size_b, i.formula, i.symbols, i.source, 'model', i.name)
+        counted = always | {'gradients'} if moment in ends or rank.zero > 1 else always
+        for kind, name, size_b, formula, symbols, source, place in items:
+            if kind not in counted: yield Line(kind, 'step', moment, place, size_b, formula, symbols, source, 'model', name)
 
 # %% ../nbs/chapters/10_ledger.ipynb #05f17fed
 _SHOWN = {'gpu': 'GPU', 'host': 'host', 'pinned': 'host, page-locked', 'disk': 'disk'}

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Plan', 'Refusal', 'search', 'Plans']
 
-# %% ../nbs/chapters/23_plans.ipynb #cfddc0c1
+# %% ../nbs/chapters/23_plans.ipynb #357a1530
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -20,13 +21,14 @@ from .planner import Room, estimate, plan_facts
 from .recipe import Recipe, broken, rules
 from .traffic import step_traffic
 
-# %% ../nbs/chapters/23_plans.ipynb #8478dde2
+# %% ../nbs/chapters/23_plans.ipynb #0cf907dc
 class Plan(NamedTuple):
     "One recipe that fits, with what it takes."
     settings: dict  # Dotted field -> value, for every axis
     draft: Recipe  # Put together from checked parts; `recipe` checks the whole
     gpu_b: int  # Bytes of a GPU at its fullest
     spare_b: int  # Bytes of it that stay free
+    tight: bool  # Context, NCCL and allocator have been seen to take more than is free
     tokens_per_s: float  # Of all ranks together
     hours: float  # For all steps
     usd: float  # For all steps, at the price of the machines
@@ -127,7 +129,7 @@ def _assembled(trial, changes) -> Recipe:
         made[name] = trial.parts[key]
     return trial.base.model_copy(update=made)
 
-# %% ../nbs/chapters/23_plans.ipynb #f188e82c
+# %% ../nbs/chapters/23_plans.ipynb #a9af60fa
 def _judged(trial, settings) -> Plan | Refusal:
     (node, processes, ranks), rows = trial.placed(settings), trial.base.global_batch
     if rows % (settings['batch.micro'] * ranks):
@@ -138,11 +140,13 @@ def _judged(trial, settings) -> Plan | Refusal:
     for lighter, reasons, short_b in trial.missed.get(family, ()):
         if all(a <= b for a, b in zip(lighter, weight)): return Refusal(settings, 'memory', reasons, short_b, True, draft)
     spec = trial.spec(draft.model)
-    rooms = [Room(*row) for row in memory(draft, spec, node).rooms(node)]
+    ledger = memory(draft, spec, node)
+    rooms = [Room(*row) for row in ledger.rooms(node)]
     least = min(rooms, key=lambda room: room.spare_b)
     if least.spare_b >= 0:
         traffic = step_traffic(draft, spec, node)
-        return Plan(settings, draft, rooms[0].need_b, rooms[0].spare_b, traffic.tokens_per_s, traffic.hours, traffic.cost)
+        tight = ledger.band[1] > node.gpu.memory_b
+        return Plan(settings, draft, rooms[0].need_b, rooms[0].spare_b, tight, traffic.tokens_per_s, traffic.hours, traffic.cost)
     missing = (f'too small: {least.where}',), -least.spare_b
     trial.missed.setdefault(family, []).append((weight, *missing))
     return Refusal(settings, 'memory', *missing, False, draft)
@@ -164,18 +168,20 @@ def _unread() -> set[str]:
     asked = repr([rule.when for rule in rules() if rule.level == 'refuse'])
     return {path for path in ('batch.micro', 'batch.accumulation') if path not in asked}
 
-# %% ../nbs/chapters/23_plans.ipynb #0755ca28
+# %% ../nbs/chapters/23_plans.ipynb #a759c522
 def search(
     base: Recipe,  # Fixes model, data, length, steps and rows per step
     axes: dict | None = None,  # Dotted field -> a value or a list of values, in place of the usual ones or beside them
     by: str = 'hours',  # What the best plan has least of: 'hours' or 'usd'
-) -> 'Plans':  # Those that fit, best first, and those that do not, with reasons
+) -> 'Plans':  # Those that fit, best first and tight ones last, and those that do not, with reasons
     "Try every combination of settings for the work of `base`."
     from tqdm.auto import tqdm
     if by not in ('hours', 'usd'): raise ValueError(f"by {by!r} must be 'hours' or 'usd'")
     trial = _Trial(base, axes or {})
-    judged = [_judged(trial, s) for s in tqdm([*_combinations(trial)], unit='plan', delay=1, leave=False)]
-    plans = sorted((p for p in judged if isinstance(p, Plan)), key=lambda p: (getattr(p, by), -p.spare_b))
+    gc.freeze()  # Else the collector looks through every object of the libraries again and again
+    try: judged = [_judged(trial, s) for s in tqdm([*_combinations(trial)], unit='plan', delay=1, leave=False)]
+    finally: gc.unfreeze()
+    plans = sorted((p for p in judged if isinstance(p, Plan)), key=lambda p: (p.tight, getattr(p, by), -p.spare_b))
     return Plans(base, trial.axes, by, tuple(plans), tuple(r for r in judged if isinstance(r, Refusal)))
 
 # %% ../nbs/chapters/23_plans.ipynb #1cffc07c
@@ -208,14 +214,14 @@ class _Questions:
 
     def _repr_html_(self): return _html(self)
 
-# %% ../nbs/chapters/23_plans.ipynb #18682295
+# %% ../nbs/chapters/23_plans.ipynb #cc7ce937
 @dataclass(frozen=True, repr=False)
 class Plans(_Questions):
     "What a search found: the plans that fit, best first, and why the others do not."
     base: Recipe  # What was asked
     axes: dict  # Dotted field -> values tried
     by: str  # What the first plan has least of: 'hours' or 'usd'
-    accepted: tuple[Plan, ...]  # Best first
+    accepted: tuple[Plan, ...]  # Best first, but tight ones after all others
     refused: tuple[Refusal, ...]  # In the order they were tried
 
     def why(self, settings: dict | None = None,  # Dotted field -> value; None: all plans
@@ -284,7 +290,7 @@ def _scatter(plans, axis):
     axes.legend(frameon=False)
     return figure
 
-# %% ../nbs/chapters/23_plans.ipynb #6863e7e6
+# %% ../nbs/chapters/23_plans.ipynb #1faf3d95
 def _gib(size_b) -> str: return f'{size_b / 2**30:,.1f} GiB'
 
 def _row(tag, *cells) -> str:
@@ -307,4 +313,4 @@ def _html(plans) -> str:
                  near.draft and _words(plans, near.settings) or '') for reason, count, near in _reasons(plans.refused)]
     return f'{title}<table>{_row("th", "refused", "because", "bytes short", "nearest to fitting")}{"".join(rows)}</table>'
 
-def _free(plan) -> str: return _gib(plan.spare_b) + ', tight' * any(w.startswith('tight') for w in estimate(plan.draft).warnings)
+def _free(plan) -> str: return _gib(plan.spare_b) + ', tight' * plan.tight

@@ -87,17 +87,18 @@ def _works(spec, method, precision) -> tuple[_Work, ...]:
         sum(w.numel for w in u.weights if w.kind in _DENSE) * _SIZE[precision.compute],
         **_arithmetic(spec, i, method), **_small(spec, i, method, precision)) for i, u in enumerate(spec.units))
 
-# %% ../nbs/chapters/22_traffic.ipynb #be7be38b
-# Fitted once on the calibration rows of bench/published.yaml, except where a source is named.
-_MATMUL = .87  # Share of the measured ceiling that the products of a whole step reach
-_SOFTMAX = 12  # Operations per score outside the matrix units in fused attention: arXiv 2307.08691, section 3.1
-_STREAM = .85  # Share of memory bandwidth of elementwise kernels
-_DEQUANTISE = .28  # Share of memory bandwidth of bitsandbytes' 4-bit kernels
-_HIDDEN, _BOUNCED = .5, .2  # Share of a message that can hide behind arithmetic, and the same on a link through host memory
+# %% ../nbs/chapters/22_traffic.ipynb #820f98bb
+# The first six were chosen by the calibration rows of bench/published.yaml, the rest is counted or estimated.
+_MATMUL = .84  # Share of the measured ceiling that the products of a whole step reach
+_SOFTMAX = 28  # Operations per score outside the matrix units in fused attention; arXiv 2307.08691, section 3.1, says why
+_STREAM = .9  # Share of memory bandwidth of elementwise kernels
+_DEQUANTISE = .4  # Share of memory bandwidth of bitsandbytes' 4-bit kernels
+_HIDDEN = .5  # Share of a message that can hide behind arithmetic; 0 where the processor does both
+_WRAPPED_S = .2e-3  # Host time, in each pass, of an adapter matrix that is an FSDP1 unit of its own
 _LAUNCH_S = 6e-6  # To launch one kernel from Python
 _HOST_BPS = 40e9  # Memory bandwidth that one node's CPU optimizer reaches
-_STATE = {'adamw': 28, 'adamw_fused': 28, 'adamw_bf16': 14, 'adamw_8bit': 16, 'paged_adamw': 28, 'paged_adamw_8bit': 16, 'sgd': 12,
-          'adafactor': 20}
+_STATE = {'adamw': 28, 'adamw_fused': 28, 'adamw_bf16': 14, 'adamw_8bit': 16, 'paged_adamw': 28, 'paged_adamw_8bit': 16,
+          'sgd': 12, 'adafactor': 20}
 
 # %% ../nbs/chapters/22_traffic.ipynb #5d0307ff
 class _Times(NamedTuple):  # How often a pass does what a forward pass does once
@@ -148,16 +149,16 @@ def _layer_s(work, times, recipe, spec, node) -> tuple[float, ...]:
     idle = times.kernels * work.kernels * _LAUNCH_S - matmul - attention - elementwise - dequantise
     return matmul, attention, elementwise, dequantise, max(0., idle) if recipe.cluster.device == 'cuda' else 0.
 
-# %% ../nbs/chapters/22_traffic.ipynb #9f6f2fa0
+# %% ../nbs/chapters/22_traffic.ipynb #3a20ab2a
 # Seconds of messages and of copies that nothing hides, for so many seconds of each and of arithmetic.
 def _left(messages, copies, compute, node) -> tuple[float, float]:
     both = messages + copies
     if not both: return 0., 0.
-    share = 0. if node.backend == 'gloo' else _BOUNCED if node.link.name.endswith('-host') else _HIDDEN
+    share = 0. if node.backend == 'gloo' else _HIDDEN
     seen = 1 - min(share * both, compute) / both
     return seen * messages, seen * copies
 
-# %% ../nbs/chapters/22_traffic.ipynb #29c4534a
+# %% ../nbs/chapters/22_traffic.ipynb #7efa9883
 # The same for one exchange in one step: the forward passes, the backward passes, and the last one, in which gradients travel.
 def _exchange_s(x, recipe, compute, node) -> tuple[float, float]:
     often, fetch = recipe.batch.accumulation, _fetch_s(recipe, node) * x.held_b
@@ -169,6 +170,12 @@ def _exchange_s(x, recipe, compute, node) -> tuple[float, float]:
              _left(early * again, early * often * refetch, early * often * compute[1], node),
              _left((1 - early) * again + grads, (1 - early) * often * refetch + back, (1 - early) * often * compute[1], node)]
     return sum(m for m, _ in parts), sum(c for _, c in parts)
+
+# Seconds of the host for adapters that are FSDP1 units of their own.
+def _wrapped_s(recipe, spec) -> float:
+    if recipe.sharding.strategy != 'fsdp1' or recipe.cluster.ranks == 1: return 0.
+    passes = recipe.batch.accumulation * (2 + (recipe.sharding.activation_checkpointing == 'full'))
+    return passes * _WRAPPED_S * sum(2 * len(pair.paths) for pair in coverage(spec, recipe.method).pairs)
 
 # %% ../nbs/chapters/22_traffic.ipynb #2e6f8753
 # Seconds per byte to bring a rank's slices from where they wait.
@@ -363,7 +370,7 @@ def _bars(steps):
     figure.legend(loc='outside upper center', ncols=8, frameon=False, fontsize=8)
     return figure
 
-# %% ../nbs/chapters/22_traffic.ipynb #7dd763eb
+# %% ../nbs/chapters/22_traffic.ipynb #3a0ddd8e
 def step_traffic(
     recipe: 'Recipe',  # What to run; its hardware is `cluster.hardware`, or this machine
     spec: 'ModelSpec | None' = None,  # Its model, if you have it already
@@ -377,6 +384,7 @@ def step_traffic(
     passes = [tuple(_layer_s(work, times, recipe, spec, node) for times in _times(recipe, work)) for work in works]
     busy = [often * sum(w.count * (f[i] + b[i]) for w, (f, b) in zip(works, passes)) for i in range(5)]
     sides = [[w.count * sum(p[side]) for side in (0, 1)] for w, p in zip(works, passes)]
+    busy[4] += _wrapped_s(recipe, spec)
     large, small = step_messages(recipe, spec, node, trainer)
     waits = [_exchange_s(x, recipe, [sum(s) for s in zip(*sides)] if x.part is None else sides[x.part], node) for x in large]
     sent = (*(c for x in large for part in (x.ahead, x.again, x.grads) for c in part), *small)
