@@ -23,7 +23,8 @@ BASES = {'odd-llama': _config('llama', 60, 92, 5, 1, 12, 101),
          'odd-gemma2': _config('gemma2', 44, 76, 2, 1, 18, 109, layers=2, tied=True, sliding_window=32),
          'odd-mixtral': _config('mixtral', 40, 56, 2, 1, 22, 103, layers=2, num_local_experts=3, num_experts_per_tok=2),
          'even-llama': _config('llama', 96, 192, 4, 2, 24, 144)}
-_FLOAT32, _TRAIN = {'precision.compute': 'float32'}, {'batch.length': 128, 'optimizer.steps': 3}
+_FLOAT32 = {'precision.compute': 'float32'}
+_TRAIN = {'batch.length': 128, 'optimizer.steps': 3, 'batch.loss_head': 'chunked'}
 # name: strategy, ranks, method, base, further changes to a recipe
 CASES = {
     'fsdp2-full-fp32': ('fsdp2', 2, 'full', 'odd-llama', _FLOAT32),
@@ -70,7 +71,7 @@ def case(name: str, folder: Path) -> tuple:
     plain = Recipe(name=name, model=Model(source=source, attention=attention), data=Data(source='sample-conversations'))
     buckets = _BUCKETS if strategy.startswith('zero') else {}
     return plain.changed({'sharding.strategy': strategy, 'cluster.processes': ranks, 'method.kind': method, 'method.rank': 4,
-                          'batch.micro': 2, 'batch.length': 16, **buckets, **changes}), source
+                          'batch.micro': 2, 'batch.length': 16, 'batch.loss_head': 'full', **buckets, **changes}), source
 
 
 # The plan against the ranks

@@ -48,7 +48,7 @@ def recipe(changes: dict):
     from llm_workbook import Recipe
     plain = Recipe(name='step-peak', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'},
                    method={'kind': 'full'}, cluster={'processes': 1}, sharding={'strategy': 'none'},
-                   precision={'compute': 'float32'})
+                   precision={'compute': 'float32'}, batch={'loss_head': 'full'})
     return plain.changed(changes)
 
 

@@ -116,7 +116,7 @@ def _kinds(recipe):
     cuda = recipe.cluster.device == 'cuda'
     return ('context', 'nccl')[:cuda + (cuda and recipe.cluster.ranks > 1)]
 
-# %% ../nbs/chapters/10_ledger.ipynb #6f9d809d
+# %% ../nbs/chapters/10_ledger.ipynb #b8bb4c72
 def _add(lines, sums) -> dict:  # (phase, place) -> moment -> bytes of the three levels, of gradients, of lines all ranks share
     for x in lines:
         cell = sums[x.phase, x.place][x.moment]
@@ -125,6 +125,7 @@ def _add(lines, sums) -> dict:  # (phase, place) -> moment -> bytes of the three
         if not x.each: cell[4] += x.size_b
     return sums
 
+# %% ../nbs/chapters/10_ledger.ipynb #4f185cb7
 class _Sums:
     @cached_property
     def _sums(self) -> dict: return _add(self.lines, defaultdict(lambda: defaultdict(lambda: [0, 0, 0, 0, 0])))

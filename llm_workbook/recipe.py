@@ -133,14 +133,14 @@ class Zero(Part):
     overlap: bool = True  # Communicate while computing; doubles the reduction buffer
     contiguous: bool = True  # Copy gradients into one buffer as they arrive
 
-# %% ../nbs/chapters/05_recipe.ipynb #ff9b24fd
+# %% ../nbs/chapters/05_recipe.ipynb #1630d170
 class Batch(Part):
     "How much goes into one optimizer step."
     micro: Count = 1  # Rows per rank in one forward pass
     accumulation: Count = 1  # Forward passes per step
     length: Annotated[int, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
-    loss_head: Literal['full', 'chunked'] = 'full'  # All logits at once, or a slice of the tokens at a time
+    loss_head: Literal['chunked', 'full'] = 'chunked'  # A tile of the logits at a time, as TRL does it, or all at once
 
 class Optimizer(Part):
     "The optimizer and its schedule."

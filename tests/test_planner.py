@@ -73,7 +73,7 @@ def test_a_recipe_that_breaks_two_rules_names_both():
 
 
 def test_warnings_are_rules_and_coverage():
-    dense = estimate(draft('llama-3.1-8b', '1x-rtx-4090', length=8192).changed({'batch.micro': 2}))
+    dense = estimate(draft('llama-3.1-8b', '1x-rtx-4090', length=8192).changed({'batch.micro': 2, 'batch.loss_head': 'full'}))
     assert any('logits-are-large' in w for w in dense.warnings)
     chunked = estimate(dense.recipe.changed({'batch.loss_head': 'chunked'}))
     assert not any('logits-are-large' in w for w in chunked.warnings)

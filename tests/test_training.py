@@ -109,7 +109,7 @@ AHEAD = {  # what a recipe can say and this version does not carry out, for each
     'sharding.reentrant': {'sharding.reentrant': True, 'sharding.activation_checkpointing': 'full', 'sharding.strategy': 'ddp',
                            'method.kind': 'full'},
     'sharding.loading': {'sharding.loading': 'rank0'}, 'batch.packing': {'batch.packing': True},
-    'batch.loss_head': {'batch.loss_head': 'chunked'}, 'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
+    'batch.loss_head': {'batch.loss_head': 'full'}, 'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
     'intervals.logging': {'intervals.logging': 2}, 'intervals.evaluation': {'intervals.evaluation': 2},
     'intervals.saving': {'intervals.saving': 2},
 }
