@@ -6,17 +6,17 @@ import re
 import pytest
 from page import ROOT
 
-PAGES = '25_audit', '27_audit_cluster'
+PAGES = '28_audit', '29_audit_cluster'
 # (part of the claim, how its verdict begins): what must not change silently when a library or the plan does
 VERDICTS = {
-    '25_audit': [
+    '28_audit': [
         ('states take 2 + 2 + 8 bytes', 'wrong'), ('is 12 P / N', 'wrong'), ('ZeRO-1 saves 4', 'holds only from'),
         ('ZeRO-2 saves 8', 'holds only from'), ('ZeRO-3 saves N', 'holds'), ('sends 2 (N - 1) / N', 'holds'),
         ('FSDP sends an all-reduce', 'wrong'), ('batch 32', 'holds only for N of 1, 2, 4, 8'), ('tokens per second', 'measured'),
         ('by Answer.AI', 'holds'), ('uint8 storage is sharded', 'holds only with torch alone'), ('host memory of the 70B', 'measured'),
         ('FSDP all-reduces', 'wrong'), ('Accelerator() must come first', 'wrong'), ('pad = eos', 'wrong'),
         ('trouble 1', 'holds only with sliced loading'), ('8-bit Adam', 'wrong'), ('trouble 4', 'wrong'), ('trouble 5', 'holds only')],
-    '27_audit_cluster': [
+    '29_audit_cluster': [
         ('fp8 computes a 4-bit base', 'wrong'), ('ZeRO-3 shards 4-bit', 'holds only after loading'),
         ('larger than one GPU', 'holds only up to'), ('trillion-parameter', 'wrong'), ('mean of the batches', 'holds only where'),
         ('MFU, %', 'wrong: ours is 0.062'), ('70 x 4 x 8 GB', 'holds'), ('32,744 MiB', 'holds only with'),
