@@ -356,7 +356,7 @@ def _canvas(height):
         def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
     return Canvas(figsize=(7, height), dpi=100, layout='constrained')
 
-# %% ../nbs/chapters/23_traffic.ipynb #17d0c190
+# %% ../nbs/chapters/23_traffic.ipynb #f10f5575
 def _bars(steps):
     figure = _canvas(1.2 + .35 * len(steps))
     axes, left = figure.subplots(), [0.] * len(steps)
@@ -367,7 +367,7 @@ def _bars(steps):
         left = [a + b for a, b in zip(left, seconds)]
     axes.set(xlabel='seconds per optimizer step')
     axes.invert_yaxis()
-    figure.legend(loc='outside upper center', ncols=8, frameon=False, fontsize=8)
+    figure.legend(loc='outside upper center', ncols=4, frameon=False, fontsize=8)
     return figure
 
 # %% ../nbs/chapters/23_traffic.ipynb #3a0ddd8e
