@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from .document import Count, Document, Name, Part, Real, asset, nearest, versioned
 
-# %% ../nbs/chapters/03_hardware.ipynb #0b99f522
+# %% ../nbs/chapters/03_hardware.ipynb #65b89ce3
 def _pairs(value): return tuple(value.items()) if isinstance(value, dict) else value
 def _texts(value): return tuple(value) if isinstance(value, list) else value
 
@@ -28,7 +28,7 @@ _Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 _Flops = Annotated[Real, Field(gt=0, le=1e17)]
 _Rate = Annotated[Real, Field(gt=0, le=1e14)]
 _Ceiling = Annotated[Real, Field(gt=0, le=1)]
-_CEILING = 0.8  # Share of the peak to plan with where nobody measured one: the H100's
+_CEILING = 0.8  # Share of the peak to plan with where nobody measured one: near the median
 
 # %% ../nbs/chapters/03_hardware.ipynb #c47e628c
 class Gpu(Part):

@@ -85,13 +85,14 @@ def _checkpoints(rank, lines, first) -> Iterator[Line]:
             why = 'k * c', {'k': times, 'c': c}, 'torch: full_state_dict'
             yield Line('optimizer', 'save', moment, place, times * c, *why, 'model', f'whole checkpoints: {times}', False)
 
-# %% ../nbs/chapters/10_ledger.ipynb #77438cc5
+# %% ../nbs/chapters/10_ledger.ipynb #a55da856
 _GIB = 2**30
 _FIXED = {  # Class -> bytes planned, at most; source
     'context': (int(.47 * _GIB), int(.92 * _GIB), 'stas00/ml-engineering: CUDA context and lazily loaded kernels'),
     'nccl': (int(1.3 * _GIB), int(1.5 * _GIB), 'stas00/ml-engineering: after the first collective')}
 _ALLOCATOR = .3, .6, .05, 'fitted on published pairs: benchmark published_error'  # Share wasted: planned, at most; least of all
 _PROCESS = 520 * 2**20
+_BROADCAST = 500 * 2**20  # Two buckets of torch's _sync_module_states
 _LEVELS = {'allocated': 0, 'reserved': 1, 'device': 2}
 _PHASES, _PLACES = ('load', 'step', 'save'), ('gpu', 'host', 'pinned', 'disk')
 
@@ -106,11 +107,21 @@ def _fixed(recipe, sums, card_b) -> Iterator[Line]:  # `sums` of the tensors; `c
 
 def _unused(sums, phase, room) -> Line:
     (P, A, O), M, (f, _, g, source) = sums.pools(phase), sums.total(phase, 'gpu', 'allocated'), _ALLOCATOR
-    R = int(P + (1 + f) * A + O)
+    R, W = _reserved(sums, phase, f), _wrapping(sums, phase)
     room = R if room is None else room
-    letters = {'P': P, 'A': A, 'O': O, 'M': M, 'f': f, 'g': g, 'room': room}
+    letters = {'P': P, 'A': A, 'W': W, 'O': O, 'M': M, 'f': f, 'g': g, 'room': room}
     return Line('allocator', phase, '', 'gpu', max(int(g * M), min(R, room) - M),
-                'max(int(g * M), min(int(P + (1 + f) * A + O), room) - M)', letters, source, 'cited', 'unused blocks')
+                'max(int(g * M), min(int(P + max((1 + f) * A, W) + O), room) - M)', letters, source, 'cited', 'unused blocks')
+
+def _reserved(sums, phase, f) -> int:  # With a share f wasted, and blocks that FSDP1's constructor leaves
+    P, A, O = sums.pools(phase)
+    return int(P + max((1 + f) * A, _wrapping(sums, phase)) + O)
+
+def _wrapping(sums, phase) -> int:  # The root and a layer as they were moved and as flat tensors, and what was broadcast
+    recipe = sums.recipe
+    if phase != 'step' or recipe.sharding.strategy != 'fsdp1' or recipe.cluster.ranks == 1: return 0
+    whole = max((x.size_b for x in sums.lines if x.kind == 'unsharded' and x.phase == 'step'), default=0)
+    return 2 * whole + min(whole, _BROADCAST) * (recipe.sharding.loading == 'rank0')
 
 def _kinds(recipe):
     cuda = recipe.cluster.device == 'cuda'
@@ -165,7 +176,7 @@ class _Pools(_Sums):
         passing = [cell[0] - min(cell[3], last) for moment, cell in sums.items() if moment not in ('', 'optimizer')]
         return sums.get('', nothing)[0], max(passing, default=0), O
 
-# %% ../nbs/chapters/10_ledger.ipynb #dfa0053f
+# %% ../nbs/chapters/10_ledger.ipynb #7708bacd
 class _Parts(_Pools):
     def moment(self, phase: str = 'step',  # Or 'load', 'save'
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
@@ -187,8 +198,8 @@ class _Parts(_Pools):
     def band(self) -> tuple[int, int]:  # Bytes, the least and the most
         "Bound the peak of the GPU by what is known of the allocator, the context and NCCL."
         least, kinds, (_, f, g, _) = self.peak('gpu', 'allocated'), _kinds(self.recipe), _ALLOCATOR
-        pools, cuda = [self.pools(phase) for phase in _PHASES], self.recipe.cluster.device == 'cuda'
-        most = max([int((1 + g) * least), *(int(P + (1 + f) * A + O) for P, A, O in pools)]) if cuda else least
+        cuda = self.recipe.cluster.device == 'cuda'
+        most = max([int((1 + g) * least), *(_reserved(self, phase, f) for phase in _PHASES)]) if cuda else least
         return least + sum(_FIXED[k][0] for k in kinds), most + sum(_FIXED[k][1] for k in kinds)
 
 # %% ../nbs/chapters/10_ledger.ipynb #3dd5bed1

@@ -87,14 +87,14 @@ def _works(spec, method, precision) -> tuple[_Work, ...]:
         sum(w.numel for w in u.weights if w.kind in _DENSE) * _SIZE[precision.compute],
         **_arithmetic(spec, i, method), **_small(spec, i, method, precision)) for i, u in enumerate(spec.units))
 
-# %% ../nbs/chapters/23_traffic.ipynb #820f98bb
+# %% ../nbs/chapters/23_traffic.ipynb #0c1a7d3e
 # The first six were chosen by the calibration rows of bench/published.yaml, the rest is counted or estimated.
-_MATMUL = .84  # Share of the measured ceiling that the products of a whole step reach
+_MATMUL = .86  # Share of the measured ceiling that the products of a whole step reach
 _SOFTMAX = 28  # Operations per score outside the matrix units in fused attention; arXiv 2307.08691, section 3.1, says why
 _STREAM = .9  # Share of memory bandwidth of elementwise kernels
 _DEQUANTISE = .4  # Share of memory bandwidth of bitsandbytes' 4-bit kernels
 _HIDDEN = .5  # Share of a message that can hide behind arithmetic; 0 where the processor does both
-_WRAPPED_S = .2e-3  # Host time, in each pass, of an adapter matrix that is an FSDP1 unit of its own
+_WRAPPED_S = .32e-3  # Host time, in each pass, of an adapter matrix that is an FSDP1 unit of its own
 _LAUNCH_S = 6e-6  # To launch one kernel from Python
 _HOST_BPS = 40e9  # Memory bandwidth that one node's CPU optimizer reaches
 _STATE = {'adamw': 28, 'adamw_fused': 28, 'adamw_bf16': 14, 'adamw_8bit': 16, 'paged_adamw': 28, 'paged_adamw_8bit': 16,
