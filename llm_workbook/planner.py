@@ -55,24 +55,26 @@ def _passes(rows, ranks) -> int:
     if rows % ranks: raise ValueError(f'{rows} rows per step do not divide by {ranks} ranks: take {rows // ranks * ranks}')
     return rows // ranks
 
-# %% ../nbs/chapters/24_planner.ipynb #3f18e73b
+# %% ../nbs/chapters/24_planner.ipynb #61eaf7cb
 def plan_facts(
     recipe: Recipe,  # Any recipe
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this machine
     rows: int | None = None,  # Rows of training data, where you know them
 ) -> dict:  # Dotted name -> value: the recipe's facts, and those that begin with plan
     "Gather every fact that a rule may ask for before anything is counted."
+    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: `Recipe.named` reads one, `draft` writes one')
     if rows is not None and rows < 1: raise ValueError(f'rows {rows} must be a whole number from 1, or None')
     spec, node = _spec(recipe.model), _machine(recipe.cluster, node)
     return recipe.facts() | {
         'plan.gpus': node.gpus, 'plan.fp8': node.gpu.fp8_flops is not None, 'plan.bf16': node.gpu.bf16, 'plan.rows': rows,
-        'plan.context': spec.context, 'plan.vocab': spec.vocab}
+        'plan.context': spec.context, 'plan.vocab': spec.vocab, 'plan.gpu': node.backend == 'nccl'}
 
-# %% ../nbs/chapters/24_planner.ipynb #c135c9c4
+# %% ../nbs/chapters/24_planner.ipynb #4e09b503
 @lru_cache(64)
 def _named(hardware): return find_node(hardware)
 
 def _machine(cluster, node=None) -> Node:
+    node = _named(node) if isinstance(node, str) else node
     return (node or (_named(cluster.hardware) if cluster.hardware else detect())).using(cluster.processes)
 
 def _spec(model) -> ModelSpec: return find_spec(model.source, model.revision, model.head, model.classes)
@@ -194,7 +196,7 @@ def _tight(node, ledger) -> str:
     (_, most), need, have = ledger.band, ledger.peak('gpu'), node.gpu.memory_b
     return f'tight: context, NCCL and allocator have been seen to take a GPU up to {_gib(most)}' if need <= have < most else ''
 
-# %% ../nbs/chapters/24_planner.ipynb #2a981112
+# %% ../nbs/chapters/24_planner.ipynb #2aae6e31
 def _peaks(estimate, place) -> dict[str, dict[str, int]]:
     cpu, ranks, found = estimate.recipe.cluster.device == 'cpu', estimate.recipe.cluster.processes, {}
     for line in estimate.ledger.lines:
@@ -209,7 +211,8 @@ def _fullest(moments) -> dict[str, int]:
     return {kind: size for kind in always | most if (size := always.get(kind, 0) + most.get(kind, 0))}
 
 def _verdict(estimate) -> str:
-    if estimate.fits: return f'Fits: {"; ".join(map(str, estimate.rooms))}.'
+    tight = ', tight' * bool(_tight(estimate.node, estimate.ledger))
+    if estimate.fits: return f'Fits{tight}: {"; ".join(map(str, estimate.rooms))}.'
     short = [room for room in estimate.rooms if room.spare_b < 0]
     items = estimate.peaks(short[0].place)[short[0].phase]
     most = ', '.join(f'{kind} {_gib(items[kind])}' for kind in sorted(items, key=items.get, reverse=True)[:4])

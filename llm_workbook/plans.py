@@ -65,7 +65,9 @@ def _usual(base) -> dict[str, list]:
             'sharding.activation_checkpointing': ['full', 'selective', 'none'],
             'batch.micro': [2**n for n in range(7) if 2**n <= most]}
 
-# %% ../nbs/chapters/25_plans.ipynb #a4a9d56b
+# %% ../nbs/chapters/25_plans.ipynb #312f99dc
+_WORK = 'model.source', 'data.source', 'batch.length', 'optimizer.steps'
+
 class _Trial:  # What all combinations of one search share
 
     def __init__(self, base, axes):
@@ -77,6 +79,7 @@ class _Trial:  # What all combinations of one search share
             if path not in known: raise ValueError(f'{path!r} is no axis; {nearest(path, known)}')
             if not values: raise ValueError(f'{path} has no values to try')
             if path == 'batch.accumulation': raise ValueError(f'{path} is no axis: it follows from the rows per step')
+            if path in _WORK: raise ValueError(f'{path} is no axis: it decides how much work there is, and less would always win')
         axes = _usual(base) | given
         self.order = [path for path in axes if path not in _GROWS] + list(_GROWS)  # lighter combinations come first
         self.axes = {path: [self.value(path, v) for v in axes[path]] for path in self.order}
@@ -168,7 +171,7 @@ def _unread() -> set[str]:
     asked = repr([rule.when for rule in rules() if rule.level == 'refuse'])
     return {path for path in ('batch.micro', 'batch.accumulation') if path not in asked}
 
-# %% ../nbs/chapters/25_plans.ipynb #a759c522
+# %% ../nbs/chapters/25_plans.ipynb #79188d8b
 def search(
     base: Recipe,  # Fixes model, data, length, steps and rows per step
     axes: dict | None = None,  # Dotted field -> a value or a list of values, in place of the usual ones or beside them
@@ -177,6 +180,7 @@ def search(
     "Try every combination of settings for the work of `base`."
     from tqdm.auto import tqdm
     if by not in ('hours', 'usd'): raise ValueError(f"by {by!r} must be 'hours' or 'usd'")
+    if not isinstance(base, Recipe): raise ValueError(f'{base!r} is no Recipe: `draft` writes one')
     trial = _Trial(base, axes or {})
     gc.freeze()  # Else the collector looks through every object of the libraries again and again
     try: judged = [_judged(trial, s) for s in tqdm([*_combinations(trial)], unit='plan', delay=1, leave=False)]
