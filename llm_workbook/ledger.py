@@ -85,7 +85,7 @@ def _checkpoints(rank, lines, first) -> Iterator[Line]:
             why = 'k * c', {'k': times, 'c': c}, 'torch: full_state_dict'
             yield Line('optimizer', 'save', moment, place, times * c, *why, 'model', f'whole checkpoints: {times}', False)
 
-# %% ../nbs/chapters/10_ledger.ipynb #a55da856
+# %% ../nbs/chapters/10_ledger.ipynb #f67a34e9
 _GIB = 2**30
 _FIXED = {  # Class -> bytes planned, at most; source
     'context': (int(.47 * _GIB), int(.92 * _GIB), 'stas00/ml-engineering: CUDA context and lazily loaded kernels'),
@@ -105,6 +105,7 @@ def _fixed(recipe, sums, card_b) -> Iterator[Line]:  # `sums` of the tensors; `c
         for kind, place, c, where, name in rows: yield Line(kind, phase, '', place, c, 'c', {'c': c}, where, 'cited', name)
         if recipe.cluster.device == 'cuda': yield _unused(sums, phase, card_b and card_b - sum(row[2] for row in rows[1:]))
 
+# %% ../nbs/chapters/10_ledger.ipynb #97779ea1
 def _unused(sums, phase, room) -> Line:
     (P, A, O), M, (f, _, g, source) = sums.pools(phase), sums.total(phase, 'gpu', 'allocated'), _ALLOCATOR
     R, W = _reserved(sums, phase, f), _wrapping(sums, phase)

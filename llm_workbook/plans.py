@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
     proved: bool = False  # Not counted itself: a lighter plan lacks `short_b` already
     draft: Recipe | None = None  # For `estimate` (memory)
 
-# %% ../nbs/chapters/25_plans.ipynb #f1a2ccb7
+# %% ../nbs/chapters/25_plans.ipynb #480a32bd
 _FSDP = ('fsdp2', 'fsdp1')
 _READ = {'sharding.reshard_after_forward': _FSDP, 'sharding.group': ('fsdp2',), 'sharding.offload_parameters': (*_FSDP, 'zero3'),
          'sharding.offload_optimizer': (*_FSDP, 'zero1', 'zero2', 'zero3')}
@@ -65,14 +65,13 @@ def _usual(base) -> dict[str, list]:
             'sharding.activation_checkpointing': ['full', 'selective', 'none'],
             'batch.micro': [2**n for n in range(7) if 2**n <= most]}
 
-# %% ../nbs/chapters/25_plans.ipynb #312f99dc
-_WORK = 'model.source', 'data.source', 'batch.length', 'optimizer.steps'
+_WORK = 'model.source', 'data.source', 'batch.length', 'optimizer.steps'  # Axes that would change what is asked for
 
+# %% ../nbs/chapters/25_plans.ipynb #dfac5287
 class _Trial:  # What all combinations of one search share
 
     def __init__(self, base, axes):
-        self.base, self.unread = base, _unread()
-        self.parts, self.specs, self.nodes, self.missed, self.told = {}, {}, {}, {}, {}
+        self.base, self.unread, self.parts, self.specs, self.nodes, self.missed, self.told = base, _unread(), {}, {}, {}, {}, {}
         given = {path: list(v) if isinstance(v, (list, tuple)) else [v] for path, v in axes.items()}
         known = [f'{name}.{leaf}' for name, part in base if isinstance(part, Part) for leaf in type(part).model_fields]
         for path, values in given.items():
