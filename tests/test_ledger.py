@@ -1,4 +1,5 @@
 """The ledger: what each rank holds, against torch and bitsandbytes; phases, places and verdicts, against arithmetic."""
+import json
 import math
 import os
 
@@ -6,6 +7,8 @@ import pytest
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
+from bench import step_peak_error
+from bench.record import ROOT
 from llm_workbook.holdings import KINDS, count_of, held, rank_of, tensors_of, whole_states
 from llm_workbook.ledger import memory
 from llm_workbook.model import spec
@@ -213,3 +216,15 @@ def test_the_allocator_returns_what_it_does_not_need():
     assert tiny.total('step', 'gpu', 'reserved') == allocated + int(.05 * allocated)
     whole = memory(full.changed({'batch.accumulation': 2}))
     assert whole.pools('step')[1] > A, 'gradients that wait whole are not those of the optimizer'
+
+
+PEAKS = json.loads((ROOT/'bench/results/cpu/step_peak_error.json').read_text())['rows']
+
+
+@pytest.mark.parametrize('row', PEAKS, ids=lambda row: f'{row["shape"]}-{row["moment"]}')
+def test_the_ledger_alone_gives_the_peaks_that_were_measured(row):
+    "The record adds its prediction of a step to what the process held; here the ledger gives both, and no measurement enters."
+    changes = {path: value for path, value in row['changes'].items() if path != 'foreach'}
+    if 'foreach' in row['changes']: changes |= {'cluster.device': 'cuda'}  # There AdamW goes through all weights at once
+    made = memory(step_peak_error.recipe(changes), spec(step_peak_error.SHAPES[row['shape']]))
+    assert abs(made.total('step', level='allocated') / row['peak_b'] - 1) < .01
