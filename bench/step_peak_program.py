@@ -68,8 +68,8 @@ def fuse(model) -> None:
     model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
 
 
-def pack(model, recipe) -> None:
-    "Put an NF4 layer in the place of every linear layer but the head, one after the other."
+def pack(model, recipe, device: str = 'cpu') -> None:
+    "Put an NF4 layer in the place of every linear layer but the head, one after the other, on `device`."
     import bitsandbytes as bnb
     import torch
     from llm_workbook.quant import keep_payload
@@ -81,7 +81,7 @@ def pack(model, recipe) -> None:
                                 compress_statistics=method.double_quant, quant_storage=getattr(torch, method.storage))
         new.weight = bnb.nn.Params4bit(old.weight.data, requires_grad=False, quant_type='nf4', module=new,
                                        compress_statistics=method.double_quant, quant_storage=getattr(torch, method.storage))
-        model.set_submodule(name, new.to('cpu'))
+        model.set_submodule(name, new.to(device))
         del old, new
     keep_payload(model)
     model.is_loaded_in_4bit = True  # As a load from disk says it: PEFT chooses its layer by this

@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['Item', 'saved', 'moments', 'working']
 
-# %% ../nbs/chapters/08_activations.ipynb #3669cc16
+# %% ../nbs/chapters/08_activations.ipynb #300b66a5
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from .document import nearest
+from .model import coverage
 from .recipe import Recipe
 from .tape import Held, Setting, adapted, head_tape, layer_tape
 
@@ -25,24 +28,16 @@ class Item(NamedTuple):
     source: str  # Whose code allocates it
     place: str = 'gpu'  # Where it lies: beside the weights at work, or in host memory as 'host'
 
-# %% ../nbs/chapters/08_activations.ipynb #97e12dc8
+# %% ../nbs/chapters/08_activations.ipynb #14b3917f
 _SIZES = {'float32': 4, 'bfloat16': 2, 'float16': 2, 'fp8': 2}
 
-class _Run(NamedTuple):  # What of a recipe decides how tensors are spread
-    how: Setting
-    keep: str       # none, selective or full: activation checkpointing
-    ranks: int      # That share one copy of weights or gradients
-    strategy: str
-    master: int     # Bytes per trained number
-    reduce: int     # Bytes per number of a gradient on the wire
-    again: bool     # Gradients are there already when the last forward pass of a step begins
-    reshard: bool
-    cuda: bool
-    optimizer: str
-    zero: object    # DeepSpeed's buckets
-    host: tuple     # Keys of what lies in host memory
+# What of a recipe decides how tensors are spread: a `Setting`; activation checkpointing (none, selective or full); ranks that
+# share one copy of weights or gradients; the strategy; bytes per trained number, and of its gradient on the wire; whether
+# gradients are there already when the last forward pass of a step begins; whether gathered weights are dropped after use;
+# whether on GPUs; the optimizer; DeepSpeed's buckets; keys of what lies in host memory.
+_Run = namedtuple('_Run', 'how keep ranks strategy master reduce again reshard cuda optimizer zero host')
 
-# %% ../nbs/chapters/08_activations.ipynb #09508761
+# %% ../nbs/chapters/08_activations.ipynb #e4040869
 @lru_cache(4096)
 def _setting(method, precision, strategy, batch, model, cuda):
     full, c, m = method.kind == 'full', _SIZES[precision.compute], _SIZES[precision.master]
@@ -55,31 +50,25 @@ def _setting(method, precision, strategy, batch, model, cuda):
         grad=m if alone else c, lora=m, rank=method.rank, targets=method.targets, dropout=method.dropout > 0,
         packed=packed, attention=model.attention, head=head, masked=batch.packing, cuda=cuda, fresh=batch.accumulation == 1)
 
-def _run(recipe):
+def _run(recipe, spec=None):
     if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
     sharding, cluster, precision = recipe.sharding, recipe.cluster, recipe.precision
     cuda, word = cluster.device == 'cuda', sharding.strategy
     how = _setting(recipe.method, precision, word, recipe.batch, recipe.model, cuda)
+    if spec and spec.experts: how = how._replace(inner=tuple((p.target, p.a[0]) for p in coverage(spec, recipe.method).pairs))
     master = _SIZES[precision.master]
     reduce = _SIZES[precision.reduce] if precision.reduce else how.compute if how.kind == 'full' else master
     parts = cluster.ranks if word in ('zero2', 'zero3') else (sharding.group or cluster.ranks) if word.startswith('fsdp') else 1
     away = sharding.offload_parameters != 'none', sharding.offload_optimizer != 'none'
     host = ('gradients', 'temporaries') if away[0] or away[1] and word.startswith('zero') else ('temporaries',) * away[1]
-    keep, reshard = sharding.activation_checkpointing, sharding.reshard_after_forward
-    return _Run(how, keep, parts, word, master, reduce, not how.fresh, reshard, cuda,
-                recipe.optimizer.kind, recipe.zero, host)
+    return _Run(how, sharding.activation_checkpointing, parts, word, master, reduce, not how.fresh,
+                sharding.reshard_after_forward, cuda, recipe.optimizer.kind, recipe.zero, host)
 
-# %% ../nbs/chapters/08_activations.ipynb #e6e56089
-class _Sort(NamedTuple):  # Layers of one sort; bytes of one layer
-    count: int
-    kept: int     # For its backward pass
-    lead: int     # The same for the very first layer of the model, if it is of this sort
-    front: Held   # The fullest instant of its forward pass
-    peak: Held    # The fullest instant of its backward pass, beyond what `kept` counts under checkpointing
-    flow: int     # A hidden state
-    whole: int    # Its unsharded weights
-    grads: int    # The gradients of its trained weights, unsharded
-    trained: int  # Numbers that are trained, on this rank
+# %% ../nbs/chapters/08_activations.ipynb #6b28273e
+# Layers of one sort: how many; then of one of them, in bytes: kept for its backward pass; the same for the very first layer of
+# the model, if it is of this sort; the fullest instants of its forward and its backward pass (`Held`, the second beyond what
+# is kept under checkpointing); a hidden state; its unsharded weights and gradients; and the numbers it trains on this rank.
+_Sort = namedtuple('_Sort', 'count kept lead front peak flow whole grads trained')
 
 @dataclass(frozen=True, eq=False)
 class _Step:  # Compared by identity: `_step` makes one for each question
@@ -87,29 +76,25 @@ class _Step:  # Compared by identity: `_step` makes one for each question
     big: _Sort     # The one whose backward pass takes most
     head: Held     # The fullest instant of the head's backward pass after the loss
     loss: Held     # The fullest instant of the loss
-    logits: int    # Logits in all their forms when the loss has been computed
+    logits: int    # Logits in all their forms, or a tile of them, when the loss has been computed
     final: int     # Kept by the last norm and the head, logits apart
-    rotary: int    # Tables that all layers share
-    mask: int      # Masks that all layers share
-    ids: int
+    at: dict       # Tables and masks that all layers share, and token ids
     embedding: tuple  # (unsharded bytes, bytes of unsharded gradients, trained numbers here)
     tail: tuple    # The same for the last norm and the head; for the embedding too where it is tied
     tied: int      # A second gradient of the embedding, where the head is the same tensor
     pair: int      # Numbers in the largest temporaries of an optimizer that goes weight by weight
     symbols: dict
 
-# %% ../nbs/chapters/08_activations.ipynb #4f926202
-def _padded(shape, ranks):
-    n = 1
-    for size in shape: n *= size
-    return n // shape[0] * (-(-shape[0] // ranks) * ranks)
+# %% ../nbs/chapters/08_activations.ipynb #dc927697
+def _padded(shape, ranks): return -(-shape[0] // ranks) * ranks * prod(shape[1:])
 
 def _parts(weights, how, ranks):  # Unsharded bytes, unsharded gradients, trained numbers here, the most two neighbours take
     whole, grads, local = 0, 0, [0]
     for w in weights:
         share = {'nf4': .5, 'int8': 1}.get(how.packed if w.packs else '', how.compute)
         whole += int(_padded(w.shape, 1 if how.packed and w.packs else ranks) * share)
-        shapes = [w.shape] if how.kind == 'full' else [(how.rank, w.shape[1]), (w.shape[0], how.rank)] if adapted(how, w) else []
+        r = how.rank if adapted(how, w) else dict(how.inner).get(w.path)
+        shapes = [w.shape] if how.kind == 'full' else [(r, w.shape[-1]), (w.shape[-2], r)] if r else []
         whole += sum(_padded(s, ranks) for s in shapes) * how.lora * (how.kind != 'full')
         grads += sum(_padded(s, ranks) for s in shapes) * (how.grad if how.kind == 'full' else how.lora)
         local += [_padded(s, ranks) // ranks for s in shapes]
@@ -137,7 +122,7 @@ def _sort(unit, spec, how, keep, ranks):
     (whole, grads, trained), pair = _parts(unit.weights, how, ranks)
     return _Sort(unit.count, total if keep == 'none' else kept, lead, front, peak, start.bytes, whole, grads, trained), pair
 
-# %% ../nbs/chapters/08_activations.ipynb #8f88001b
+# %% ../nbs/chapters/08_activations.ipynb #d7d94de7
 @lru_cache(1024)
 def _step(spec, how, keep, ranks):
     sorts, pairs = zip(*(_sort(u, spec, how, keep, ranks) for u in spec.units[:-1]))
@@ -154,16 +139,19 @@ def _step(spec, how, keep, ranks):
     symbols = {'tokens': how.rows, 'length': how.length, 'width': spec.hidden, 'heads': spec.heads, 'vocab': spec.vocab,
                'layers': sum(u.count for u in spec.units[:-1]), 'bytes': how.compute, 'ranks': ranks}
     tied = (how.kind == 'full') * spec.tied * spec.hidden * spec.vocab * how.grad
-    after, loss = (max(some, key=lambda h: h.total) for some in (held[first:], held[:first] or held))
-    return _Step(sorts, max(sorts, key=lambda s: s.peak.total), after, loss, sum(t.bytes for t in logits), final, rotary,
-                 masks * how.rows * how.length, 8 * how.rows, embedding, tail, tied, max(e, t, *pairs), symbols)
+    done = None if how.kind == 'full' else first + 1  # Adapters leave the last norm to the root
+    after, loss = (max(some, key=lambda h: h.total) for some in (held[first:done], held[:first] or held))
+    shown = sum(t.bytes for t in logits) + max(op.fore for op in tape.ops)
+    return _Step(sorts, max(sorts, key=lambda s: s.peak.total), after, loss, shown, final,
+                 {'rotary': rotary, 'mask': masks * how.rows * how.length, 'ids': 8 * how.rows}, embedding, tail, tied,
+                 max(e, t, *pairs), symbols)
 
 def _read(spec, recipe):
     if not hasattr(spec, 'units'): raise ValueError(f'{spec!r} is no ModelSpec: make one with model.spec({spec!r})')
-    run = _run(recipe)
+    run = _run(recipe, spec)
     return run, _step(spec, run.how, run.keep, run.ranks if run.strategy.startswith('fsdp') else 1)
 
-# %% ../nbs/chapters/08_activations.ipynb #9183ddbc
+# %% ../nbs/chapters/08_activations.ipynb #f6333684
 _TORCH, _FSDP = 'torch, saved tensors of autograd', 'torch, fully_shard'
 
 def saved(
@@ -182,18 +170,17 @@ def saved(
             some = _chosen(tape, run.keep)
             for t in tape.saved if run.keep == 'none' else [start, *some]: add(f'{unit.name}: {t.name}', count, t)
     for t in head_tape(spec, how).saved: add(f'head: {t.name}', 1, t)
-    more = {'rotary tables': step.rotary * (run.keep == 'none'), 'token ids': step.ids * full, 'count of tokens': 12}
+    more = {'rotary tables': step.at['rotary'] * (run.keep == 'none'), 'token ids': step.at['ids'] * full, 'count of tokens': 12}
     return [i for i in items if i.size_b] + [Item('activations', name, b, name, {}, _TORCH) for name, b in more.items() if b]
 
-# %% ../nbs/chapters/08_activations.ipynb #41545ab2
+# %% ../nbs/chapters/08_activations.ipynb #07d84784
 _LINES = {  # Key -> kind, name, formula, source
     'kept': ('activations', 'kept by the layers', 'Σ layers × tokens × width × bytes', _TORCH),
     'rotary': ('activations', 'rotary tables', '2 × length × head_dim × bytes', 'transformers'),
     'mask': ('activations', 'masks of attention', 'tokens × length × bytes, one per kind of window', 'transformers'),
     'ids': ('activations', 'token ids', '8 × tokens', 'transformers'),
     'final': ('activations', 'kept by the last norm and the head', 'Σ tokens × width × bytes', _TORCH),
-    'logits': ('logits', 'logits, log-softmax, their gradients', 'tokens × vocab × (bytes + 4 + 4), then × 12',
-               'transformers, ForCausalLMLoss'),
+    'logits': ('logits', 'logits, log-softmax, their gradients', 'tokens × vocab × (bytes + 4 + 4), then × 12', 'transformers'),
     'alive': ('activations', 'kept by the part at work', 'Σ tokens × width × bytes', _TORCH),
     'flow': ('activations', 'gradients of activations', 'Σ tokens × width × bytes', _TORCH),
     'work': ('activations', 'temporaries of the operation at work', 'Σ rows × width × bytes', _TORCH),
@@ -207,20 +194,19 @@ _LINES = {  # Key -> kind, name, formula, source
     'reduced': ('collective', 'output of a reduce-scatter', 'trained numbers of the unit × bytes / ranks', _FSDP),
     'twice': ('collective', 'copy that gloo makes for an all-gather', 'numbers of the unit × bytes', 'torch, ProcessGroupGloo'),
     'input': ('collective', 'input of an all-gather, cast', 'numbers of the unit × bytes / ranks', _FSDP),
-    'copy': ('collective', 'copy that gloo makes for a reduce-scatter', 'trained numbers of the unit × bytes',
-             'torch, ProcessGroupGloo'),
+    'copy': ('collective', 'copy that gloo makes for a reduce-scatter', 'trained numbers of the unit × bytes', 'torch, gloo'),
     'outputs': ('logits', 'float32 logits, alive to the end of the backward pass', 'tokens × vocab × 4', 'torch, FSDP1'),
     'buckets': ('buffers', 'buckets of gradients', 'trained numbers × bytes', 'torch, DistributedDataParallel'),
     'ipg': ('zero_buckets', 'buckets of gradients', 'reduce_bucket × bytes × 2 if overlap', 'DeepSpeed'),
     'temporaries': ('optimizer', 'temporaries of the step', 'numbers × bytes', 'torch, AdamW'),
 }
 
-# %% ../nbs/chapters/08_activations.ipynb #651b36ca
+# %% ../nbs/chapters/08_activations.ipynb #8fb10fb9
 def _alive(run, step):
     "Moment -> what is there whoever holds a part of what, and the gradients that the unit at work has made."
     kept, big, again = sum(s.count * s.kept for s in step.sorts), step.big, run.keep != 'none'
     kept += step.sorts[0].lead - step.sorts[0].kept
-    rest, at = kept if again else kept - big.kept, {'rotary': step.rotary, 'mask': step.mask, 'ids': step.ids}
+    rest, at = kept if again else kept - big.kept, step.at
     last = (run.how.kind != 'full') * run.how.rows * step.symbols['width'] * run.how.compute  # Not kept, but still named
     def busy(held, kept, work):
         return {**at, 'kept': kept, 'alive': held.saved, 'flow': held.flow, work: held.work, 'whole': held.grads}
@@ -230,13 +216,16 @@ def _alive(run, step):
         'forward': {**at, 'kept': kept, 'final': step.final + last, 'logits': step.logits},
         'last layer forward': busy(big.front, rest, work) if not again else {},
         'loss': {**at, 'kept': kept, 'final': step.final, 'logits': loss, 'whole': step.loss.grads},
+        'embedding gathers': {'ids': at['ids'], 'kept': big.flow}, 'head gathers': {**at, 'kept': kept, 'alive': big.flow},
+        'last layer gathers': {**at, 'kept': rest, 'alive': big.flow * (not again)},
         'head': busy(step.head, kept, 'work'), 'head reduced': {**at, 'kept': kept, 'flow': big.flow, 'whole': step.tail[1]},
         'last layer': busy(big.peak, rest, work),
         'layer reduced': {**at, 'kept': rest, 'flow': big.flow, 'whole': big.grads * run.cuda},
-        'second layer': {**at, 'kept': kept - big.kept, 'flow': big.flow},
+        'second layer gathers': {**at, 'kept': kept - big.kept, 'flow': big.flow},
+        'second layer': busy(big.peak, rest - big.kept, work),
         'first layer gathers': {**at, 'kept': big.kept, 'flow': big.flow},
         'first layer': busy(big.peak, big.kept if again else 0, work),
-        'embedding': {**at, 'flow': big.flow, 'whole': step.embedding[1] + step.tied},
+        'embedding': {**at, 'flow': big.flow, 'whole': step.embedding[1] + (1 + (run.how.head != 'chunked')) * step.tied},
         'optimizer': {'temporaries': _temporaries(run, step)}}
 
 def _temporaries(run, step):
@@ -244,14 +233,14 @@ def _temporaries(run, step):
     if run.optimizer in ('adamw', 'adamw_bf16'): return (trained if run.cuda else step.pair) * run.master
     return step.pair * 4 if run.optimizer == 'adafactor' else 0
 
-# %% ../nbs/chapters/08_activations.ipynb #71d61ae6
+# %% ../nbs/chapters/08_activations.ipynb #ebf2e8fc
 def _whole(run, step, moments):
     "Gradients where every rank makes all of them: none, DDP, ZeRO."
     big, parts, zero = step.big, run.ranks, run.strategy.startswith('zero')
     every = sum(s.count * s.grads for s in step.sorts) + step.embedding[1] + step.tail[1]
     done = {'last layer': step.tail[1], 'first layer': every - step.embedding[1] - big.grads,
             'embedding': every - step.embedding[1], 'optimizer': every}
-    for name in ('head reduced', 'layer reduced', 'second layer', 'first layer gathers'): del moments[name]
+    for name in [name for name in moments if name.endswith(('gathers', 'reduced')) or name == 'second layer']: del moments[name]
     for name, now in moments.items():
         made = now.pop('whole', 0)
         now['gradients'] = (every + made * (name == 'embedding') if run.again else done.get(name, 0) + made) // parts
@@ -261,36 +250,66 @@ def _whole(run, step, moments):
             now['gathered'], now['ahead'] = big.whole, min(run.zero.prefetch_bucket * run.how.compute, big.whole)
     return moments
 
-# %% ../nbs/chapters/08_activations.ipynb #70b12803
+# %% ../nbs/chapters/08_activations.ipynb #c0a66aca
 def _sharded(run, step, moments):
     "Gradients and gathered weights where each rank has a part."
-    big, (e, e_grads, e_local), (tail, t_grads, t_local) = step.big, step.embedding, step.tail
-    unit, stay = big.whole, 0 if run.reshard else sum(s.count * s.whole for s in step.sorts) + e
-    ahead, here = (unit, unit) if run.reshard else (0, stay)
-    def wire(grads): return grads * run.reduce // (run.how.grad if run.how.kind == 'full' else run.how.lora)
-    def reduce(grads): return {'reduce': wire(grads), 'reduced': wire(grads) // run.ranks, 'copy': 0 if run.cuda else wire(grads)}
-    cast = run.how.kind == 'full' and run.master > run.how.compute
-    def gather(size): return {'ahead': size, 'twice': 0 if run.cuda else size, 'input': size // run.ranks * cast}
+    big, (e, e_grads, e_local), (tail, t_grads, t_local), root = step.big, step.embedding, step.tail, 0
+    unit, wire, stay = big.whole, _wire(run, big.grads), 0 if run.reshard else sum(s.count * s.whole for s in step.sorts) + e
+    if not e: (e_grads, e_local), (t_grads, t_local), root = step.tail[1:], (0, 0), tail
+    ahead, here, left = (unit, unit, 0) if run.reshard else (0, stay, stay - unit)
+    late = max(e, unit - big.trained * run.master) * run.reshard  # Before the first layer works, or the one that it follows
     def mine(*numbers): return sum(numbers) * run.master
     every = sum(s.count * s.trained for s in step.sorts) + e_local + t_local
-    if 'last layer forward' in moments: moments['last layer forward'] |= {'gathered': here, 'flat': unit}
-    moments['forward'] |= {'gathered': tail + stay, 'flat': tail}
     moments['loss'] |= {'gathered': tail + stay}
     moments['head'] |= {'gathered': tail + stay, 'ahead': ahead}
-    moments['head reduced'] |= {'gathered': stay, 'ahead': ahead, **reduce(t_grads)}
-    moments['last layer'] |= {'gathered': here, 'ahead': ahead, 'reduce': wire(t_grads), 'gradients': mine(t_local)}
-    moments['layer reduced'] |= {'gathered': max(stay - unit, 0), 'ahead': ahead, 'gradients': mine(t_local), **reduce(big.grads)}
+    moments['head reduced'] |= {'gathered': stay + root, 'ahead': ahead, **_reduce(run, t_grads)}
+    moments['last layer'] |= {'gathered': here, 'ahead': ahead, 'reduce': _wire(run, t_grads), 'gradients': mine(t_local)}
+    moments['layer reduced'] |= {'gathered': left, 'ahead': ahead, 'gradients': mine(t_local), **_reduce(run, big.grads)}
     if run.reshard:
-        two = {'gathered': unit, 'reduce': wire(big.grads)}
-        moments['second layer'] |= {**two, 'gradients': mine(t_local, big.trained), **gather(unit)}
-        moments['first layer gathers'] |= {**two, 'gradients': mine(every, -e_local, -big.trained), **gather(e)}
-    moments['first layer'] |= {'gathered': unit + (0 if run.reshard else e), 'ahead': e * run.reshard, 'reduce': wire(big.grads),
+        two, one = {'gathered': unit, 'reduce': wire}, mine(t_local, big.trained)
+        moments['second layer gathers'] |= {**two, 'gradients': one, **_gather(run, unit, 'ahead')}
+        moments['second layer'] |= {**two, 'gradients': one, 'ahead': unit}
+        moments['first layer gathers'] |= {**two, **_gather(run, e, 'ahead'), 'gradients': mine(every, -e_local, -big.trained)}
+    moments['first layer'] |= {'gathered': unit + (0 if run.reshard else e), 'ahead': late, 'reduce': wire,
                                'gradients': mine(every, -e_local, -big.trained)}
-    moments['embedding'] |= {'gradients': mine(every, -e_local), **reduce(e_grads)}
+    moments['embedding'] |= {'gradients': mine(every, -e_local), **({'reduce': wire} if root else _reduce(run, e_grads))}
     moments['optimizer'] |= {'gradients': mine(every)}
+    for name in _TIED if root else ():
+        for key, size in {'gathered': root, 'whole': step.tied}.items(): moments[name][key] = moments[name].get(key, 0) + size
+    _forward(run, step, moments)
     if run.strategy == 'fsdp1': _flat(run, step, moments)
     if run.again: _deferred(step, moments)
     return moments
+
+# %% ../nbs/chapters/08_activations.ipynb #b7b0ae34
+def _wire(run, grads): return grads * run.reduce // (run.how.grad if run.how.kind == 'full' else run.how.lora)
+
+def _reduce(run, grads):  # On a CPU, gloo's copy has gone when the result is cast
+    flat, part = _wire(run, grads), _wire(run, grads) // run.ranks
+    if not run.cuda: return {'reduce': flat, 'reduced': part, 'copy': flat}
+    return {'reduce': flat, 'reduced': part + part * run.master // run.reduce * (run.master != run.reduce)}
+
+_TIED = 'last layer', 'layer reduced', 'second layer gathers', 'second layer', 'first layer gathers', 'first layer', 'embedding'
+
+def _gather(run, size, key, before=0):  # Another flat buffer for `key`, gloo's copy of it, and what is cast before it is sent
+    cast = run.how.kind == 'full' and run.master > run.how.compute
+    return {key: before + size, 'twice': 0 if run.cuda else size, 'input': size // run.ranks * cast}
+
+# %% ../nbs/chapters/08_activations.ipynb #d1508ec5
+def _forward(run, step, moments):
+    "Flat buffers and gathered weights of the forward pass."
+    unit, e, tail = step.big.whole, step.embedding[0], step.tail[0]
+    begin, root, layers = e or tail, 0 if e else tail, sum(s.count * s.whole for s in step.sorts)
+    stay, theirs = root + (0 if run.reshard else layers + e), run.how.kind != 'full' and run.how.head == 'chunked'
+    def gather(new, before, rest):  # Beside `rest`, which stays gathered
+        if run.cuda: return {'flat': before + new, 'gathered': rest + new}
+        return {**_gather(run, new, 'flat', before), 'gathered': rest}
+    two = gather(begin, 0, 0), gather(unit, begin, root if run.reshard else begin)
+    moments['embedding gathers'] |= max(two, key=lambda now: sum(now.values()))
+    moments['last layer gathers'] |= gather(unit, unit, stay - unit * (not run.reshard))
+    moments['head gathers'] |= gather(0, unit, stay + tail - root) if root or theirs else gather(tail, unit, stay)
+    if 'last layer forward' in moments: moments['last layer forward'] |= {'gathered': stay + unit * run.reshard, 'flat': unit}
+    moments['forward'] |= {'gathered': stay + tail - root, 'flat': unit if root or theirs else tail}
 
 # %% ../nbs/chapters/08_activations.ipynb #d71a6c3a
 def _flat(run, step, moments):
@@ -304,14 +323,14 @@ def _flat(run, step, moments):
         now |= {'ahead': unit * (run.reshard and not name.startswith('first'))}
         if not name.endswith('forward'): now['outputs'] = outputs
 
-# %% ../nbs/chapters/08_activations.ipynb #b49bcc26
+# %% ../nbs/chapters/08_activations.ipynb #270e5dbb
 def _deferred(step, moments):
     "Gradients that wait whole for the last backward pass of a step."
-    e, t, layer = step.embedding[1], step.tail[1], step.big.grads
+    e, t, layer = step.embedding[1] or step.tail[1], step.tail[1] * (step.embedding[0] > 0), step.big.grads
     every = sum(s.count * s.grads for s in step.sorts) + e + t
     two = every - t - layer
-    left = {'head reduced': every - t, 'last layer': every - t, 'layer reduced': two, 'second layer': two,
-            'first layer gathers': e + layer, 'first layer': e + layer, 'embedding': 0, 'optimizer': 0}
+    left = {'head reduced': every - t, 'last layer': every - t, 'layer reduced': two, 'second layer gathers': two,
+            'second layer': two, 'first layer gathers': e + layer, 'first layer': e + layer, 'embedding': 0, 'optimizer': 0}
     for name, now in moments.items(): now['whole'] = now.get('whole', 0) + left.get(name, every)
 
 # %% ../nbs/chapters/08_activations.ipynb #d0377df9

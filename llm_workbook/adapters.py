@@ -61,8 +61,9 @@ def add_adapters(
     method = method or Method()
     if method.kind == 'full': raise ValueError("method 'full' trains every weight and takes no adapters; use 'lora'")
     targets = method.targets if isinstance(method.targets, str) else list(method.targets)
+    task = 'SEQ_CLS' if type(model).__name__.endswith('ForSequenceClassification') else 'CAUSAL_LM'  # With a head that trains
     config = LoraConfig(r=method.rank, lora_alpha=method.alpha, lora_dropout=method.dropout, target_modules=targets,
-                        task_type='CAUSAL_LM')
+                        task_type=task)
     with torch.random.fork_rng(), _hush():
         torch.manual_seed(seed)
         model = get_peft_model(model, config)

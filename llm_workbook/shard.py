@@ -40,6 +40,8 @@ class ShardingMismatch(RuntimeError):
     "The sharding that was asked for is not the sharding that was applied."
 
 # %% ../nbs/chapters/21_shard.ipynb #54a6a207
+_TOTALS = 'strategy ranks rank total_b here_b limit_b largest_unit_b replicated_b'.split()
+
 @dataclass(frozen=True, repr=False)
 class ShardReport:
     "What one rank holds of a model, parameter by parameter."
@@ -49,6 +51,7 @@ class ShardReport:
     rows: list  # (name, dtype, whole shape, shape here, whole bytes, bytes here)
     largest_unit_b: int  # Whole bytes of the largest unit that is gathered at once
     replicated_b: int  # Bytes of buffers and NF4 statistics, which every rank holds whole
+    group: int | None = None  # Ranks that share one copy of the weights; None: all
 
     @property
     def total_b(self) -> int:  # Bytes
@@ -63,17 +66,15 @@ class ShardReport:
     @property
     def limit_b(self) -> int:  # Bytes
         "State the share law: an equal part and one unit on top; everything where nothing is sharded."
-        return -(-self.total_b // self.ranks) + self.largest_unit_b if self.strategy == 'fsdp2' else self.total_b
+        return -(-self.total_b // (self.group or self.ranks)) + self.largest_unit_b if self.strategy == 'fsdp2' else self.total_b
 
     def to_dict(self) -> dict:  # Plain values
         "Give the totals, for a record."
-        names = 'strategy ranks rank total_b here_b limit_b largest_unit_b replicated_b'.split()
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _TOTALS}
 
     def __repr__(self):
         share = f'{self.here_b:,} of {self.total_b:,} bytes ({self.here_b / self.total_b:.1%}; limit {self.limit_b:,})'
-        name = f'{self.strategy}, {self.ranks} ranks: rank {self.rank}'
-        return f'{name} holds {share} and {self.replicated_b:,} that all hold'
+        return f'{self.strategy}, {self.ranks} ranks: rank {self.rank} holds {share} and {self.replicated_b:,} that all hold'
 
     def _repr_html_(self): return f'<p>{self!r}</p>{_table(self.rows)}'
 
@@ -106,18 +107,19 @@ def _replicated(model):
 
 # %% ../nbs/chapters/21_shard.ipynb #77b8cb5d
 def _judge_fsdp2(model, report):
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    copies, group = report.ranks // (report.group or report.ranks), report.group or report.ranks
     named = dict(model.named_parameters())
     plain = {n: p for n, p in named.items() if not isinstance(p, DTensor)}
     if plain:
         what = f'{len(plain)} of {len(named)} parameters are not DTensors, first {next(iter(plain))}'
         return f'{what}; {_why(model, plain)}'
     for name, p in named.items():
-        if p.device_mesh.size() != report.ranks or not all(isinstance(place, Shard) for place in p.placements):
+        *first, last = p.placements
+        if p.device_mesh.size() != report.ranks or not isinstance(last, Shard) or first != [Replicate()] * (copies > 1):
             return f'{name} is placed as {p.placements} over {p.device_mesh.size()} ranks'
-        dim = p.placements[0].dim
-        part = -(-p.shape[dim] // report.ranks)
-        fair = max(0, min(part, p.shape[dim] - report.rank * part))
+        dim, part = last.dim, -(-p.shape[last.dim] // group)
+        fair = max(0, min(part, p.shape[dim] - report.rank % group * part))
         if p.to_local().shape[dim] != fair: return f'{name} has {p.to_local().shape[dim]} rows here, not {fair}'
     if report.here_b > report.limit_b: return f'{report.here_b:,} bytes are here, more than {report.limit_b:,}'
 
@@ -145,6 +147,7 @@ def assert_sharding(
     model: 'torch.nn.Module',  # What trains: `trainer.model_wrapped`, or what `shard_model` gave
     strategy: str = 'fsdp2',  # What was asked for: 'fsdp2', 'ddp' or 'none'
     ranks: int | None = None,  # How many processes were asked for; None means those there are
+    group: int | None = None,  # How many of them share one copy of the weights; None means all
 ) -> ShardReport:  # Of this rank
     "Raise `ShardingMismatch` unless `model` is spread as asked and this rank holds no more than its share."
     import torch.distributed as dist
@@ -152,7 +155,7 @@ def assert_sharding(
     rank, there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     ranks = ranks or there
     if ranks != there: raise ShardingMismatch(f'{ranks} ranks were asked for, and there are {there}')
-    report = ShardReport(strategy, ranks, rank, _rows(model), _largest_unit(model), _replicated(model))
+    report = ShardReport(strategy, ranks, rank, _rows(model), _largest_unit(model), _replicated(model), group)
     problem = _JUDGES[strategy](model, report)
     if problem: raise ShardingMismatch(f'{strategy} over {ranks} ranks was asked for, but {problem}')
     return report
@@ -163,13 +166,17 @@ def fsdp_env(
 ) -> dict[str, str]:  # For every rank, before accelerate or a trainer is made
     "Say the sharding of `recipe` in the variables that accelerate reads."
     sharding, word = recipe.sharding, lambda flag: str(flag).lower()
-    mixed = recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
+    mixed = recipe.method.kind == 'full' and (recipe.precision.compute, recipe.precision.master) == ('bfloat16', 'float32')
     env = {'ACCELERATE_USE_FSDP': word(sharding.strategy == 'fsdp2'),
            'ACCELERATE_MIXED_PRECISION': 'bf16' if mixed else 'no'}
     if recipe.cluster.device == 'cpu': env |= {'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': ''}
     if sharding.strategy != 'fsdp2': return env
+    if sharding.group and sharding.group < recipe.cluster.ranks:
+        env |= {'ACCELERATE_USE_PARALLELISM_CONFIG': 'true', 'PARALLELISM_CONFIG_DP_SHARD_SIZE': str(sharding.group),
+                'PARALLELISM_CONFIG_DP_REPLICATE_SIZE': str(recipe.cluster.ranks // sharding.group)}
     return env | {'FSDP_VERSION': '2', 'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP',
                   'FSDP_RESHARD_AFTER_FORWARD': word(sharding.reshard_after_forward),
+                  'FSDP_OFFLOAD_PARAMS': word(sharding.offload_parameters == 'cpu'),
                   'FSDP_ACTIVATION_CHECKPOINTING': word(sharding.activation_checkpointing == 'full'),
                   'FSDP_STATE_DICT_TYPE': 'SHARDED_STATE_DICT', 'FSDP_CPU_RAM_EFFICIENT_LOADING': 'false'}
 

@@ -40,7 +40,7 @@ class Held(NamedTuple):
         "Add up the four."
         return self.saved + self.flow + self.work + self.grads
 
-# %% ../nbs/chapters/07_tape.ipynb #0b3b6ac7
+# %% ../nbs/chapters/07_tape.ipynb #aec107eb
 class _Recorded:
     def __init__(self, rows, fresh=True): self.rows, self.fresh, self.ops, self.until = rows, fresh, [], {}
 
@@ -50,7 +50,7 @@ class _Recorded:
     # Append an operation: `keeps` its result too; the rest as in Op. A gradient that exists already is added to.
     def op(self, name, ins, width, size, saves=(), **how):
         grads, work = how.get('grads', 0), how.get('work', 0)
-        out = self.tensor(name, width, size, grads > 0 or any(t.needs for t in ins))
+        out = self.tensor(name, width, size, grads > 0 or any(t.needs for t in ins), how.get('rows'))
         if not self.fresh: grads, work = 0, work + grads
         saves = (*saves, out) if how.get('keeps') else saves
         self.ops.append(Op(name, ins, out, saves, work, how.get('fore', 0), grads,
@@ -106,7 +106,7 @@ class Tape(_Forward):
                 if not uses[id(t)]: saved -= t.bytes
         return held
 
-# %% ../nbs/chapters/07_tape.ipynb #4acb1211
+# %% ../nbs/chapters/07_tape.ipynb #443f10c6
 class Setting(NamedTuple):
     "What of a recipe decides the operations of a layer."
     micro: int = 1  # Rows of one forward pass
@@ -118,6 +118,7 @@ class Setting(NamedTuple):
     lora: int = 4  # Bytes per element of an adapter
     rank: int = 16  # Inner width of an adapter
     targets: object = 'all-linear'  # Names of adapted modules
+    inner: tuple = ()  # (Path of an adapted weight, inner width of its adapter), for weights of experts
     dropout: bool = False  # Whether adapters drop inputs
     packed: str = ''  # nf4, int8 or nothing
     attention: str = 'sdpa'  # sdpa, eager or flash
@@ -185,7 +186,7 @@ def _adapter(t, x, out, weight, how):
     t.hold(plain), t.hold(given)
     return total if total.size == c else t.op(f'{name}: 16 bit', (total,), wide, c)
 
-# %% ../nbs/chapters/07_tape.ipynb #70628198
+# %% ../nbs/chapters/07_tape.ipynb #0222f36e
 def _rotated(t, x, how):
     x = t.op('rotary', (x,), x.width, how.stream, work=2 * how.rows * x.width * how.stream)
     return t.op('rotary: 16 bit', (x,), x.width, how.compute) if how.autocast else x
@@ -193,7 +194,8 @@ def _rotated(t, x, how):
 def _attend(t, q, k, v, how, spec):
     c, wide, score = how.compute, spec.heads * (spec.mla.value if spec.mla else spec.head_dim), spec.heads * how.length
     if how.attention == 'eager' or how.masked and how.attention == 'sdpa':
-        if spec.kv_heads != spec.heads: k, v = (t.op('repeated', (x,), wide, c) for x in (k, v))
+        if spec.kv_heads != spec.heads and (how.attention == 'eager' or spec.kv_heads > 1):  # One head repeated is a view
+            k, v = (t.op('repeated', (x,), wide, c) for x in (k, v))
     if how.attention != 'eager':
         expand = 2 * how.rows * q.width * c * (how.cuda and k.width != q.width)
         mask = (t.tensor('mask', how.length, c),) * (how.masked and how.attention == 'sdpa')
@@ -245,7 +247,7 @@ def _mlp(t, n, w, how):
         x = t.op('product', (x, u), u.width, u.size, (x, u))
     return _linear(t, x, w['down_proj'], how)
 
-# %% ../nbs/chapters/07_tape.ipynb #6f3815ca
+# %% ../nbs/chapters/07_tape.ipynb #7fc780a0
 def _experts(t, n, unit, how, spec):
     k, c, h, train = spec.experts_per_token, how.compute, spec.hidden, how.kind == 'full'
     grads = {kind: sum(w.numel for w in unit.weights if w.kind == kind) * how.grad * train for kind in ('router', 'expert')}
@@ -258,12 +260,24 @@ def _experts(t, n, unit, how, spec):
     x = t.op('tokens by expert', (n,), k * h, c, order())
     ends = t.tensor('experts: offsets', unit.experts, 4, rows=1)
     inner, g = k * spec.moe_intermediate, grads['expert'] // 3
-    x = _gated(t, t.op('experts: gate and up', (x,), 2 * inner, c, (x,) * train + (ends,), grads=2 * g), inner, how)
-    x = t.op('experts: down', (x,), k * h, c, (x,) * train, grads=g)
+    w = _folded(t, unit, 'gate_up_proj', how)
+    x = t.op('experts: gate and up', (x, *w), 2 * inner, c, (x,) * (train or len(w)) + (*w, ends), grads=2 * g)
+    x, w = _gated(t, x, inner, how), _folded(t, unit, 'down_proj', how)
+    x = t.op('experts: down', (x, *w), k * h, c, (x,) * (train or len(w)) + w, grads=g)
     p = t.op('router: sorted', (p,), k, 4, order())
     x = t.op('experts: weighted', (x, p), k * h, 4, (x, p), work=4 * k * h * how.rows)
     x = t.op('experts: sum', (t.op('tokens in order', (x,), k * h, 4, order()),), h, 4)
     return x if c == 4 else t.op('experts: 16 bit', (x,), h, c)
+
+# %% ../nbs/chapters/07_tape.ipynb #f42cd9c8
+def _folded(t, unit, name, how):  # The copy, if the weight is adapted
+    for w in unit.weights:
+        if (r := dict(how.inner).get(w.path)) and w.kind == 'expert' and w.path.endswith(name):
+            pair, wide, c = r * (w.shape[-1] + w.shape[-2]), w.shape[-1], how.compute
+            sizes = {'rows': w.numel // wide, 'work': pair * c, 'grads': pair * how.lora}
+            factors = t.tensor(f'experts: {name}, pair', pair, c, rows=1)
+            return (t.op(f'experts: {name}, folded', (), wide, c, (factors,), **sizes),)
+    return ()
 
 # %% ../nbs/chapters/07_tape.ipynb #d7a45a13
 _BEFORE = {'attention': ('input_layernorm', ''), 'mlp': ('post_attention_layernorm', '')}
@@ -294,7 +308,7 @@ def layer_tape(
         x = t.op('residual', (x, n), spec.hidden, x.size, alias=True)
     return t, start
 
-# %% ../nbs/chapters/07_tape.ipynb #d2436aac
+# %% ../nbs/chapters/07_tape.ipynb #007c797c
 def head_tape(
     spec: 'ModelSpec',  # Its width, vocabulary and softcap are read
     how: Setting,  # What decides the operations
@@ -318,10 +332,11 @@ def head_tape(
 
 def _fused(t, n, wide, grads, how):
     c, rows = how.compute, how.rows
-    tile, words = min(rows, 4096) * min(wide, 32768), min(wide, 32768)
+    tile, words, buffer = min(rows, 4096) * min(wide, 32768), min(wide, 32768), c * min(rows, 4096) * 32768
     torch = 0 if how.cuda else max(29 * tile, 4 * (tile + words * n.width))  # Without Triton: float32 copies of a tile
-    tiles = c * tile + torch
-    sums = (4 * rows * n.width + 4 * n.width * wide * (grads > 0)) * (c != 4)  # In float32, before they take their own type
-    work = sums + max(0, tiles - (c * rows * n.width + grads) * (c != 4))
-    t.op('fused head', (n,), 1, 4, (n, t.tensor('loss statistics', 6, 4)), work=work, grads=grads)
+    x, w = rows * n.width * (n.size != 4), n.width * wide * (grads > 0 and how.grad != 4)  # Summed in float32, then cast
+    cast = c * n.width * (2 * words + min(rows, 4096)) * (n.size > c)  # Of autocast: two tiles of the head, one of the input
+    work = 4 * (x + w) + buffer + cast + max(0, torch - c * (x + w))
+    fore = buffer + (0 if how.cuda else 12 * tile)
+    t.op('fused head', (n,), 1, 4, (n, t.tensor('loss statistics', 6, 4)), work=work, fore=fore, grads=grads)
     return t

@@ -16,7 +16,7 @@ import pytest
 from page import ROOT, pages, skipped
 
 ORDER = ('document hardware architecture model recipe tape activations holdings ledger quant adapters data ranks shard messages '
-         'traffic planner plans panel checkpoint monitor training rehearsal launch doctor checks report').split()
+         'traffic planner plans panel checkpoint monitor training scores fakes stage timeline players rehearsal verdicts launch doctor checks report').split()
 HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
          'IPython ipywidgets').split()
 MODULES = sorted(p for p in (ROOT/'llm_workbook').glob('*.py') if p.name != '_modidx.py')

@@ -40,7 +40,7 @@ def whole(tensor): return tensor.full_tensor() if hasattr(tensor, 'full_tensor')
 
 def observe(patch, folder):
     "Let every rank note the norm of each gradient as it is applied, and what the trained model answers and holds."
-    make, norms = training._trainer, []
+    make, norms = training.make_trainer, []
 
     class Norms(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
@@ -59,7 +59,7 @@ def observe(patch, folder):
         trainer.train = train_observed
         trainer.add_callback(Norms())
         return trainer
-    patch.setattr(training, '_trainer', make_observed)
+    patch.setattr(training, 'make_trainer', make_observed)
 
 
 @pytest.fixture(scope='module')

@@ -139,7 +139,7 @@ def test_nothing_that_this_version_does_not_run_is_passed_over(recipe, no_weight
     ({'optimizer.kind': 'adafactor'}, 'transformers.optimization.Adafactor', 'exp_avg_sq_row', 'sdpa'),
     ({'optimizer.kind': 'adamw_8bit'}, 'bitsandbytes.optim.adamw.AdamW', 'torch.uint8', 'sdpa')])
 def test_the_optimizer_and_the_attention_are_the_recipe_s(recipe, tmp_path, monkeypatch, changes, optimizer, states, attention):
-    make = training._trainer
+    make = training.make_trainer
     def make_observed(*args):
         trainer = make(*args)
         train = trainer.train
@@ -152,7 +152,7 @@ def test_the_optimizer_and_the_attention_are_the_recipe_s(recipe, tmp_path, monk
             (tmp_path/'seen.json').write_text(json.dumps(said))
         trainer.train = train_observed
         return trainer
-    monkeypatch.setattr(training, '_trainer', make_observed)
+    monkeypatch.setattr(training, 'make_trainer', make_observed)
     one = {'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 2}
     run = training.fine_tune(recipe.changed(one | changes), tmp_path/'run', 300, live=False)
     name, held, kind = json.loads((tmp_path/'seen.json').read_text())
@@ -173,7 +173,7 @@ def test_the_revision_reaches_all_that_is_read(recipe, tmp_path, monkeypatch):
     asked, rows = recipe.changed({'model.revision': 'abc123'}), [{'messages': []}]
     for module, name, call in ((adapters, 'check_targets', lambda: training.check_recipe(asked)),
                                (AutoTokenizer, 'from_pretrained', lambda: training.check_recipe(asked)),
-                               (quant, 'load_base', lambda: training._trainer(asked, tmp_path, rows))):
+                               (quant, 'load_base', lambda: training.train_rank(asked, tmp_path, rows))):
         with monkeypatch.context() as patch, pytest.raises(LookupError, match='abc123'):
             patch.setattr(module, name, note)
             call()
@@ -190,7 +190,7 @@ def test_plain_text_is_known_by_its_rows(recipe, tmp_path):
 
 def disturb(monkeypatch, act, rank=1, step=3):
     "Let one rank call `act` in the middle of the forward pass of a step."
-    make, passes = training._trainer, []
+    make, passes = training.make_trainer, []
     def hook(*args):
         passes.append(1)
         if len(passes) == step: act()
@@ -199,7 +199,7 @@ def disturb(monkeypatch, act, rank=1, step=3):
         layers = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
         if int(os.environ['RANK']) == rank: layers[2].register_forward_pre_hook(hook)
         return trainer
-    monkeypatch.setattr(training, '_trainer', make_disturbed)
+    monkeypatch.setattr(training, 'make_trainer', make_disturbed)
 
 
 def losses(directory): return [row['loss'] for row in training.read_metrics(directory/'metrics.jsonl')]
@@ -254,7 +254,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_pat
 
 
 def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path, monkeypatch):
-    make, passes = training._trainer, []
+    make, passes = training.make_trainer, []
     def hook(layer, inputs, output):
         passes.append(1)
         if len(passes) == 2: output.register_hook(lambda gradient: gradient * float('nan'))
@@ -262,7 +262,7 @@ def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path
         trainer = make(*args)
         trainer.model.model.layers[2].register_forward_hook(hook)
         return trainer
-    monkeypatch.setattr(training, '_trainer', make_disturbed)
+    monkeypatch.setattr(training, 'make_trainer', make_disturbed)
     last = recipe.changed({'optimizer.steps': 2, 'method.kind': 'full', 'precision.compute': 'float32'})
     with pytest.raises(RankError, match='FloatingPointError: grad_norm nan at step 2: nothing is saved'):
         training.fine_tune(last, tmp_path/'nan', 300, live=False)

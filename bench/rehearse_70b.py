@@ -1,0 +1,86 @@
+"""Seconds to rehearse one whole step of a 70B and a 405B, each in a process of its own, and of torch's tracker beside it."""
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+
+from bench.record import ROOT, record
+
+_FULL = {'model.attention': 'sdpa', 'batch.packing': False}
+JOBS = {  # Name: recipe of the package, changes, whether every layer plays
+    '70b-full-16-exact': ('70b-2x8-a100-80-full', _FULL, True),
+    '70b-qlora-2-exact': ('70b-2x24gb-qlora', {'batch.accumulation': 1}, True),
+    '70b-full-16': ('70b-2x8-a100-80-full', _FULL, False),
+    '70b-qlora-2': ('70b-2x24gb-qlora', {'batch.accumulation': 1}, False),
+    '405b-full-1024': ('70b-2x8-a100-80-full',
+                       _FULL | {'model.source': 'meta-llama/Llama-3.1-405B', 'cluster.nodes': 128}, False)}
+GOALS = {'70b-full-16-exact': 8, '70b-qlora-2-exact': 12, '70b-full-16': 1.5, '70b-qlora-2': 1.5, '405b-full-1024': 5}
+
+
+def recipe(name: str):
+    "The recipe of one job."
+    from llm_workbook import Recipe
+    source, changes, _ = JOBS[name]
+    return Recipe.named(source).changed(changes)
+
+
+def libraries() -> None:
+    "Import what any fine-tune imports, which is no part of a rehearsal."
+    import llm_workbook.quant, accelerate, bitsandbytes, datasets, peft, torch, transformers, trl  # noqa: E401, F401
+    import torch.distributed.fsdp, torch.distributed.tensor, torch.testing._internal.distributed.fake_pg  # noqa: E401
+    from trl import SFTTrainer  # noqa: F401  trl loads its parts when they are asked for
+
+
+def ours(name: str) -> dict:
+    "Rehearse in this process, from cold."
+    from llm_workbook.rehearsal import rehearse
+    began = time.monotonic()
+    made = rehearse(recipe(name), exact=JOBS[name][2])
+    return {'total_s': time.monotonic() - began, 'step_s': made.step_s, 'peak_b': made.peak_b, 'layers': list(made.played),
+            'collectives': len(made.messages)}
+
+
+def theirs(name: str) -> dict:
+    "Two steps under torch's own tracker, from the shapes on, used as its documentation uses it."
+    from bench.rehearsal_error import plain_program, tracked
+    changes = {'cluster.device': 'cpu', 'cluster.hardware': None, 'sharding.loading': 'every_rank', 'intervals': {}}
+    script = recipe(name).changed(changes)
+    began = time.monotonic()
+    peak = tracked(script, plain_program, True)
+    return {'total_s': time.monotonic() - began, 'peak_b': peak, 'steps': 2}
+
+
+def alone(kind: str, name: str) -> dict:
+    "Run one job in a fresh process; add the most memory that it took."
+    env = os.environ | {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
+    command = [sys.executable, '-m', 'bench.rehearse_70b', kind, name]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode: raise RuntimeError(f'{kind}, {name}: {done.stderr[-2000:]}')
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure() -> dict:
+    "Run every job three times, and the tracker once; the value is the exact 70B on 16 ranks, its one step."
+    rows = []
+    for name, goal in GOALS.items():
+        some = [alone('ours', name) for _ in range(3)]
+        times = {key: sorted(job[key] for job in some)[1] for key in ('total_s', 'step_s', 'resident_b')}
+        rows.append({'job': name, 'goal_s': goal} | some[0] | {key: round(value, 2) for key, value in times.items()})
+    peer = alone('theirs', '70b-full-16-exact')
+    by = {row['job']: row for row in rows}
+    return record('rehearse_70b', [by['70b-full-16-exact']['step_s']], 's', [peer['total_s']], goal=8,
+                  peer='torch FSDPMemTracker, two steps', derived=by['70b-full-16']['step_s'], rows=rows, tracker=peer)
+
+
+def main() -> None:
+    "Run one job and print what it took as JSON."
+    libraries()
+    made = {'ours': ours, 'theirs': theirs}[sys.argv[1]](sys.argv[2])
+    made['resident_b'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(made))
+
+
+if __name__ == '__main__':
+    main()
