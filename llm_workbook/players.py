@@ -57,7 +57,7 @@ _INSTEAD = [  # Field, values, what runs instead, what that leaves out
 _ALWAYS = {'cluster.device': 'cpu', 'sharding.loading': 'every_rank', 'batch.packing': False, 'optimizer.steps': 1,
            'intervals': {'logging': 1}, 'cluster.hardware': None}
 
-# %% ../nbs/chapters/37_players.ipynb #ac9fc8d2
+# %% ../nbs/chapters/37_players.ipynb #23bc0b30
 def script(
     recipe: Recipe,  # Any that one can write down
 ) -> tuple[Recipe, list[str]]:  # The recipe that plays, and what that leaves out
@@ -69,11 +69,16 @@ def script(
     if wrong: raise RecipeError(wrong, recipe.name)
     for field, values, instead, note in _INSTEAD:
         if facts[field] in values: changes, notes = changes | instead, [*notes, note]
+    notes += [note for note, when in _ALSO.items() if all(facts[field] in values for field, values in when.items())]
     if changes.get('sharding.strategy') and facts['sharding.reentrant']: changes['sharding.reentrant'] = False
     changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)  # The first, one for all between, the last
     if changes.get('precision.compute') and recipe.method.storage == 'float16': changes['method.storage'] = 'bfloat16'
     return recipe.changed(changes), notes
 
+_ALSO = {  # Note -> where it holds
+    "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet": {'cluster.device': ['cuda']},
+    "TRL computes the head where its weight lies, with offload and adapters on the CPU: here it counts to the GPU":
+        {'sharding.offload_parameters': ['cpu'], 'method.kind': ['lora', 'qlora'], 'batch.loss_head': ['chunked']}}
 _NOTES = ['the load phase is not played yet: the base is there when the rehearsal begins',
           'kernels may take workspaces of their own, and the allocator keeps blocks: neither is seen']
 

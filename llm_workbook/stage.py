@@ -294,7 +294,7 @@ def staged(
         stack.enter_context(watched(kept._saw) if real else fake_tensors(kept._saw, packed))
         yield kept
 
-# %% ../nbs/chapters/35_stage.ipynb #f733e93f
+# %% ../nbs/chapters/35_stage.ipynb #2376db40
 def _hooks(kept):
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -302,7 +302,7 @@ def _hooks(kept):
             register_optimizer_step_pre_hook(kept._before), register_optimizer_step_post_hook(kept._after)]
 
 def _changes(kept):
-    import torch.optim.optimizer as optimizer
+    import torch.distributed.tensor, torch.optim.optimizer as optimizer  # noqa: E401  The first adds to lists that change here
     import torch.utils._foreach_utils as utils
     from torch import UntypedStorage
     from torch._subclasses.fake_tensor import FakeTensor
