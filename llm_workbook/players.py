@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['script', 'Play', 'play']
 
-# %% ../nbs/chapters/37_players.ipynb #791a964a
+# %% ../nbs/chapters/37_players.ipynb #ea40b163
 import os
 import random
 import tempfile
@@ -19,9 +19,10 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from .architecture import configuration, materialise, skeleton
-from .document import Problem, RecipeError, resolve
+from .document import Problem, RecipeError, nearest, resolve
 from .model import spec as find_spec
-from .recipe import Recipe, Zero
+from .quant import keep_payload, nf4_config
+from .recipe import Recipe, Zero, planned_only
 from .stage import Stage, staged
 from .timeline import Irregular
 
@@ -57,9 +58,9 @@ _INSTEAD = [  # Field, values, what runs instead, what that leaves out
 _ALWAYS = {'cluster.device': 'cpu', 'sharding.loading': 'every_rank', 'batch.packing': False, 'optimizer.steps': 1,
            'intervals': {'logging': 1}, 'cluster.hardware': None}
 
-# %% ../nbs/chapters/37_players.ipynb #23bc0b30
+# %% ../nbs/chapters/37_players.ipynb #7aafaa44
 def script(
-    recipe: Recipe,  # Any that one can write down
+    recipe: Recipe,  # Any but those that `_REFUSED` names
 ) -> tuple[Recipe, list[str]]:  # The recipe that plays, and what that leaves out
     "Find what of `recipe` can play on a stage, and what plays for the rest."
     if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
@@ -69,6 +70,7 @@ def script(
     if wrong: raise RecipeError(wrong, recipe.name)
     for field, values, instead, note in _INSTEAD:
         if facts[field] in values: changes, notes = changes | instead, [*notes, note]
+    notes += [str(problem) for problem in planned_only(recipe)]
     notes += [note for note, when in _ALSO.items() if all(facts[field] in values for field, values in when.items())]
     if changes.get('sharding.strategy') and facts['sharding.reentrant']: changes['sharding.reentrant'] = False
     changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)  # The first, one for all between, the last
@@ -76,13 +78,19 @@ def script(
     return recipe.changed(changes), notes
 
 _ALSO = {  # Note -> where it holds
+    'a classification head is trained by the trainer of transformers, not by that of TRL': {'model.head': ['classification']},
+    'whole logits are trained by the trainer of transformers: that of TRL computes them in tiles':
+        {'model.head': ['causal_lm'], 'batch.loss_head': ['full']},
+    'DDP reduces its buckets in a hook, in the order that it would itself': {'sharding.strategy': ['ddp']},
+    'a payload stored as float16 plays as bfloat16: the same bytes': {'method.storage': ['float16']},
     "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet": {'cluster.device': ['cuda']},
     "TRL computes the head where its weight lies, with offload and adapters on the CPU: here it counts to the GPU":
         {'sharding.offload_parameters': ['cpu'], 'method.kind': ['lora', 'qlora'], 'batch.loss_head': ['chunked']}}
 _NOTES = ['the load phase is not played yet: the base is there when the rehearsal begins',
+          'every row has batch.length tokens and no padding; experts get all tokens that are routed to them, evenly or not',
           'kernels may take workspaces of their own, and the allocator keeps blocks: neither is seen']
 
-# %% ../nbs/chapters/37_players.ipynb #b9b6c732
+# %% ../nbs/chapters/37_players.ipynb #1f727b91
 class Play(NamedTuple):
     "One training step as one rank saw it."
     stage: Stage  # All that was done
@@ -101,6 +109,7 @@ def play(
     real: bool = False,  # Whether tensors are real, so that an allocator can be asked
 ) -> Play:  # Of the first step, with optimizer states already there
     "Run the trainer of `recipe` for one step as one of its ranks, the others being pretended."
+    _imported()
     marks = {'start': time.monotonic()}
     model, offload = _skeleton(recipe, layers), recipe.sharding.offload_parameters == 'cpu'
     with _quietly(), patch.dict(os.environ, _variables(recipe)), tempfile.TemporaryDirectory() as folder:
@@ -112,11 +121,14 @@ def play(
     seconds = [marks[b] - marks[a] for a, b in (('start', 'built'), ('built', 'ended'))]
     return Play(stage, marks['begin'], marks['end'], _depth(recipe, layers), *seconds)
 
-# %% ../nbs/chapters/37_players.ipynb #17567865
+# %% ../nbs/chapters/37_players.ipynb #32684ab3
 def _variables(recipe):
     import torch
     from llm_workbook.shard import fsdp_env
     return fsdp_env(recipe) | {'OMP_NUM_THREADS': str(torch.get_num_threads()), 'DS_ACCELERATOR': 'cpu'}
+
+def _imported():  # What libraries make while they are imported must be real: peft has tensors among its defaults
+    import datasets, peft, torch.distributed.fsdp, torch.distributed.tensor, trl.trainer.sft_trainer  # noqa: E401, F401
 
 @contextmanager
 def _players(recipe, gpu, real):  # What must know that it plays
@@ -127,14 +139,14 @@ def _players(recipe, gpu, real):  # What must know that it plays
             stack.enter_context(patch.object(where, name, new, create=True))
         yield
 
-# %% ../nbs/chapters/37_players.ipynb #1f40e7f5
+# %% ../nbs/chapters/37_players.ipynb #351aa402
 def _masks(recipe):  # 4-bit layers take fakes for weights; DDP compares no shapes with ranks that are not there
     import torch.nn.parallel.distributed as ddp
     def nothing(*args, **kwargs): pass
     found = [(ddp, '_verify_param_shape_across_processes', nothing), (ddp, '_sync_module_states', nothing),
              (ddp.DistributedDataParallel, '__init__', _joined(ddp.DistributedDataParallel.__init__))]
     if recipe.method.kind != 'qlora': return found
-    import llm_workbook.quant, bitsandbytes.nn.modules as modules  # noqa: E401  The first silences the second
+    import bitsandbytes.nn.modules as modules
     def set_state(module): module.weight.quant_state = module.quant_state
     stay = modules.Linear4bit, '_apply', lambda module, fn, recurse=True: module  # accelerate moves what DDP gets: it is there
     return [*found, (modules, 'fix_4bit_weight_quant_state_from_module', set_state), stay]
@@ -177,7 +189,7 @@ def _quietly():  # No warnings, and the random numbers of this process as they w
             told.set_verbosity(level)
             for put, state in zip((random.setstate, numpy.random.set_state, torch.set_rng_state), states): put(state)
 
-# %% ../nbs/chapters/37_players.ipynb #5b54fb8f
+# %% ../nbs/chapters/37_players.ipynb #8861ef27
 def _depth(recipe, layers): return layers or find_spec(recipe.model.source, recipe.model.revision).layers
 
 def _skeleton(recipe, layers):  # Its shapes, and 4-bit layers where the base is packed
@@ -185,8 +197,8 @@ def _skeleton(recipe, layers):  # Its shapes, and 4-bit layers where the base is
     name, raw = configuration(recipe.model.source, recipe.model.revision)
     model = skeleton(_cut(raw, _depth(recipe, None), layers) if layers else raw, name, recipe.model.head, recipe.model.classes)
     model.set_attn_implementation(recipe.model.attention)
+    if recipe.method.kind != 'full' and recipe.method.targets != 'all-linear': _check(model, recipe.method.targets)
     if recipe.method.kind == 'qlora':
-        from llm_workbook.quant import nf4_config
         from transformers.quantizers.auto import AutoHfQuantizer
         model.hf_quantizer = AutoHfQuantizer.from_config(nf4_config(recipe.method, recipe.precision), pre_quantized=False)
         model.hf_quantizer.preprocess_model(model=model, device_map={'': 'cpu'})
@@ -194,7 +206,13 @@ def _skeleton(recipe, layers):  # Its shapes, and 4-bit layers where the base is
     if getattr(model.config, 'pad_token_id', 0) is None: model.config.pad_token_id = 0
     return model.train()
 
-# %% ../nbs/chapters/37_players.ipynb #1745dabe
+# %% ../nbs/chapters/37_players.ipynb #07bcdb6c
+def _check(model, targets):  # As `check_targets` does it, for a configuration without files
+    names = [name for name, _ in model.named_modules()]
+    lost = [target for target in targets if not any(f'.{name}'.endswith(f'.{target}') for name in names)]
+    known = sorted({name.rpartition('.')[2] for name in names if not name[-1:].isdigit()} - {''})
+    if lost: raise ValueError(f'targets match no module: {lost[0]!r}; {nearest(lost[0], known)}')
+
 _LAYERS = 'num_hidden_layers', 'n_layer', 'num_layers', 'n_layers'
 def _cut(raw, full, layers):  # A configuration of fewer layers
     if 'text_config' in raw: return raw | {'text_config': _cut(raw['text_config'], full, layers)}
@@ -203,14 +221,13 @@ def _cut(raw, full, layers):  # A configuration of fewer layers
     if not keys: raise Irregular(f'the configuration does not say in {", ".join(_LAYERS)} that it has {full} layers')
     return raw | shorter | keys
 
-# %% ../nbs/chapters/37_players.ipynb #4528b3be
+# %% ../nbs/chapters/37_players.ipynb #d94278ba
 def _base(recipe, model, device):  # As `load_base` would give it
     import torch
     full = recipe.method.kind == 'full'
     dtype = getattr(torch, recipe.precision.master if full else recipe.precision.compute)
     if recipe.method.kind != 'qlora': return materialise(model, dtype, device)
     from bitsandbytes.nn import Linear4bit
-    from llm_workbook.quant import keep_payload
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     shapes = [layer.weight.shape for layer in layers]
     for layer in layers: layer.weight = None

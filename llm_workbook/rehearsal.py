@@ -49,7 +49,7 @@ class _Seen:
         "Count the arithmetic of the step as torch's FlopCounterMode does."
         return self.timeline.flops
 
-# %% ../nbs/chapters/38_rehearsal.ipynb #8426f119
+# %% ../nbs/chapters/38_rehearsal.ipynb #0514f66d
 class Rehearsal(_Seen):
     "What the training program of a recipe did on one rank, in one step."
     def by_kind(self) -> dict[str, int]:  # Class -> bytes at the peak, the largest first
@@ -70,26 +70,30 @@ class Rehearsal(_Seen):
     def __repr__(self):
         peak = self.timeline.peak
         where = f'in the {peak.phase} of {peak.where or "the model"}'
-        return (f'{self._title()}: {peak.size_b / _GIB:,.2f} GiB at {peak.op} {where}, '
-                f'{len(self.messages):,} collectives, {self.flops / 1e12:,.1f} TFLOP; took {self.seconds:.1f} s')
+        return (f'{self._title()}: {_said(peak.size_b)} at {peak.op} {where}, {len(self.messages):,} collectives, '
+                f'{_work(self.flops)}; took {self.seconds:.1f} s; {len(self.notes)} notes')
 
     def _repr_html_(self):
         rows = [(kind, f'{size:,}', f'{size / _GIB:,.2f}', f'{size / self.peak_b:.1%}') for kind, size in self.by_kind().items()]
         notes = ''.join(f'<li>{escape(note)}</li>' for note in self.notes)
         return f'<p>{escape(repr(self))}</p>{html_table(("class at the peak", "bytes", "GiB", "share"), rows)}<ul>{notes}</ul>'
 
-# %% ../nbs/chapters/38_rehearsal.ipynb #9aacc93c
+# %% ../nbs/chapters/38_rehearsal.ipynb #ff1a8f1a
 _GIB = 2**30
+def _work(flops): return f'{flops / 1e12:,.1f} TFLOP' if flops >= 1e12 else f'{flops / 1e9:,.1f} GFLOP'
+
+def _said(size): return f'{size / _GIB:,.2f} GiB' if size >= _GIB else f'{size / 2**20:,.1f} MiB'
+
 def _card(recipe):
     if not recipe.cluster.hardware: return None
     return find_node(recipe.cluster.hardware).gpu.memory_b
 
-# %% ../nbs/chapters/38_rehearsal.ipynb #124b4383
+# %% ../nbs/chapters/38_rehearsal.ipynb #8ecca9f2
 def rehearse(
-    recipe: Recipe,  # Any that one can write down
+    recipe: Recipe,  # Any that `players.script` does not refuse
     exact: bool = False,  # Whether every layer plays; else two small models do, and the rest is worked out
     rank: int = 0,  # Which rank to be
-) -> Rehearsal:  # Raises what the real launch would raise
+) -> Rehearsal:  # An error of the program is raised as the launch would; what training refuses today stands in `notes`
     "Run one step of the training program of `recipe` at full size, without memory and without its ranks."
     began, (part, notes) = time.monotonic(), script(recipe)
     if type(rank) is not int or not 0 <= rank < recipe.cluster.ranks:

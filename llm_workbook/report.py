@@ -50,9 +50,9 @@ class Compared(NamedTuple):
         "Give the residual as a share."
         return self.residual / self.planned if self.planned and self.residual is not None else None
 
-# %% ../nbs/chapters/50_report.ipynb #d51eea36
+# %% ../nbs/chapters/50_report.ipynb #bc7ac0c0
 CLASSES = {'padding': 'weights', 'master': 'optimizer', 'counters': 'optimizer', 'prefetch': 'collective',
-           'zero_buckets': 'buffers'}
+           'zero_buckets': 'buffers', 'logits': 'activations'}
 
 # %% ../nbs/chapters/50_report.ipynb #725ef399
 _NO_TENSOR = {'context', 'nccl', 'allocator', 'process', 'pinned_rounding'}
@@ -327,11 +327,11 @@ def reconcile(
     if path: report.save(path)
     return report
 
-# %% ../nbs/chapters/50_report.ipynb #31529c3f
+# %% ../nbs/chapters/50_report.ipynb #de952f39
 def _notes(ledger, rehearsal, run, node, path) -> Iterator[str]:
     yield from rehearsal.notes
     yield 'loading and saving are planned and not rehearsed, so only the step is compared'
-    if ledger.recipe.model.attention == 'sdpa':
+    if ledger.recipe.model.attention == 'sdpa' and ledger.recipe.cluster.device == 'cpu':
         yield "a rehearsal plays on a CPU, for whose attention torch's counter has no formula: its FLOP are in the plan alone"
     if not run: return
     if not node: yield 'no seconds are planned: cluster.hardware names no machine'

@@ -30,13 +30,13 @@ class Block:
     shape: tuple  # Of its first tensor
     host: bool = False  # Whether it lies in host memory, not beside the weights at work
 
-# %% ../nbs/chapters/35_stage.ipynb #b2e90728
+# %% ../nbs/chapters/35_stage.ipynb #7f515b9a
 class Event(NamedTuple):
     "One operation."
     phase: str  # As in a `Block`
     where: str  # Module at work
     op: str  # Name
-    flops: int  # FLOP, as torch's FlopCounterMode counts them there: attention on GPUs alone
+    flops: int  # FLOP, as torch's FlopCounterMode counts them, attention on GPUs alone; and products of experts
 
 class Message(NamedTuple):
     "One collective, on one rank."
@@ -74,7 +74,10 @@ class _Places:
         if number < 2**63: self.last = self.owners[bisect_right(self.starts, number) - 1]  # Else it adds up gradients
         return self.last
 
-# %% ../nbs/chapters/35_stage.ipynb #da2affdb
+# %% ../nbs/chapters/35_stage.ipynb #8ee42c2a
+def _grouped(a, b, *args, **kwargs):  # The product of experts: torch has no formula; all rows together, or a sum over rows
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.ndim == b.ndim == 3 else 1)
+
 def _attention():  # torch counts the attention of GPUs, and not that of CPUs, which plays it here
     import torch
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
@@ -84,7 +87,7 @@ def _attention():  # torch counts the attention of GPUs, and not that of CPUs, w
     return {aten._scaled_dot_product_flash_attention_for_cpu: forward,
             aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}
 
-# %% ../nbs/chapters/35_stage.ipynb #3c96f854
+# %% ../nbs/chapters/35_stage.ipynb #cdd25738
 class _Recorded:
     "Blocks, operations and messages, as they come."
     def __init__(self, gpu, offload):
@@ -93,7 +96,7 @@ class _Recorded:
         from torch.utils.flop_counter import flop_registry
         self.gpu, self.offload, self.tensor, self.leaves = gpu, offload, torch.Tensor, tree_leaves
         self.formulas = dict(flop_registry)
-        if gpu: self.formulas |= _attention()
+        self.formulas |= {torch.ops.aten._grouped_mm: _grouped} | (_attention() if gpu else {})
         self.blocks, self.events, self.messages, self.places = [], [], [], _Places()
         self.label, self.alive, self.gap = 'load', {}, None
 

@@ -57,7 +57,7 @@ def spans(
         found.append(Span(phase, where, kinds, int(host[top - begin]), op, flops, messages))
     return found
 
-# %% ../nbs/chapters/36_timeline.ipynb #b6aa70f4
+# %% ../nbs/chapters/36_timeline.ipynb #c3e1e423
 _LAYER = re.compile(r'^(.*?\.)(\d+)(?:\.|$)')
 
 def _unit(where): return found[1] + found[2] if (found := _LAYER.match(where)) else where
@@ -71,7 +71,7 @@ def _kind(block, head):
     if block.kind: return block.kind
     if block.op == 'dequantize_4bit': return 'dequantised'
     if block.phase in ('forward', 'backward'): return 'logits' if block.where in head else 'activations'
-    return 'optimizer' if block.phase == 'optimizer' else 'buffers'
+    return {'optimizer': 'optimizer', 'load': 'buffers'}.get(block.phase, 'activations')
 
 def _levels(stage, begin, end, head):  # Class -> bytes after each event; and bytes in host memory
     import numpy
