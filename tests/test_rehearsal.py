@@ -21,10 +21,9 @@ SHAPE = dict(model_type='llama', hidden_size=128, intermediate_size=352, num_hid
              num_key_value_heads=2, vocab_size=1_000)
 FULL, LORA = {'method.kind': 'full'}, {'method.kind': 'lora'}
 AGAIN, GPU = {'sharding.activation_checkpointing': 'full'}, {'cluster.device': 'cuda', 'cluster.hardware': '8x-h100'}
-WAYS = {'full': FULL, 'full, gpu': FULL | GPU, 'lora': LORA | AGAIN, 'qlora, gpu': GPU | AGAIN,
+WAYS = {'full, gpu': FULL | GPU, 'lora': LORA | AGAIN, 'qlora, gpu': GPU | AGAIN,
         'full logits': FULL | {'batch.loss_head': 'full'},
         'accumulated': FULL | {'batch.accumulation': 3}, 'hybrid': FULL | {'sharding.group': 2, 'cluster.processes': 4},
-        'kept': LORA | {'sharding.reshard_after_forward': False},
         'offloaded': FULL | GPU | {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}}
 
 
