@@ -14,16 +14,15 @@ from pathlib import Path
 
 # %% ../nbs/chapters/12_adapters.ipynb #104074b2
 def check_targets(
-    source: str,  # Packaged name, directory or hub id: only its configuration is read
+    source: str,  # Packaged name, preset, directory or hub id: only its configuration is read
     targets: str | list[str],  # 'all-linear', or the ends of module names as in ['q_proj', 'mlp.down_proj']
     revision: str | None = None,  # Commit, tag or branch of a hub id
 ) -> list[str]:  # Full names of the modules that get an adapter
     "Find the modules that `targets` means, before any weight is loaded."
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from llm_workbook.document import resolve
-    config = AutoConfig.from_pretrained(resolve(source), revision=revision)
-    with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
+    from llm_workbook.architecture import configuration, skeleton
+    name, raw = configuration(source, revision)
+    model = skeleton(raw, name)
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if targets == 'all-linear': return linear

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['script', 'Play', 'play']
 
-# %% ../nbs/chapters/37_players.ipynb #ea40b163
+# %% ../nbs/chapters/37_players.ipynb #943f926e
 import os
 import random
 import tempfile
@@ -18,8 +18,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
+from .adapters import check_targets
 from .architecture import configuration, materialise, skeleton
-from .document import Problem, RecipeError, nearest, resolve
+from .document import Problem, RecipeError, resolve
 from .model import spec as find_spec
 from .quant import keep_payload, nf4_config
 from .recipe import Recipe, Zero, planned_only
@@ -34,13 +35,12 @@ _REFUSED = [  # Field, values that cannot be rehearsed, why, what to set instead
     ('sharding.activation_checkpointing', ['selective'], 'accelerate checkpoints whole layers', 'full'),
     ('optimizer.kind', ['adamw_bf16'], "torch's trainer has no such optimizer", 'adamw')]
 
-# %% ../nbs/chapters/37_players.ipynb #74e9457b
+# %% ../nbs/chapters/37_players.ipynb #8f60a61e
 _INSTEAD = [  # Field, values, what runs instead, what that leaves out
-    ('sharding.strategy', ['zero3'], {'sharding.strategy': 'fsdp2', 'sharding.reentrant': False, 'zero': Zero()},
+    ('sharding.strategy', ['zero3'], {'sharding.strategy': 'fsdp2', 'zero': Zero()},
      "ZeRO-3 plays as FSDP2, which shards the same tensors: DeepSpeed's buckets and flat partitions are the ledger's alone"),
-    ('sharding.strategy', ['zero2'], {'sharding.strategy': 'fsdp2', 'sharding.reshard_after_forward': False, 'zero': Zero(),
-                                      'sharding.offload_optimizer': 'none', 'sharding.reentrant': False},
-     "ZeRO-2 plays as FSDP2 that keeps gathered weights: its buckets, flat partitions and offload are the ledger's alone"),
+    ('sharding.strategy', ['zero2'], {'sharding.strategy': 'fsdp2', 'sharding.reshard_after_forward': False, 'zero': Zero()},
+     "ZeRO-2 plays as FSDP2 that keeps gathered weights: its buckets and flat partitions are the ledger's alone"),
     ('sharding.strategy', ['fsdp1'], {'sharding.strategy': 'fsdp2'},
      "FSDP1 plays as FSDP2: its flat tensors are the ledger's alone"),
     ('sharding.offload_parameters', ['nvme'], {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
@@ -58,25 +58,7 @@ _INSTEAD = [  # Field, values, what runs instead, what that leaves out
 _ALWAYS = {'cluster.device': 'cpu', 'sharding.loading': 'every_rank', 'batch.packing': False, 'optimizer.steps': 1,
            'intervals': {'logging': 1}, 'cluster.hardware': None}
 
-# %% ../nbs/chapters/37_players.ipynb #7aafaa44
-def script(
-    recipe: Recipe,  # Any but those that `_REFUSED` names
-) -> tuple[Recipe, list[str]]:  # The recipe that plays, and what that leaves out
-    "Find what of `recipe` can play on a stage, and what plays for the rest."
-    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
-    facts, changes, notes = recipe.facts(), {**_ALWAYS}, list(_NOTES)
-    wrong = [Problem(field, repr(facts[field]), f'cannot be rehearsed: {why}; take {fix!r}, or trust the ledger')
-             for field, values, why, fix in _REFUSED if facts[field] in values]
-    if wrong: raise RecipeError(wrong, recipe.name)
-    for field, values, instead, note in _INSTEAD:
-        if facts[field] in values: changes, notes = changes | instead, [*notes, note]
-    notes += [str(problem) for problem in planned_only(recipe)]
-    notes += [note for note, when in _ALSO.items() if all(facts[field] in values for field, values in when.items())]
-    if changes.get('sharding.strategy') and facts['sharding.reentrant']: changes['sharding.reentrant'] = False
-    changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)  # The first, one for all between, the last
-    if changes.get('precision.compute') and recipe.method.storage == 'float16': changes['method.storage'] = 'bfloat16'
-    return recipe.changed(changes), notes
-
+# %% ../nbs/chapters/37_players.ipynb #cb7d1672
 _ALSO = {  # Note -> where it holds
     'a classification head is trained by the trainer of transformers, not by that of TRL': {'model.head': ['classification']},
     'whole logits are trained by the trainer of transformers: that of TRL computes them in tiles':
@@ -90,7 +72,32 @@ _NOTES = ['the load phase is not played yet: the base is there when the rehearsa
           'every row has batch.length tokens and no padding; experts get all tokens that are routed to them, evenly or not',
           'kernels may take workspaces of their own, and the allocator keeps blocks: neither is seen']
 
-# %% ../nbs/chapters/37_players.ipynb #1f727b91
+# %% ../nbs/chapters/37_players.ipynb #dc948833
+def script(
+    recipe: Recipe,  # Any but those that `_REFUSED` names
+) -> tuple[Recipe, list[str]]:  # The recipe that plays, and what that leaves out
+    "Find what of `recipe` can play on a stage, and what plays for the rest."
+    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
+    facts, changes, notes = recipe.facts(), {**_ALWAYS}, list(_NOTES)
+    wrong = [Problem(field, repr(facts[field]), f'cannot be rehearsed: {why}; take {fix!r}, or trust the ledger')
+             for field, values, why, fix in _REFUSED if facts[field] in values]
+    if wrong: raise RecipeError(wrong, recipe.name)
+    if recipe.method.kind != 'full' and recipe.method.targets != 'all-linear':
+        check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision)
+    for field, values, instead, note in _INSTEAD:
+        if facts[field] in values: changes, notes = changes | instead, [*notes, note]
+    notes += [str(problem) for problem in planned_only(recipe)]
+    notes += [note for note, when in _ALSO.items() if all(facts[field] in values for field, values in when.items())]
+    if 'sharding.strategy' in changes:
+        if facts['sharding.offload_parameters'] == 'none' != facts['sharding.offload_optimizer']:
+            changes['sharding.offload_optimizer'] = 'none'
+            notes.append('states that wait in host memory count to the GPU: FSDP2 moves weights and states together')
+        changes['sharding.reentrant'] = False
+    changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)  # The first, one for all between, the last
+    if changes.get('precision.compute') and recipe.method.storage == 'float16': changes['method.storage'] = 'bfloat16'
+    return recipe.changed(changes), notes
+
+# %% ../nbs/chapters/37_players.ipynb #308ca6ce
 class Play(NamedTuple):
     "One training step as one rank saw it."
     stage: Stage  # All that was done
@@ -104,24 +111,23 @@ def play(
     recipe: Recipe,  # As `script` gives it
     layers: int | None = None,  # Of the model that plays; None means all
     rank: int = 0,  # Which rank to be
-    gpu: bool = False,  # Whether to count as GPUs do; with `real`, whether to compute there
+    gpu: bool = False,  # Whether to count as GPUs do
     packed: bool = False,  # Whether rows are packed for attention without masks
-    real: bool = False,  # Whether tensors are real, so that an allocator can be asked
 ) -> Play:  # Of the first step, with optimizer states already there
     "Run the trainer of `recipe` for one step as one of its ranks, the others being pretended."
     _imported()
     marks = {'start': time.monotonic()}
     model, offload = _skeleton(recipe, layers), recipe.sharding.offload_parameters == 'cpu'
     with _quietly(), patch.dict(os.environ, _variables(recipe)), tempfile.TemporaryDirectory() as folder:
-        with staged(recipe.cluster.ranks, rank, gpu, offload, False, real) as stage, _players(recipe, gpu, real):
-            trainer = _trainer(recipe, folder, _base(recipe, model, 'cuda' if gpu and real else 'cpu'), packed)
+        with staged(recipe.cluster.ranks, rank, gpu, offload) as stage, _players(recipe, gpu):
+            trainer = _trainer(recipe, folder, _base(recipe, model), packed)
             trainer.add_callback(_prompter(trainer, stage, marks, recipe))
             trainer.began = time.monotonic()
             trainer.train()
     seconds = [marks[b] - marks[a] for a, b in (('start', 'built'), ('built', 'ended'))]
     return Play(stage, marks['begin'], marks['end'], _depth(recipe, layers), *seconds)
 
-# %% ../nbs/chapters/37_players.ipynb #32684ab3
+# %% ../nbs/chapters/37_players.ipynb #0a40a574
 def _variables(recipe):
     import torch
     from llm_workbook.shard import fsdp_env
@@ -131,11 +137,11 @@ def _imported():  # What libraries make while they are imported must be real: pe
     import datasets, peft, torch.distributed.fsdp, torch.distributed.tensor, trl.trainer.sft_trainer  # noqa: E401, F401
 
 @contextmanager
-def _players(recipe, gpu, real):  # What must know that it plays
+def _players(recipe, gpu):  # What must know that it plays
     from llm_workbook.shard import cpu_fsdp
     with ExitStack() as stack:
-        if recipe.cluster.device == 'cpu': stack.enter_context(cpu_fsdp())
-        for where, name, new in [] if real else [*_masks(recipe), *_kernels() * gpu]:
+        stack.enter_context(cpu_fsdp())
+        for where, name, new in [*_masks(recipe), *_kernels() * gpu]:
             stack.enter_context(patch.object(where, name, new, create=True))
         yield
 
@@ -189,7 +195,7 @@ def _quietly():  # No warnings, and the random numbers of this process as they w
             told.set_verbosity(level)
             for put, state in zip((random.setstate, numpy.random.set_state, torch.set_rng_state), states): put(state)
 
-# %% ../nbs/chapters/37_players.ipynb #8861ef27
+# %% ../nbs/chapters/37_players.ipynb #acd7fe17
 def _depth(recipe, layers): return layers or find_spec(recipe.model.source, recipe.model.revision).layers
 
 def _skeleton(recipe, layers):  # Its shapes, and 4-bit layers where the base is packed
@@ -197,7 +203,6 @@ def _skeleton(recipe, layers):  # Its shapes, and 4-bit layers where the base is
     name, raw = configuration(recipe.model.source, recipe.model.revision)
     model = skeleton(_cut(raw, _depth(recipe, None), layers) if layers else raw, name, recipe.model.head, recipe.model.classes)
     model.set_attn_implementation(recipe.model.attention)
-    if recipe.method.kind != 'full' and recipe.method.targets != 'all-linear': _check(model, recipe.method.targets)
     if recipe.method.kind == 'qlora':
         from transformers.quantizers.auto import AutoHfQuantizer
         model.hf_quantizer = AutoHfQuantizer.from_config(nf4_config(recipe.method, recipe.precision), pre_quantized=False)
@@ -206,13 +211,7 @@ def _skeleton(recipe, layers):  # Its shapes, and 4-bit layers where the base is
     if getattr(model.config, 'pad_token_id', 0) is None: model.config.pad_token_id = 0
     return model.train()
 
-# %% ../nbs/chapters/37_players.ipynb #07bcdb6c
-def _check(model, targets):  # As `check_targets` does it, for a configuration without files
-    names = [name for name, _ in model.named_modules()]
-    lost = [target for target in targets if not any(f'.{name}'.endswith(f'.{target}') for name in names)]
-    known = sorted({name.rpartition('.')[2] for name in names if not name[-1:].isdigit()} - {''})
-    if lost: raise ValueError(f'targets match no module: {lost[0]!r}; {nearest(lost[0], known)}')
-
+# %% ../nbs/chapters/37_players.ipynb #1745dabe
 _LAYERS = 'num_hidden_layers', 'n_layer', 'num_layers', 'n_layers'
 def _cut(raw, full, layers):  # A configuration of fewer layers
     if 'text_config' in raw: return raw | {'text_config': _cut(raw['text_config'], full, layers)}
@@ -221,18 +220,18 @@ def _cut(raw, full, layers):  # A configuration of fewer layers
     if not keys: raise Irregular(f'the configuration does not say in {", ".join(_LAYERS)} that it has {full} layers')
     return raw | shorter | keys
 
-# %% ../nbs/chapters/37_players.ipynb #d94278ba
-def _base(recipe, model, device):  # As `load_base` would give it
+# %% ../nbs/chapters/37_players.ipynb #c943e942
+def _base(recipe, model):  # As `load_base` would give it
     import torch
     full = recipe.method.kind == 'full'
     dtype = getattr(torch, recipe.precision.master if full else recipe.precision.compute)
-    if recipe.method.kind != 'qlora': return materialise(model, dtype, device)
+    if recipe.method.kind != 'qlora': return materialise(model, dtype)
     from bitsandbytes.nn import Linear4bit
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     shapes = [layer.weight.shape for layer in layers]
     for layer in layers: layer.weight = None
-    materialise(model, dtype, device)
-    for layer, shape in zip(layers, shapes): _pack(layer, torch.empty(shape, dtype=dtype, device=device), recipe.method)
+    materialise(model, dtype)
+    for layer, shape in zip(layers, shapes): _pack(layer, torch.empty(shape, dtype=dtype), recipe.method)
     model.hf_quantizer.postprocess_model(model)
     model.is_loaded_in_4bit = True  # As a load from disk says it: PEFT chooses its layer by this
     keep_payload(model)

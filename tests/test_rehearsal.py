@@ -74,6 +74,11 @@ def test_every_recipe_of_the_package_can_be_scripted_or_says_why_not(name):
     else: assert made.cluster.device == 'cpu' and notes and script(made)[0] == made
 
 
+def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
+    made, notes = script(Recipe.named('7b-zero3-offload').changed({'sharding.offload_parameters': 'none'}))
+    assert made.sharding.offload_optimizer == 'none' and any('count to the GPU' in note for note in notes)
+
+
 def test_shrunk_recipes_and_one_process(plain):
     assert rehearse(shrink(Recipe.named('70b-2x24gb-qlora'))).peak_b > 0
     alone = rehearse(plain.changed(FULL | {'sharding.strategy': 'none', 'cluster.processes': 1}))
