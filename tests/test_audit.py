@@ -6,17 +6,17 @@ import re
 import pytest
 from page import ROOT
 
-PAGES = '28_audit', '29_audit_cluster'
+PAGES = 'audit', 'audit_cluster'
 # (part of the claim, how its verdict begins): what must not change silently when a library or the plan does
 VERDICTS = {
-    '28_audit': [
+    'audit': [
         ('states take 2 + 2 + 8 bytes', 'wrong'), ('is 12 P / N', 'wrong'), ('ZeRO-1 saves 4', 'holds only from'),
         ('ZeRO-2 saves 8', 'holds only from'), ('ZeRO-3 saves N', 'holds'), ('sends 2 (N - 1) / N', 'holds'),
         ('FSDP sends an all-reduce', 'wrong'), ('batch 32', 'holds only for N of 1, 2, 4, 8'), ('tokens per second', 'measured'),
         ('by Answer.AI', 'measured: ours is 1.2 times'), ('uint8 storage is sharded', 'holds only with torch alone'), ('host memory of the 70B', 'measured'),
         ('FSDP all-reduces', 'wrong'), ('Accelerator() must come first', 'wrong'), ('pad = eos', 'wrong'),
         ('trouble 1', 'holds only with sliced loading'), ('8-bit Adam', 'wrong'), ('trouble 4', 'wrong'), ('trouble 5', 'holds only')],
-    '29_audit_cluster': [
+    'audit_cluster': [
         ('fp8 computes a 4-bit base', 'wrong'), ('ZeRO-3 shards 4-bit', 'holds only after loading'),
         ('larger than one GPU', 'holds only up to'), ('trillion-parameter', 'wrong'), ('mean of the batches', 'holds only where'),
         ('MFU, %', 'wrong: ours is 0.062'), ('70 x 4 x 8 GB', 'holds'), ('32,744 MiB', 'holds only with'),
@@ -25,7 +25,7 @@ VERDICTS = {
 
 def verdicts(page: str) -> list[list[str]]:
     "Read the last table of a page, row by row."
-    cells = json.loads((ROOT/f'nbs/chapters/{page}.ipynb').read_text('utf-8'))['cells']
+    cells = json.loads((ROOT/f'nbs/notes/{page}.ipynb').read_text('utf-8'))['cells']
     tables = [''.join(o['data']['text/html']) for c in cells for o in c.get('outputs', []) if 'text/html' in o.get('data', {})]
     rows = re.findall(r'<tr>(.*?)</tr>', tables[-1], re.DOTALL)
     return [[html.unescape(cell) for cell in re.findall(r'<td[^>]*>(.*?)</td>', row, re.DOTALL)] for row in rows[1:]]
