@@ -7,9 +7,7 @@ __all__ = ['DatasetError', 'detect_format', 'conversation', 'split_rows', 'load_
            'token_view', 'TokenReport', 'check_rows']
 
 # %% ../nbs/chapters/13_data.ipynb #45d044ff
-import csv
-import io
-import json
+import csv, io, json, warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -234,7 +232,7 @@ def _find(source, split) -> Path | str:
     if len(files) == 1: return files[0]
     raise DatasetError(place.name, [(None, f'needs one file {split}.* of {", ".join(_READERS)}; found {len(files)}')])
 
-def _load(place, split, data) -> list[dict]:
+def _load(place, split, data, on_bad='error') -> list[dict]:
     "Read and convert one split; raise one error that names every row at fault."
     known = isinstance(place, str) or place.suffix in _READERS
     name, unit = (place, 'row') if isinstance(place, str) else (place.name, 'item' if place.suffix == '.json' else 'line')
@@ -247,7 +245,8 @@ def _load(place, split, data) -> list[dict]:
     for number, row in numbered:
         try: found.append(conversation(row, data))
         except ValueError as error: bad.append((number, str(error)))
-    if bad: raise DatasetError(name, bad, unit)
+    if bad and on_bad == 'error': raise DatasetError(name, bad, unit)
+    if bad: warnings.warn(f'{len(bad)} of {len(numbered)} rows are left out: {DatasetError(name, bad, unit)}', stacklevel=3)
     if any(found): return list(filter(None, found))
     raise DatasetError(name, [(None, 'holds no rows to train on')])
 
@@ -255,13 +254,15 @@ def _load(place, split, data) -> list[dict]:
 def load_rows(
     data: Data,  # The `data` part of a recipe
     seed: int = 0,  # Decides which rows are held out when no test rows are named
+    on_bad: str = 'error',  # Or 'skip': leave rows at fault out, with a warning that counts and names them
 ) -> tuple[list[dict], list[dict]]:  # Rows to train on, rows held out
     "Read, convert and split a data source; name every row at fault."
+    if on_bad not in ('error', 'skip'): raise ValueError(f"on_bad {on_bad!r} must be 'error' or 'skip'")
     place = _find(data.source, 'train')
-    train = _load(place, 'train', data)
+    train = _load(place, 'train', data, on_bad)
     beside = [] if isinstance(place, str) or resolve(data.source) == place else list(place.parent.glob('test.*'))
-    if data.test and isinstance(place, str): test = _load(place, data.test, data)
-    elif data.test or beside: test = _load(_find(data.test or data.source, 'test'), 'test', data)
+    if data.test and isinstance(place, str): test = _load(place, data.test, data, on_bad)
+    elif data.test or beside: test = _load(_find(data.test or data.source, 'test'), 'test', data, on_bad)
     else:
         try: return split_rows(train, data.test_share, seed)
         except ValueError as error: raise DatasetError(data.source, [(None, str(error))]) from None
@@ -286,7 +287,8 @@ def assistant_mask(
                          'set tokenizer.chat_template = trl.chat_template_utils.get_training_chat_template(tokenizer)')
     from jinja2 import TemplateError
     try: made = tokenizer.apply_chat_template(row['messages'], return_dict=True, return_assistant_tokens_mask=True)
-    except TemplateError as error: raise ValueError(f'the chat template refuses this conversation: {error}') from None
+    except (TemplateError, TypeError, OverflowError) as error:
+        raise ValueError(f'the chat template refuses this conversation: {error}') from None
     return list(made['input_ids']), list(made['assistant_masks'])
 
 # %% ../nbs/chapters/13_data.ipynb #2aec74b2

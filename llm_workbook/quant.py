@@ -74,7 +74,7 @@ def load_base(
     if device == 'cuda': device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     packed = method.kind == 'qlora'
     model = AutoModelForCausalLM.from_pretrained(
-        resolve(source), revision=revision, device_map={'': device},
+        resolve(source), revision=revision, device_map={'': device}, use_safetensors=True, trust_remote_code=False,
         dtype='float32' if method.kind == 'full' else precision.compute,
         attn_implementation='flash_attention_2' if attention == 'flash' else attention,
         quantization_config=nf4_config(method, precision) if packed else None)
