@@ -303,7 +303,7 @@ def planned_only(recipe: Recipe,  # Any recipe
 def _runs(): return _read('runs.yaml')
 
 # %% ../nbs/chapters/06_recipe.ipynb #f3224f96
-_TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None, 'sharding.loading': 'every_rank',
+_TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None,
         'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
@@ -327,13 +327,14 @@ def _small_zero(zero) -> Zero:
 def shrink(recipe: Recipe,  # Any recipe
 ) -> Recipe:  # The tiny base on sample data: one node, two CPU processes (one where nothing is sharded)
     "Keep the method, sharding, head and schedule of `recipe`; replace what makes it large or needs a GPU."
-    every, attention = recipe.intervals, recipe.model.attention
+    every, attention, sharding = recipe.intervals, recipe.model.attention, recipe.sharding
     return recipe.changed(_TOY | _on_cpu(recipe) | {
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
         'model': Model(source='tiny-base', head=recipe.model.head, attention='sdpa' if attention == 'flash' else attention),
         'data': _TOY_REVIEWS if recipe.data.format == 'classification' else _TOY_CHAT,
-        'cluster': Cluster(processes=1 if recipe.sharding.strategy == 'none' else 2),
-        'zero': _small_zero(recipe.zero) if recipe.sharding.strategy.startswith('zero') else recipe.zero,
+        'sharding.loading': 'sharded' if (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded') else 'every_rank',
+        'cluster': Cluster(processes=1 if sharding.strategy == 'none' else 2),
+        'zero': _small_zero(recipe.zero) if sharding.strategy.startswith('zero') else recipe.zero,
         'batch': Batch(micro=12, length=128, packing=recipe.batch.packing, loss_head=recipe.batch.loss_head),
         'intervals.evaluation': min(every.evaluation, 120), 'intervals.saving': min(every.saving, 120),
         'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]})

@@ -235,11 +235,11 @@ def test_what_is_planned_only_is_said_with_a_way_out():
     assert planned_only(GOOD) == []
     runs = yaml.safe_load(asset('runs.yaml').read_text())
     assert all(GOOD.facts()[field] in values for field, values in runs.items())
-    ahead = GOOD.changed({'sharding.strategy': 'zero3', 'cluster.interface': 'lo', 'batch.packing': True})
+    ahead = GOOD.changed({'intervals.evaluation': 5, 'cluster.interface': 'lo', 'batch.packing': True})
     for problem in planned_only(ahead):
         assert 'not run by this version; set it to ' in problem.reason
         if problem.path == 'cluster.interface': assert problem.reason.endswith('set it to nothing')
-    assert {p.path for p in planned_only(ahead)} == {'sharding.strategy', 'cluster.interface', 'batch.packing'}
+    assert {p.path for p in planned_only(ahead)} == {'intervals.evaluation', 'cluster.interface', 'batch.packing'}
 
 
 def test_a_long_name_still_shrinks():
