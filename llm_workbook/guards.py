@@ -88,7 +88,7 @@ def check_finite(
 
 def _few(rows): return ', '.join(map(str, rows[:16])) + (f' and {len(rows) - 16} more' if len(rows) > 16 else '') or 'unknown'
 
-# %% ../nbs/chapters/29_guards.ipynb #ed6ef911
+# %% ../nbs/chapters/29_guards.ipynb #24958907
 class RankHangs(RuntimeError):
     "No step was done in time: says which ranks are stuck and which wait, and where this one is."
 
@@ -121,25 +121,27 @@ class HangWatch:
 
     def _look(self):
         while not self._done.wait(min(1, self.timeout_s / 10)):
-            if time.monotonic() - self._last > self.timeout_s: return self._tell()
+            if time.monotonic() - self._last > self.timeout_s: return self.act(_account(self))
 
-    def _tell(self):
-        stack = traceback.extract_stack(sys._current_frames()[self._main])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / f'part-{self.rank}'
-        part.write_text(json.dumps({'waits': _waits(stack), 'stack': traceback.format_list(stack)}))
-        part.replace(self._file(self.rank))
-        late = time.monotonic() + 2
-        while not all(self._file(r).exists() for r in range(self.ranks)) and time.monotonic() < late: time.sleep(0.05)
-        said = {r: json.loads(self._file(r).read_text()) for r in range(self.ranks) if self._file(r).exists()}
-        if said[self.rank]['waits']: time.sleep(1)  # Whoever is waited for speaks first
-        self.act(RankHangs(self._verdict(said), ''.join(said[self.rank]['stack'][-4:])))
+# %% ../nbs/chapters/29_guards.ipynb #77969f5b
+def _account(watch):  # What this rank does, beside what the others say they do
+    stack = traceback.extract_stack(sys._current_frames()[watch._main])
+    watch.folder.mkdir(parents=True, exist_ok=True)
+    part = watch.folder / f'part-{watch.rank}'
+    part.write_text(json.dumps({'waits': _waits(stack), 'stack': traceback.format_list(stack)}))
+    part.replace(watch._file(watch.rank))
+    late = time.monotonic() + 2
+    while not all(watch._file(r).exists() for r in range(watch.ranks)) and time.monotonic() < late: time.sleep(0.05)
+    said = {r: json.loads(watch._file(r).read_text()) for r in range(watch.ranks) if watch._file(r).exists()}
+    if said[watch.rank]['waits']: time.sleep(1)  # Whoever is waited for speaks first
+    return RankHangs(_verdict(watch, said), ''.join(said[watch.rank]['stack'][-4:]))
 
-    def _verdict(self, said):
-        stuck = [rank for rank in said if not said[rank]['waits']]
-        rest = {'waiting for another': [r for r in said if r not in stuck], 'without a sign': sorted({*range(self.ranks)} - {*said})}
-        names = ', '.join(f'ranks {ranks} {how}' for how, ranks in ({'stuck': stuck} | rest).items() if ranks)
-        return f'no step was done in {self.timeout_s:g} s: {names}'
+def _verdict(watch, said):
+    stuck = [rank for rank in said if not said[rank]['waits']]
+    waiting, silent = [rank for rank in said if rank not in stuck], sorted({*range(watch.ranks)} - {*said})
+    ways = {'stuck': stuck, 'waiting for another': waiting, 'without a sign': silent}
+    names = ', '.join(f'ranks {ranks} {way}' for way, ranks in ways.items() if ranks)
+    return f'no step was done in {watch.timeout_s:g} s: {names}'
 
 # %% ../nbs/chapters/29_guards.ipynb #ec5cb7d9
 def _waits(stack):  # Whether the innermost calls wait for another rank

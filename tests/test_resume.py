@@ -1,0 +1,208 @@
+"""A run that was stopped and went on is the run that was not: loss, norm, learning rate and rows of every step."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from llm_workbook import resuming, training
+from llm_workbook.commits import survey
+from llm_workbook.document import asset
+from llm_workbook.ranks import RankError
+from llm_workbook.recipe import Recipe
+from llm_workbook.resuming import Preempted, Start, begin_run, read_metrics, run_state
+
+ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
+PLAIN = {'method.kind': 'lora', 'precision.compute': 'float32'}
+WHOLE = {'method.kind': 'full', 'precision.compute': 'float32'}
+ZERO = {'sharding.strategy': 'zero3', 'zero.persistence_threshold': 1000, 'zero.reduce_bucket': 1_000_000, 'zero.prefetch_bucket': 1_000_000}
+QUICK = {'one process': (ALONE | PLAIN, 0), 'qlora, fsdp2': ({}, 1e-6)}
+SLOW = {  # tests/fault/test_again.py runs them
+        'ddp': (PLAIN | {'sharding.strategy': 'ddp'}, 1e-6), 'fsdp2': (WHOLE, 1e-6), 'zero3': (WHOLE | ZERO, 1e-6),
+        'zero3, qlora': (ZERO, 1e-6), 'zero2': (PLAIN | {'sharding.strategy': 'zero2'}, 1e-6), 'one process, qlora': (ALONE, 0),
+        'fsdp2, arriving': ({'sharding.loading': 'sharded'}, 1e-6)}
+
+
+def some_rows(folder, count):
+    folder.mkdir(exist_ok=True)
+    for split in 'train', 'test':
+        lines = (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True)
+        (folder/f'{split}.jsonl').write_text(''.join(lines[:count]))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def recipe(tmp_path_factory):
+    "QLoRA with dropout over two ranks: 23 rows, 8 steps of 4, of which the second pass begins with the seventh."
+    folder = some_rows(tmp_path_factory.mktemp('rows'), 23)
+    return Recipe(name='small', model={'source': 'tiny-base'}, data={'source': str(folder), 'format': 'messages'},
+                  method={'dropout': 0.1}, batch={'micro': 1, 'length': 64, 'accumulation': 2},
+                  optimizer={'steps': 8, 'learning_rate': 3e-3})
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    "Let every rank write down the rows and tokens of each forward pass, and do what `at` says before a step, once."
+    make, at = training.make_trainer, {}
+    def make_watched(recipe, directory, *args):
+        from transformers import TrainerCallback
+        trainer, rank = make(recipe, directory, *args), int(os.environ['RANK'])
+        class Act(TrainerCallback):
+            def on_step_begin(self, args, state, control, **more):
+                act, done = at.get((rank, state.global_step + 1)), Path(directory, f'done-{state.global_step + 1}')
+                if act and not done.exists(): done.touch(), act()
+        step = trainer.training_step
+        def noted(model, inputs, *more, **named):
+            what = trainer.state.global_step + 1, inputs['row'].tolist(), inputs['input_ids'].tolist()
+            with open(Path(directory, f'rows-{rank}'), 'a') as file: file.write(json.dumps(what) + '\n')
+            return step(model, inputs, *more, **named)
+        trainer.training_step = noted
+        trainer.add_callback(Act())
+        return trainer
+    monkeypatch.setattr(training, 'make_trainer', make_watched)
+    return at
+
+
+def run(recipe, directory, **how): return training.fine_tune(recipe, directory, 300, live=False, **how)
+
+
+def tell(number=signal.SIGTERM): os.kill(os.getpid(), number)
+
+
+def seen(directory, ranks): return [(directory/f'rows-{rank}').read_text() for rank in range(ranks)]
+
+
+def same(a, b, tolerance):
+    "Compare two lists of metrics, line by line."
+    assert [m['step'] for m in a] == [m['step'] for m in b]
+    far = {key: max(abs(x[key] - y[key]) for x, y in zip(a, b)) for key in ('loss', 'grad_norm', 'learning_rate')}
+    print(far)
+    assert max(far.values()) <= tolerance
+    assert [m['seconds'] for m in b] == sorted(m['seconds'] for m in b)
+
+
+def stopped_and_resumed(recipe, at, folder, tolerance):
+    "Stop the last rank before step 4, in the middle of a pass over the rows, go on, and compare with a run that was left alone."
+    whole, ranks = run(recipe, folder/'whole'), recipe.cluster.ranks
+    at[ranks - 1, 4] = tell
+    with pytest.raises(Preempted) as told: run(recipe, folder/'two')
+    assert told.value.step == 4 and run_state(folder/'two') == {'state': 'preempted', 'step': 4}
+    assert [found.step for found in survey(folder/'two').valid] == [4]
+    resumed = run(recipe, folder/'two', resume=True)
+    same(whole.metrics, resumed.metrics, tolerance)
+    assert seen(folder/'whole', ranks) == seen(folder/'two', ranks)
+    assert resumed.ranks[0]['payload'] == whole.ranks[0]['payload']
+    return resumed
+
+
+@pytest.mark.parametrize('changes, tolerance', QUICK.values(), ids=QUICK)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe, watched, tmp_path, changes, tolerance):
+    resumed = stopped_and_resumed(recipe.changed(changes), watched, tmp_path, tolerance)
+    again = run(resumed.recipe, resumed.directory, resume=True)  # It is finished: nothing happens, and nothing is refused
+    assert again.metrics == resumed.metrics and again.ranks == [] and run_state(again.directory)['state'] == 'finished'
+    assert again.saved.is_dir() and '8 steps' in repr(again) and again._repr_html_()
+
+
+@pytest.mark.slow
+def test_killed_ranks_go_on_from_the_last_commit_and_nothing_is_there_twice(recipe, watched, tmp_path):
+    saving = recipe.changed({'intervals.saving': 2})
+    whole = run(saving, tmp_path/'whole')
+    assert [found.step for found in survey(tmp_path/'whole').valid] == [8, 6]
+    watched[1, 6] = partial(tell, signal.SIGKILL)
+    with pytest.raises(RankError, match='SIGKILL'): run(saving, tmp_path/'two')
+    assert run_state(tmp_path/'two')['state'] == 'running' and len(read_metrics(tmp_path/'two'/'metrics.jsonl')) == 5
+    committed = survey(tmp_path/'two').valid[0].step
+    assert committed in (2, 4)  # The save of step 4 may have been under way
+    resumed = run(saving, tmp_path/'two', resume=True)
+    same(whole.metrics, resumed.metrics, 1e-6)
+    assert weights(resumed) == weights(whole)
+
+
+def weights(run): return (run.saved/'adapter_model.safetensors').read_bytes()
+
+
+def test_a_run_killed_between_its_last_save_and_its_end_trains_no_step_more(recipe, tmp_path):
+    saving = recipe.changed(ALONE | PLAIN | {'intervals.saving': 2, 'optimizer.steps': 4})
+    whole = run(saving, tmp_path/'run')
+    metrics, before = whole.metrics, weights(whole)
+    shutil.rmtree(whole.saved), resuming.mark_run(whole.directory, 'running', 0)
+    resumed = run(saving, tmp_path/'run', resume=True)
+    assert resumed.metrics == metrics and weights(resumed) == before
+
+
+@pytest.mark.slow
+def test_other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path):
+    rows = some_rows(tmp_path/'rows', 24)  # That ranks divide: else one fills up the end of a pass and the other does not
+    plain = recipe.changed(WHOLE | {'method.dropout': 0.0, 'data.source': str(rows)})
+    whole = run(plain, tmp_path/'whole')
+    watched[0, 4] = tell
+    with pytest.raises(Preempted): run(plain, tmp_path/'two')
+    alone = plain.changed(ALONE | {'batch.accumulation': 4})
+    with pytest.raises(ValueError, match="sharding.strategy was 'fsdp2' and is 'none'"): run(alone, tmp_path/'two', resume=True)
+    alone = plain.changed({'cluster.processes': 1, 'batch.accumulation': 4})
+    same(whole.metrics, run(alone, tmp_path/'two', resume=True).metrics, 1e-4)
+
+
+# Refused, or nothing to do
+
+def test_a_changed_recipe_is_refused_with_the_fields(recipe, tmp_path):
+    begin_run(recipe, tmp_path/'run')
+    before = {path: path.read_bytes() for path in (tmp_path/'run').iterdir()}
+    for changes, words in (({'optimizer.learning_rate': 1e-3}, r'optimizer.learning_rate was 0.003 and is 0.001'),
+                           ({'method.rank': 8, 'seed': 1}, r'method.rank was 16 and is 8; seed was 0 and is 1'),
+                           ({'batch.micro': 2}, r'rows per step were 4 and are 8'),
+                           ({'optimizer.steps': 9}, r'optimizer.steps was 8 and is 9')):
+        with pytest.raises(ValueError, match=words): run(recipe.changed(changes), tmp_path/'run', resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path/'run').iterdir() if path.name != '.llmw.lock'} == before
+    allowed = recipe.changed({'intervals.saving': 3, 'cluster.processes': 1, 'batch.accumulation': 4})
+    assert begin_run(allowed, tmp_path/'run', resume=True) == Start()
+
+
+def test_checkpoints_without_a_recipe_are_no_run(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(resuming, 'latest_valid', lambda directory: directory/'checkpoint-3')
+    with pytest.raises(ValueError, match='holds checkpoint-3 and no recipe.yaml: it is no run'): begin_run(recipe, tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_start_may_ask_to_resume(recipe, tmp_path):
+    assert begin_run(recipe, tmp_path/'new', resume=True) == Start() and run_state(tmp_path/'new')['state'] == 'running'
+    (tmp_path/'new'/'metrics.jsonl').write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "lo')  # Killed before its first save
+    assert begin_run(recipe, tmp_path/'new', resume=True) == Start()
+    assert (tmp_path/'new'/'metrics.jsonl').read_text() == ''
+
+
+# The program
+
+def program(recipe, directory, *words, ranks=1, **how):
+    recipe.save(file := directory.parent/'asked.yaml')
+    launch = ['-m', 'torch.distributed.run', '--standalone', f'--nproc-per-node={ranks}'] if ranks > 1 else []
+    command = [sys.executable, *launch, '-m', 'llm_workbook.training', str(file), '--directory', str(directory), *words]
+    env = os.environ | {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false', 'GLOO_SOCKET_IFNAME': 'lo'}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, **how)
+
+
+def test_the_status_says_by_its_code_what_to_do(recipe, tmp_path):
+    for state, code in (None, 1), ('running', 1), ('preempted', 1), ('finished', 0):
+        if state: begin_run(recipe, tmp_path/'run', resume=True), resuming.mark_run(tmp_path/'run', state, 3)
+        assert training.main(['no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
+
+
+def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, tmp_path):
+    asked = recipe.changed({'cluster.processes': 8})
+    asked.save(tmp_path/'asked.yaml')
+    with pytest.raises(ValueError, match='for 8 ranks and 1 run: start it with torchrun --nnodes 1 --nproc-per-node 8'):
+        training.main([str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')])
+    assert not (tmp_path/'run').exists()
+
+
+def test_a_program_trains_then_has_nothing_to_do(recipe, tmp_path):
+    alone = recipe.changed(ALONE | PLAIN | {'optimizer.steps': 2})
+    for state in 'trains', 'is finished':
+        ended = program(alone, tmp_path/'run')
+        assert ended.returncode == 0, (state, ended.stderr)
+    assert len(read_metrics(tmp_path/'run'/'metrics.jsonl')) == 2 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
