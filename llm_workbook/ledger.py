@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Ledger', 'memory']
 
-# %% ../nbs/chapters/10_ledger.ipynb #f4dabad8
+# %% ../nbs/chapters/10_ledger.ipynb #e2d3cba9
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,45 +15,11 @@ from math import prod
 
 from .hardware import Node, node as find_node
 from .holdings import KINDS, Line, Rank, count_of, held, rank_of, whole_states
+from .intake import loaded
 from .model import ModelSpec, spec as find_spec
 from .recipe import Recipe
 
-# %% ../nbs/chapters/10_ledger.ipynb #5592fb14
-def _load(rank, spec, lines, first) -> Iterator[Line]:
-    recipe, t, how, packed = rank.recipe, rank.tensors, rank.recipe.sharding.loading, rank.recipe.method.kind == 'qlora'
-    shards, flat, (size, *why) = _shards(rank), rank.zero in (1, 2), _whole(rank)
-    def line(size, why, moment, name, **more):
-        return Line(**(dict(kind='weights', phase='load', moment=moment, place='gpu', size_b=size, formula=why[0], symbols=why[1],
-                            source=why[2], sure='model', name=name) | more))
-    def one(width, n, source, moment, name): return line(width * n, ('b * l', {'b': width, 'l': n}, source), moment, name)
-    N, b = spec.parameters, why[1]['b']
-    yield line(2 * N, ('2 * N', {'N': N}, 'a 16-bit checkpoint'), '', 'the base in files', place='disk', each=False)
-    if not shards or packed and (rank.zero or how != 'sharded') or how == 'every_rank' and not rank.zero:
-        yield line(size, (*why, 'transformers: from_pretrained'), 'read' if flat else '', 'the base, whole on every rank')
-        if packed: yield one(2, t.packable, 'transformers: one tensor after the other', 'read', 'largest tensor to be packed')
-        kept = lines if flat else [x for x in lines if shards and x.kind not in ('absmax', 'buffers')]
-        yield from (x._replace(phase='load', moment='shard') for x in kept)
-        wide = rank.item('weights', True)
-        if flat: yield one(wide, count_of(t.trained), 'DeepSpeed, stage_1_and_2.py', 'shard', 'trained weights, not yet flat')
-        return
-    yield from (x._replace(phase='load') for x in lines)
-    if rank.zero: yield one(b, t.largest, 'DeepSpeed: GatheredParameters', 'read', 'largest tensor, whole')
-    elif how == 'sharded': yield one(2, t.largest, 'llm-workbook: one tensor after the other', 'read', 'largest tensor to be cut')
-    else:
-        yield one(b, t.largest, 'accelerate: fsdp2_load_full_state_dict', 'shard', 'largest tensor, broadcast by rank 0')
-        why = (*why, 'accelerate: RAM-efficient loading')
-        # What needs no conversion stays mapped
-        if first and b != 2: yield line(size, why, '', 'the base, whole in rank 0', place='host', each=False)
-
-def _shards(rank) -> bool: return rank.strategy.startswith('fsdp') or rank.zero == 3
-
-def _whole(rank) -> tuple:  # Bytes of the base as it is loaded
-    t, full = rank.tensors, rank.recipe.method.kind == 'full'
-    b, p, a = 4 if full and rank.zero else rank.item('weights', full), rank.item('payload', False), t.absmax[0]
-    n, q = (sum(x.count * prod(x.shape) for x in t.frozen + t.trained if x.kind == kind) for kind in ('weights', 'payload'))
-    return b * n + p * q + a, 'b * n + p * q + a', {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
-
-# %% ../nbs/chapters/10_ledger.ipynb #d0478b66
+# %% ../nbs/chapters/10_ledger.ipynb #953512f6
 def _save(rank, lines, first) -> Iterator[Line]:
     full, b, n = rank.recipe.method.kind == 'full', rank.item('weights', True), count_of(rank.tensors.trained)
     kind, why = 'weights' if full else 'adapters', ('b * n', {'b': b, 'n': n})
@@ -66,7 +32,7 @@ def _save(rank, lines, first) -> Iterator[Line]:
 
 def _gathered(rank, moment) -> Iterator[Line]:
     b, l = rank.item('weights', True), max(prod(t.shape) for t in rank.tensors.trained)
-    if _shards(rank):
+    if rank.strategy.startswith('fsdp') or rank.zero == 3:
         why = 'b * l', {'b': b, 'l': l}, 'torch: full_tensor'
         yield Line('unsharded', 'save', moment, 'gpu', b * l, *why, 'model', 'one tensor, whole')
 
@@ -282,7 +248,7 @@ def _overflow(ledger, room, cpu) -> str:
 
 def _gib(size): return f'{size / _GIB:,.2f} GiB'
 
-# %% ../nbs/chapters/10_ledger.ipynb #c0500051
+# %% ../nbs/chapters/10_ledger.ipynb #d8be57aa
 def memory(recipe: Recipe,  # What to account for
     spec: ModelSpec | None = None,  # Of its model; None finds it by `model.source`
     node: 'Node | str | None' = None,  # Machine to fit, or its name; None: the recipe's `cluster.hardware`
@@ -295,7 +261,7 @@ def memory(recipe: Recipe,  # What to account for
     step = held(job, spec, tuple(found))
     kept = [x for x in step if not x.moment and x.kind not in ('zero_buckets', 'collective') and 'gradients' not in x.name]
     base = [x for x in kept if x.kind in ('weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers', 'pinned_rounding')]
-    lines = [*step, *_passing(found, job), *_load(job, spec, base, first), *_save(job, kept, first)]
+    lines = [*step, *_passing(found, job), *loaded(job, spec, base, first), *_save(job, kept, first)]
     sums = Ledger(recipe, spec, rank, lines)
     card = node or recipe.cluster.hardware
     card_b = card.gpu.memory_b if isinstance(card, Node) else _card_b(card) if card else None

@@ -120,6 +120,7 @@ class _Recorded:
 class _Held(_Recorded):
     "The life of blocks: one for each storage, whatever views it has."
     def _met(self, tensor, op, kind=''):
+        if tensor.device.type == 'meta': return None  # It has no memory anywhere
         try: store = tensor.untyped_storage()
         except NotImplementedError: return self._sparse(tensor, op)
         if (known := self.alive.get(id(store))) is None: self._add(store, self._block(store, kind, op, tuple(tensor.shape)))
@@ -321,6 +322,6 @@ def _changes(kept):
 @contextmanager
 def _regular():  # Python frees unreachable cycles when it likes; here after every so many operations, in every run the same
     was = gc.isenabled()
-    gc.collect(1), gc.disable()
+    gc.collect(1), gc.disable(), gc.freeze()  # What was there before is not looked through again
     try: yield
-    finally: gc.enable() if was else None
+    finally: gc.unfreeze(), gc.enable() if was else None

@@ -171,7 +171,7 @@ def test_loading_decides_the_first_peak():
     n = spec('llama-2-70b').parameters
     how = {word: memory(big.changed({'sharding.loading': word})) for word in ('every_rank', 'rank0', 'sharded')}
     assert how['every_rank'].total('load', 'gpu', 'allocated') > 4 * n > 10 * how['sharded'].total('load', 'gpu', 'allocated')
-    assert how['rank0'].total('load', 'host', 'allocated') == 4 * n and how['sharded'].total('load', 'host', 'allocated') == 0
+    assert how['rank0'].total('load', 'host', 'allocated') == 4 * n and how['sharded'].total('load', 'host', 'allocated') < 2**24
     assert memory(big.changed({'sharding.loading': 'rank0'}), rank=1).total('load', 'host', 'allocated') == 0
 
 
