@@ -7,7 +7,8 @@ PAGE ?=
 FLAGS ?=
 LINE ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true  # On all cores, as pip cannot; some files are templates
 HOUSE := settings.ini constraints.txt setup.py pyproject.toml
 PACKAGE := $(shell find llm_workbook -type f -not -path '*/__pycache__/*')
 PAGES := $(shell find nbs -type f -not -path '*/.*' -not -path '*/runs/*')
@@ -17,11 +18,11 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test book lab bench docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault book lab bench docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 	@echo
 	@echo "  PYTHON=python3.12    the Python a new $(VENV) is made with (3.11 to 3.14)"
 	@echo "  TORCH_INDEX=URL      where torch comes from, at the first installation; empty: as pip is configured"
@@ -34,6 +35,9 @@ runs/quickstart/quickstart.ipynb: nbs/chapters/00_quickstart.ipynb $(VENV)/.run 
 
 test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and every test, build the package
 	@FLAGS="$(FLAGS)" $(BIN)/python tools/suite.py
+
+test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on real ranks, and see that no work is lost
+	@$(BIN)/python tools/suite.py faults
 
 book: $(VENV)/.dev $(VENV)/.compiler ## Re-execute the pages in place (PAGE=nbs/... for one, FLAGS= lifts cell flags)
 	@FLAGS="$(FLAGS)" $(BIN)/python tools/page.py book $(PAGE)
@@ -84,6 +88,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.python
 $(VENV)/.run $(VENV)/.lab $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: $(HOUSE) | $(VENV)/.torch
 	@echo "Installing llm-workbook with its $* extra"
 	@$(PIP) -e '.[$*]'
+	@$(COMPILE)
 	@touch $@
 
 # DeepSpeed and torch.compile build C++ while pages and tests run; the quickstart and plain training build nothing.

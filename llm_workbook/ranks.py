@@ -6,7 +6,7 @@
 __all__ = ['RankError', 'RankTimeout', 'free_port', 'run_ranks', 'Bytes', 'MemoryTrace', 'memory_trace', 'notebook_ranks']
 
 # %% ../nbs/chapters/20_ranks.ipynb #80506722
-import ctypes, faulthandler, gc, linecache, logging, os, pickle, re, shutil, signal, socket, sys
+import ctypes, datetime, faulthandler, gc, linecache, logging, os, pickle, re, shutil, signal, socket, sys
 import tempfile, threading, time, traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -90,6 +90,7 @@ def _enter(job, rank):  # Turn a fresh fork of the kernel into a rank
     if state := sys.modules.get('accelerate.state'):
         for kind in state.AcceleratorState, state.PartialState, state.GradientState: kind._shared_state.clear()
     sys.modules['torch'].set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+    sys.modules['torch.distributed'].set_debug_level_from_env()  # Read when torch was imported, before `env`
 
 # %% ../nbs/chapters/20_ranks.ipynb #42833391
 def _be_rank(job, rank):  # Run the job's function as one rank; leave its result, or its error, in a file
@@ -224,7 +225,8 @@ def _stop(job):  # Kill all that the launching thread has started, with what the
 def _launch(job, start, timeout_s, watch=None):  # Start ranks from a fresh thread, watch them from this, return results
     def launch():
         try: start(job)
-        except BaseException as error: job.raised = error
+        # A failed rank's error is read for exit codes alone, and its frames would keep torch's store and its port
+        except BaseException as error: job.raised = error.with_traceback(None) if hasattr(error, 'failures') else error
     job.kernel, job.leave, job.thread = os.getpid(), threading.Event(), threading.Thread(target=launch, daemon=True)
     job.thread.start()
     try:
@@ -252,9 +254,8 @@ def run_ranks(
     env: dict | None = None,  # Environment variables for the ranks alone
 ) -> list:  # What each rank returned, in rank order
     "Run `function(*args)` on forked CPU processes joined by a gloo process group."
-    from datetime import timedelta
     _check(ranks, timeout_s)
-    defaults, group = {'ACCELERATE_USE_CPU': 'true'}, {'timeout': timedelta(seconds=timeout_s + 60)}
+    defaults, group = {'ACCELERATE_USE_CPU': 'true'}, {'timeout': datetime.timedelta(seconds=timeout_s + 60)}
     with _job(ranks, partial(function, *args), env, defaults, group) as job: return _launch(job, _fork, timeout_s)
 
 # %% ../nbs/chapters/20_ranks.ipynb #bf1abcb4
@@ -311,10 +312,9 @@ def memory_trace() -> Iterator[MemoryTrace]:  # Complete when the block has ende
 
 # %% ../nbs/chapters/20_ranks.ipynb #3f1969bc
 def _use_cuda(env):  # Whether the ranks will compute on GPUs; refuse where this kernel has spoilt that
-    import torch
     from accelerate.utils import is_cuda_available
     if env.get('ACCELERATE_USE_CPU', 'false').lower() in ('1', 'true', 'yes') or not is_cuda_available(): return False
-    used = torch.cuda.is_initialized() and 'CUDA is initialised' or 'bitsandbytes' in sys.modules and 'bitsandbytes is loaded'
+    used = _cuda() and 'CUDA is initialised' or 'bitsandbytes' in sys.modules and 'bitsandbytes is loaded'
     if used: raise RuntimeError(f'{used} in this kernel, and forked ranks could not use the GPUs: restart the kernel and start '
                                 'the ranks before any cell touches a GPU or imports bitsandbytes, peft or trl')
     return True
@@ -323,12 +323,15 @@ def _use_cuda(env):  # Whether the ranks will compute on GPUs; refuse where this
 def _tamed(folder, cuda):  # Lift the limits of `notebook_launcher` that do not apply here; put everything back afterwards
     from unittest.mock import patch
     from accelerate import launchers
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
+    def store(host, port, *more, _plain=static.TCPStore, **how):  # By itself it would listen on every address of this machine
+        return _plain(host, port, *more, master_listen_fd=socket.create_server((host, port)).detach(), **how)
     with ExitStack() as changes:
         for change in (
             patch.dict(launchers.AcceleratorState._shared_state, clear=True), patch.dict(os.environ),
             patch.object(tempfile, 'tempdir', str(folder)),
             patch.object(launchers, 'sys', type('', (), {'modules': {}})),  # In Colab it would start no process
-            patch.object(launchers, 'print', lambda *words: None, create=True),
+            patch.object(launchers, 'print', lambda *words: None, create=True), patch.object(static, 'TCPStore', store),
             *([] if cuda else [patch.object(launchers, 'are_libraries_initialized', lambda *names: [])]),
             *(patch.multiple(logging.getLogger(name), propagate=False, handlers=[logging.NullHandler()]) for name in _CHATTY),
         ): changes.enter_context(change)

@@ -1,0 +1,134 @@
+"""Fault 18: values that want to be commands in a job script, and a job that must come back once or not at all."""
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trouble import files, wait_for
+
+from llm_workbook.launch import sbatch
+from llm_workbook.recipe import Recipe
+
+BASE = Recipe.named('70b-2x8-a100-80-full')
+PROGRAMS = {  # A pretended SLURM: what srun gets, every process of the step gets, as where SLURM tracks them by cgroup or by parent
+    'srun': """shift
+tree() { for child in $(cat /proc/$1/task/$1/children); do tree $child; done; kill -USR1 $1; }
+"$@" & step=$!
+trap "tree $step" USR1
+until wait $step; ! kill -0 $step 2> /dev/null; do :; done; wait $step""",
+    'scontrol': 'case "$1" in requeue) echo "$2" >> "$SEEN/requeued";; *) echo localhost;; esac',
+    'python3': 'printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; eval "$ACT"; exit "$CODE"'}
+
+
+def start(folder: Path, script: str, code=0, act='true') -> subprocess.Popen:
+    "Start a job script as SLURM would; its ranks do `act` and end with `code`."
+    seen, place = folder/'seen', folder/'place'
+    for new in seen, place, folder/'bin': new.mkdir(exist_ok=True)
+    for name, text in PROGRAMS.items():
+        (folder/'bin'/name).write_text(f'#!/bin/bash\n{text}\n')
+        (folder/'bin'/name).chmod(0o755)
+    env = os.environ | {'PATH': f'{folder}/bin:{os.environ["PATH"]}', 'SEEN': str(seen), 'SLURM_JOB_ID': '4711', 'CODE': str(code),
+                        'SLURM_JOB_NODELIST': 'localhost', 'ACT': act}
+    return subprocess.Popen(['bash', '-c', script], env=env, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def requeues(folder: Path) -> list: return (folder/'seen/requeued').read_text().split() if (folder/'seen/requeued').exists() else []
+
+
+def recipe_with(field: str, value: str) -> Recipe:
+    "A recipe that says so without ever having been checked."
+    *parent, leaf = field.split('.')
+    if not parent: return BASE.model_copy(update={leaf: value})
+    return BASE.model_copy(update={parent[0]: getattr(BASE, parent[0]).model_copy(update={leaf: value})})
+
+
+HOSTILE = ['$(touch x)', '`touch x`', '; touch x', "'; touch x; '", '"; touch x; "', '\n#SBATCH --wrap="touch x"', '\ntouch x\n',
+           '| touch x', '&& touch x', '> x', '${IFS}touch${IFS}x', '$((x=1))', '\\\ntouch x', '\r\ntouch x', '-o ProxyCommand=touch x',
+           "$'\\ntouch x'", '{touch,x}', '~/../x', '*', '!!touch x', 'a b', '\x00touch x', '\x1b]0;x\x07', '\u2028touch x', '{directory}']
+PLACES = {
+    'paths': lambda text: sbatch(BASE, text, text), 'python': lambda text: sbatch(BASE, 'run', python=f'./bin/{text}'),
+    'name': lambda text: sbatch(recipe_with('name', text), 'run'),
+    'interface': lambda text: sbatch(recipe_with('cluster.interface', text), 'run'),
+    'variable': lambda text: sbatch(recipe_with('cluster.variables', (('NCCL_DEBUG', text),)), 'run'),
+    'variable name': lambda text: sbatch(recipe_with('cluster.variables', ((text, '1'),)), 'run'),
+    'nodes': lambda text: sbatch(recipe_with('cluster.nodes', text), 'run'),
+    'processes': lambda text: sbatch(recipe_with('cluster.processes', text), 'run'),
+    'secret': lambda text: sbatch(BASE, 'run', secrets=(text,)), 'option': lambda text: sbatch(BASE, 'run', options={text: 'x'}),
+    'partition': lambda text: sbatch(BASE, 'run', options={'partition': text}),
+    'time': lambda text: sbatch(BASE, 'run', options={'time': text}), 'output': lambda text: sbatch(BASE, 'run', options={'output': text})}
+
+
+@pytest.mark.filterwarnings('ignore:Pydantic serializer')
+@pytest.mark.parametrize('place', PLACES)
+def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
+    "25 payloads, alone and after a word: refused with a ValueError, or the script runs and nothing of the payload does."
+    inert = 0
+    for number, text in enumerate([*HOSTILE, *(f'run{payload}' for payload in HOSTILE)]):
+        try: script = PLACES[place](text)
+        except ValueError: continue
+        assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0, script
+        orders = [line for line in script.splitlines() if line.startswith('#SBATCH')]
+        assert len(orders) == 9 + (place == 'partition'), orders
+        folder = tmp_path/str(number)
+        folder.mkdir()
+        job = start(folder, script)
+        said = job.communicate(timeout=20)[0]
+        assert files(folder/'place') == set() and requeues(folder) == [], (text, said)
+        if place != 'python': assert job.returncode == 0, (text, said)
+        if place == 'paths': assert (folder/'seen/arguments').read_text().split('\0').count(text) == 2
+        inert += 1
+    print(f'{place}: {inert} of {2 * len(HOSTILE)} inert, the others refused')
+    assert inert >= 30 if place in ('paths', 'python') else inert <= 6
+
+
+SAY = 'echo "{\\"state\\": \\"%s\\", \\"step\\": 4}" > run.new; mv run.new run.json'
+
+
+@pytest.mark.parametrize('code, state, wanted', [
+    (0, 'finished', (0, 0)), (1, '', (1, 0)), (1, 'running', (1, 0)), (137, '', (137, 0)), (75, '', (75, 1)), (75, 'preempted', (75, 1)),
+    (1, 'preempted', (75, 1)), (137, 'preempted', (75, 1)), (0, 'preempted', (0, 0))])
+def test_18_only_a_preempted_job_comes_back_and_once(code, state, wanted, tmp_path):
+    (tmp_path/'place').mkdir()
+    (tmp_path/'place/run.json').write_text('{"state": "preempted", "step": 4}')  # Of an earlier launch: it must not count
+    job = start(tmp_path, sbatch(BASE, '.'), code, SAY % state if state else 'true')
+    said = job.communicate(timeout=20)[0]
+    assert (job.returncode, len(requeues(tmp_path))) == wanted, said
+
+
+WORKER = """python3() { "$PYTHON" "$@"; }; python3 -c '
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *what: sys.exit(75))
+open("ready", "w"), time.sleep(30)'; [ "$?" != 75 ] || """ + f"{{ {SAY % 'preempted'}; }}"
+
+
+@pytest.mark.parametrize('signals', [1, 3])
+def test_18_the_warning_reaches_the_worker_and_not_its_launcher(signals, tmp_path, monkeypatch):
+    monkeypatch.setenv('PYTHON', sys.executable)
+    job = start(tmp_path, sbatch(BASE, '.'), 1, WORKER)  # 1 is what torchrun makes of 75
+    assert wait_for((tmp_path/'place/ready').exists, 20)
+    for _ in range(signals): job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
+
+
+def test_18_the_script_says_all_that_a_requeue_needs():
+    script = sbatch(BASE, 'run', options={'time': '30', 'cpus-per-task': 8})
+    for line in '#SBATCH --requeue', '#SBATCH --open-mode=append', '#SBATCH --signal=B:USR1@300', '#SBATCH --cpus-per-task=8':
+        assert line in script.splitlines()
+    assert '--rdzv-backend=c10d' in script and '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
+    assert script.index('trap forward') < script.index('srun ') and script.count('scontrol requeue') == 1
+    assert max(n for n, line in enumerate(script.splitlines()) if line.startswith('#SBATCH')) < script.splitlines().index('set -u')
+
+
+def test_18_a_secret_is_handed_on_by_name(tmp_path, monkeypatch):
+    canary = 'hf' + '_' + 'canary' * 5
+    monkeypatch.setenv('HF_TOKEN', canary)
+    script = sbatch(BASE, 'run')
+    assert canary not in script and 'export HF_TOKEN\n' in script
+    job = start(tmp_path, script)
+    assert canary not in job.communicate(timeout=20)[0] and job.returncode == 0
+    assert f'HF_TOKEN={canary}' in (tmp_path/'seen/environment').read_text() and files(tmp_path/'place') == set()
+    with pytest.raises(ValueError, match='never what is in them') as caught: sbatch(BASE, 'run', secrets=(canary,))
+    assert canary not in str(caught.value)

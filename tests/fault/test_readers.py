@@ -1,0 +1,60 @@
+"""Fault 23: who reads a file that is being written meets half a line, another file, or none."""
+import json
+
+import pytest
+
+from llm_workbook import LossCurve, read_metrics
+
+ROWS = [{'step': n, 'seconds': n/10, 'loss': 3 - n/10} for n in range(1, 13)]
+TEXT = ''.join(json.dumps(row) + '\n' for row in ROWS)
+
+
+def test_23_half_a_line_is_left_for_the_next_look(tmp_path):
+    path, seen = tmp_path/'metrics.jsonl', []
+    assert read_metrics(path) == []
+    for end in range(0, len(TEXT) + 1, 7):
+        path.write_text(TEXT[:end])
+        found = read_metrics(path)
+        assert found == ROWS[:TEXT[:end].count('\n')] and len(found) >= len(seen)
+        seen = found
+    path.write_text(TEXT)
+    assert read_metrics(path) == ROWS
+
+
+@pytest.fixture
+def curve(tmp_path, monkeypatch):
+    "A curve that draws as in a notebook, and keeps what it has drawn."
+    monkeypatch.setitem(__import__('sys').modules, 'ipykernel', object())
+    curve = LossCurve(tmp_path/'metrics.jsonl', 12)
+    curve.pictures = []
+    monkeypatch.setattr(curve, '_draw', lambda metrics: curve.pictures.append([row['step'] for row in metrics]))
+    yield curve
+    curve.bar.close()
+
+
+def test_23_the_curve_keeps_going_through_half_lines_rotation_and_loss(curve):
+    curve()  # Before the first line
+    for end in range(1, len(TEXT)//2, 11):
+        curve.path.write_text(TEXT[:end])
+        curve()
+    before = curve.pictures[-1]
+    assert before == [row['step'] for row in ROWS[:len(before)]] and len(before) >= 4
+    curve.path.unlink()
+    curve()
+    curve.path.write_text('')
+    curve()
+    assert curve.pictures[-1] == before
+    curve.path.write_text(''.join(TEXT.splitlines(keepends=True)[:2]))  # Cut back to the last checkpoint
+    curve()
+    curve.path.write_text(TEXT)
+    curve()
+    assert curve.pictures[-2:] == [[1, 2], list(range(1, 13))] and curve.bar.n == 12
+
+
+def test_23_a_file_that_vanishes_between_two_calls_is_no_error(curve, monkeypatch):
+    from pathlib import Path
+    curve.path.write_text(TEXT)
+    def gone(*args, **how): raise FileNotFoundError('gone')
+    monkeypatch.setattr(Path, 'read_text', gone)
+    curve()
+    assert curve.pictures == []

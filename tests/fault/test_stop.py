@@ -1,0 +1,169 @@
+"""Faults 1 to 4, 10, 17 and 20: signals, kills and numbers that are none, in runs as torchrun and a cell start them."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from test_jobs import PROGRAMS, requeues
+from trouble import CANARY, TOKENS, ended, files, fine_tune, losses, steps, torchrun, wait_for
+
+from llm_workbook import checkpoint, training
+from llm_workbook.commits import check, latest_valid, survey
+from llm_workbook.launch import sbatch
+from llm_workbook.ranks import RankError
+from llm_workbook.resuming import Preempted, run_state
+
+STEPS = 40
+
+
+@pytest.fixture(scope='session')
+def long(recipe, tmp_path_factory):
+    "Forty steps, undisturbed, in forked ranks: the losses that every broken run must come to."
+    asked = recipe.changed({'optimizer.steps': STEPS, 'intervals.saving': 10})
+    return fine_tune(asked, tmp_path_factory.mktemp('long')/'run')
+
+
+def ranks(process) -> dict:
+    "The ranks of a torchrun, as RANK -> process."
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try: found |= {int(child.environ()['RANK']): child} if 'RANK' in child.environ() else {}
+        except (psutil.Error, KeyError): pass
+    return found
+
+
+def signalled(long, directory, number, whom) -> str:
+    "Start a run, send a signal in the middle, and see that all ranks have saved one step; give back the log."
+    before = steps(directory)
+    job = torchrun(long.recipe, directory)
+    assert wait_for(lambda: steps(directory) >= before + 3 or job.poll() is not None, 80), (directory.parent/'log').read_text()
+    (job if whom is None else ranks(job)[whom]).send_signal(number)
+    sent = steps(directory)
+    code, log = ended(job), (directory.parent/'log').read_text()
+    state = run_state(directory)
+    assert code not in (0, -signal.SIGKILL) and state['state'] == 'preempted', (code, state, log[-3000:])
+    assert sent <= state['step'] < STEPS, 'the run was over before the signal: more steps are needed here'
+    assert check(directory/f'checkpoint-{state["step"]}', deep=True).ranks == 2
+    assert losses(directory) == pytest.approx(losses(long.directory)[:state['step']], abs=1e-6)  # And no odd one
+    return log
+
+
+@pytest.mark.slow
+def test_01_sigterm_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path):
+    log = signalled(long, tmp_path/'run', signal.SIGTERM, None)
+    assert 'SignalException' in log, log[-3000:]
+    resumed = fine_tune(long.recipe, tmp_path/'run', resume=True)
+    assert losses(resumed.directory) == pytest.approx(losses(long.directory), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1], ids=['SIGTERM', 'SIGUSR1'])
+def test_02_a_signal_to_one_rank_saves_one_step_on_all_ranks(number, long, tmp_path):
+    assert 'exitcode  : 75' in signalled(long, tmp_path/'run', number, 1)
+
+
+def interrupted(monkeypatch, act, name='_write'):
+    "Let rank 1 call `act` when the second checkpoint has one of its files."
+    plain, seen = getattr(checkpoint, name), []
+    def broken(folder, files, *rest):
+        seen.append(folder)
+        if os.environ['RANK'] == '1' and len(seen) == 2:
+            first, *others = files
+            plain(folder, {first: files[first]}, *rest)
+            act()
+        return plain(folder, files, *rest)
+    monkeypatch.setattr(checkpoint, name, broken)
+
+
+@pytest.mark.slow
+def test_03_a_kill_inside_a_save_leaves_the_checkpoint_before(recipe, kept, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupted(patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'): fine_tune(kept.recipe, tmp_path/'run')
+    assert [(found.step, found.state) for found in survey(tmp_path/'run').found] == [(4, 'interrupted'), (2, 'valid')]
+    assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(losses(kept.directory), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_03_a_second_signal_inside_a_save_changes_nothing(recipe, kept, tmp_path, monkeypatch):
+    def twice():
+        for number in signal.SIGTERM, signal.SIGUSR1: os.kill(os.getpid(), number)
+    with monkeypatch.context() as patch:
+        interrupted(patch, twice)
+        with pytest.raises(Preempted) as told: fine_tune(kept.recipe, tmp_path/'run')
+    assert told.value.step in (4, 5) and check(latest_valid(tmp_path/'run'), deep=True).step == told.value.step
+    assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(losses(kept.directory), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_04_a_killed_rank_is_started_again_and_goes_on_from_the_last_commit(long, tmp_path, monkeypatch):
+    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')  # With DETAIL its peer waits in a check, until torchrun kills it after 30 s
+    monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')  # Else started ranks may find the addresses of killed ones
+    job = torchrun(long.recipe, tmp_path/'run', '--max-restarts=1')
+    assert wait_for(lambda: steps(tmp_path/'run') >= 14 or job.poll() is not None, 80)
+    ranks(job)[1].kill()
+    code = ended(job)
+    log = (tmp_path/'log').read_text()
+    assert code == 0 and 'exitcode: -9' in log and run_state(tmp_path/'run') == {'state': 'finished', 'step': STEPS}, log[-3000:]
+    assert losses(tmp_path/'run') == pytest.approx(losses(long.directory), abs=1e-6)
+
+
+# 10: a loss that is no number, on one rank
+
+@pytest.mark.slow
+def test_10_no_number_on_one_rank_stops_all_before_the_update(recipe, kept, tmp_path, monkeypatch):
+    make, seen = training.make_trainer, []
+    def spoil(layer, inputs, output):
+        seen.append(1)
+        return output * float('nan') if len(seen) == 3 else output
+    def make_spoilt(*args, **how):
+        trainer = make(*args, **how)
+        if os.environ['RANK'] == '1': trainer.model.model.layers[1].register_forward_hook(spoil)
+        return trainer
+    monkeypatch.setattr(training, 'make_trainer', make_spoilt)
+    with pytest.raises(RankError, match=r'FloatingPointError: loss nan at step 3: nothing is saved, and no weight was updated \(rank 1, rows \d+\)'):
+        fine_tune(kept.recipe, tmp_path/'run')
+    assert losses(tmp_path/'run') == losses(kept.directory)[:2]
+    assert [found.step for found in survey(tmp_path/'run').found] == [2] and not (tmp_path/'run/model').exists()
+
+
+# 17 and 18: the job script, three times
+
+@pytest.mark.slow
+def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_path, monkeypatch):
+    for name in 'bin', 'seen': (tmp_path/name).mkdir()
+    for name in 'srun', 'scontrol':
+        (tmp_path/'bin'/name).write_text(f'#!/bin/bash\n{PROGRAMS[name]}\n')
+        (tmp_path/'bin'/name).chmod(0o755)
+    long.recipe.save(tmp_path/'recipe.yaml')
+    script, run = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=sys.executable), tmp_path/'run'
+    env = os.environ | {'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}', 'SEEN': str(tmp_path/'seen'), 'SLURM_JOB_ID': '4711',
+                        'SLURM_JOB_NODELIST': 'localhost', 'TMPDIR': str(tmp_path)} | {name: CANARY for name in TOKENS}
+    def submit(): return subprocess.Popen(['bash', '-c', script], env=env, cwd=tmp_path, stdout=log, stderr=log)
+    with open(tmp_path/'log', 'w') as log:
+        job = submit()
+        assert wait_for(lambda: steps(run) >= 3 or job.poll() is not None, 80)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(80) == 75 and requeues(tmp_path) == ['4711'], (tmp_path/'log').read_text()[-3000:]
+        assert run_state(run)['state'] == 'preempted'
+        assert [submit().wait(80), run_state(run)['state'], steps(run)] == [0, 'finished', STEPS]
+        before = {path: path.stat().st_mtime_ns for path in run.rglob('*') if path.is_file() and path.name != '.llmw.lock'}
+        assert submit().wait(80) == 0
+        assert {path: path.stat().st_mtime_ns for path in before} == before and requeues(tmp_path) == ['4711']
+    assert losses(run) == pytest.approx(losses(long.directory), abs=1e-6)
+    assert CANARY not in script and not spilt(tmp_path)
+
+
+# 20: a token stays where it is
+
+def spilt(folder) -> list: return [path for path in folder.rglob('*') if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+
+def test_20_a_token_in_the_environment_is_in_no_file_of_a_run(kept, capfd):
+    assert len(files(kept.directory)) > 15 and spilt(kept.directory.parent) == []
+    said = repr(kept) + kept._repr_html_() + json.dumps(kept.to_dict()) + sbatch(kept.recipe, 'run') + kept.recipe.dump()
+    assert CANARY not in said and not re.search('[Cc]anary', said)
