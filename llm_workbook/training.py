@@ -134,7 +134,7 @@ def train_rank(
     "Fine-tune on this rank, together with the others."
     from llm_workbook.adapters import save_adapters
     from llm_workbook.loading import arriving
-    from llm_workbook.ranks import memory_trace
+    from llm_workbook.gauges import memory_trace
     from llm_workbook.shard import cpu_fsdp
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar(), _without_compiler(recipe)

@@ -17,7 +17,8 @@ import pytest
 from llm_workbook import checkpoint, slices
 from llm_workbook.checkpoint import finish_saving, load_checkpoint, save_checkpoint, to_universal
 from llm_workbook.commits import DamagedCheckpoint, latest_valid
-from llm_workbook.ranks import RankError, memory_trace, run_ranks
+from llm_workbook.gauges import memory_trace
+from llm_workbook.ranks import RankError, run_ranks
 from llm_workbook.slices import CheckpointError, base_digest, export_full, kept, listed, named, read_slices, slices_here
 
 

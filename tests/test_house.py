@@ -16,7 +16,7 @@ import pytest
 from page import ROOT, pages, skipped
 
 ORDER = ('document hardware architecture model recipe tape activations holdings intake ledger quant nf4 weights adapters data claims commits '
-         'ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming monitor training scores fakes stage '
+         'gauges ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming monitor training scores fakes stage '
          'timeline players rehearsal verdicts merge exports launch doctor checks report').split()
 HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
          'IPython ipywidgets').split()

@@ -20,7 +20,8 @@ import torch._dynamo  # DistributedDataParallel imports it, which takes seconds 
 import torch.distributed as dist
 
 from llm_workbook import ranks
-from llm_workbook.ranks import RankError, RankTimeout, memory_trace, notebook_ranks, run_ranks
+from llm_workbook.gauges import memory_trace
+from llm_workbook.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
 
 both = pytest.mark.parametrize('launch', [run_ranks, notebook_ranks])
 

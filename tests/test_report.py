@@ -8,7 +8,7 @@ from llm_workbook.hardware import node
 from llm_workbook.holdings import Line
 from llm_workbook.ledger import Ledger, memory
 from llm_workbook.model import spec
-from llm_workbook.ranks import Bytes, MemoryTrace
+from llm_workbook.gauges import Bytes, MemoryTrace
 from llm_workbook.recipe import Recipe, recipes, shrink
 from llm_workbook.rehearsal import Rehearsal
 from llm_workbook.report import CLASSES, Compared, Report, reconcile

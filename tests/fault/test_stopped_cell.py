@@ -19,7 +19,7 @@ CELLS = '''
     print('interrupt me')
     fine_tune(recipe, 'run')
     # %%
-    print([child.pid for child in psutil.Process().children(recursive=True)], latest_valid('run').name != 'run')
+    print([child.pid for child in psutil.Process().children(recursive=True)], latest_valid('run').name)
     # %%
     run = fine_tune(recipe, 'run', resume=True, live=False)
     print(len(run.metrics))
@@ -27,7 +27,7 @@ CELLS = '''
 
 
 @pytest.mark.slow
-def test_22_a_stopped_cell_leaves_no_process_and_keeps_what_was_committed(recipe, tmp_path, monkeypatch):
+def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
     for name in TOKENS: monkeypatch.setenv(name, CANARY)
     recipe.changed({'optimizer.steps': 150, 'intervals.saving': 5}).save(tmp_path/'recipe.yaml')
@@ -43,8 +43,10 @@ def test_22_a_stopped_cell_leaves_no_process_and_keeps_what_was_committed(recipe
     client.on_cell_execute = on_start
     client.execute()
     errors = [[o.ename for o in cell.outputs if o.output_type == 'error'] for cell in nb.cells]
-    assert errors == [[], ['KeyboardInterrupt'], [], []], [o for cell in nb.cells for o in cell.outputs]
+    assert errors == [[], ['Preempted'], [], []], [o for cell in nb.cells for o in cell.outputs]
     said = [''.join(o.text for o in cell.outputs if o.output_type == 'stream' and o.name == 'stdout') for cell in nb.cells]
     assert 12 <= seen['step'] < 150 and seen['committed'] is not None
-    assert said[2:] == ['[] True\n', '150\n'], said
+    left, committed = said[2].split()
+    assert left == '[]' and seen['step'] <= int(committed.removeprefix('checkpoint-')) < 150, said
+    assert said[3] == '150\n', said
     assert CANARY not in nbformat.writes(nb)
