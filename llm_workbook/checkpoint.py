@@ -165,11 +165,12 @@ def _write(folder, files, needed_b):
     return [*files]
 
 # %% ../nbs/chapters/30_checkpoint.ipynb #e2d311ae
-def _finish(saving, files, about, needed_b):
+def _finish(saving, files, about, needed_b, rank):
     "Write this rank's files; when every rank has, rank 0 commits, and all know of it."
     try:
-        names = sum(together(lambda: _write(saving.folder, files, needed_b), apart=True), [])
-        last = lambda: None if _rank()[0] else commit(saving.folder, about, expected=names)
+        names = together(lambda: _write(saving.folder, files, needed_b), apart=True)
+        if len(names) != about['ranks']: raise CheckpointError('the process group is gone: call finish_saving() before that')
+        last = lambda: None if rank else commit(saving.folder, about, expected=sum(names, []))
         saving._manifest = together(last, apart=True)[0]
     except BaseException as error: saving._error = error
 
@@ -188,7 +189,7 @@ def _pinned(model):  # What is frozen stays as it is: hash it once
     return inner._llmw_base
 
 def _step(folder):
-    found = re.fullmatch(r'checkpoint-(\d+)', folder.name)
+    found = re.fullmatch(r'checkpoint-(0|[1-9]\d*)', folder.name)
     if not found: raise ValueError(f"folder {folder.name!r} is not named for its step, as 'checkpoint-100' is")
     return int(found[1])
 
@@ -214,7 +215,7 @@ def save_checkpoint(
     about = dict(step=step, ranks=_rank()[1], strategy=_strategy(model), payload=base or None,
                  method=facts.get('method') or ('adapters' if base else 'full'), recipe_hash=facts.get('recipe_hash') or '')
     saving = Saving(folder, size_b)
-    work = threading.Thread(target=_finish, args=(saving, files, about, needed_b), name=f'save {folder.name}')
+    work = threading.Thread(target=_finish, args=(saving, files, about, needed_b, rank), name=f'save {folder.name}')
     saving._thread = work
     _pending.append(saving)
     work.start()

@@ -7,7 +7,8 @@ __all__ = ['EXIT_PREEMPTED', 'Votes', 'Preemption', 'check_finite', 'RankHangs',
 
 # %% ../nbs/chapters/28_guards.ipynb #aa5e36a9
 import json, logging, math, os, signal, sys, threading, time, traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -123,18 +124,29 @@ class HangWatch:
         while not self._done.wait(min(1, self.timeout_s / 10)):
             if time.monotonic() - self._last > self.timeout_s: return self.act(_account(self))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:  # As long as the block lasts
+        "Count nothing inside: a save or a load takes as long as it takes, and has limits of its own."
+        self._last = math.inf
+        try: yield
+        finally: self.beat()
+
 # %% ../nbs/chapters/28_guards.ipynb #77969f5b
-def _account(watch):  # What this rank does, beside what the others say they do
+def _account(watch):  # What this rank does, beside what the others say they do; a full disk must not keep it from acting
     stack = traceback.extract_stack(sys._current_frames()[watch._main])
+    try: said = _shown(watch, stack)
+    except OSError as error: return RankHangs(f'no step was done in {watch.timeout_s:g} s, and no rank could say more: {error}', '')
+    if said[watch.rank]['waits']: time.sleep(1)  # Whoever is waited for speaks first
+    return RankHangs(_verdict(watch, said), ''.join(said[watch.rank]['stack'][-4:]))
+
+def _shown(watch, stack):
     watch.folder.mkdir(parents=True, exist_ok=True)
     part = watch.folder / f'part-{watch.rank}'
     part.write_text(json.dumps({'waits': _waits(stack), 'stack': traceback.format_list(stack)}))
     part.replace(watch._file(watch.rank))
     late = time.monotonic() + 2
     while not all(watch._file(r).exists() for r in range(watch.ranks)) and time.monotonic() < late: time.sleep(0.05)
-    said = {r: json.loads(watch._file(r).read_text()) for r in range(watch.ranks) if watch._file(r).exists()}
-    if said[watch.rank]['waits']: time.sleep(1)  # Whoever is waited for speaks first
-    return RankHangs(_verdict(watch, said), ''.join(said[watch.rank]['stack'][-4:]))
+    return {r: json.loads(watch._file(r).read_text()) for r in range(watch.ranks) if watch._file(r).exists()}
 
 def _verdict(watch, said):
     stuck = [rank for rank in said if not said[rank]['waits']]

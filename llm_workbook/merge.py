@@ -16,7 +16,8 @@ from .document import html_table, nearest, resolve
 # %% ../nbs/chapters/40_merge.ipynb #ec73aa18
 WAYS = {'16-bit': 'the 16-bit base', 'dequantised': 'the base as NF4 gives it back', 'nf4': 'the 16-bit base, packed again'}
 _ODD = ('use_dora rank_pattern alpha_pattern fan_in_fan_out modules_to_save lora_bias trainable_token_indices '
-        'layer_replication').split()
+        'layer_replication use_qalora').split()
+_PLAIN = True, False, None, 'gaussian', 'orthogonal', 'eva'  # Ways to begin that leave the base as it is; PiSSA and others change it
 
 def _pairs(adapters):
     "Weight -> (A, B, scale), and what peft says of them; nothing but plain LoRA passes."
@@ -29,7 +30,7 @@ def _pairs(adapters):
     said = json.loads((folder / 'adapter_config.json').read_text('utf-8'))
     tensors = load_file(folder / 'adapter_model.safetensors')
     names = {name: fullmatch(r'base_model\.model\.(.+)\.lora_([AB])\.weight', name) for name in tensors}
-    odd = [key for key in _ODD if said.get(key)] + [name for name, match in names.items() if not match][:2]
+    odd = [key for key in _ODD if said.get(key)] + ['init_lora_weights'] * (said.get('init_lora_weights', True) not in _PLAIN) + [name for name, match in names.items() if not match][:2]
     if odd or said.get('bias', 'none') != 'none' or said.get('peft_type') != 'LORA':
         raise ValueError(f'{folder.name!r} is more than plain LoRA ({", ".join(odd) or "bias"}): merge it with peft')
     moved(tensors)

@@ -7,7 +7,7 @@ __all__ = ['CheckpointError', 'together', 'named', 'kept', 'slices_here', 'write
            'export_full']
 
 # %% ../nbs/chapters/29_slices.ipynb #3d1cd461
-import hashlib, json, math, warnings
+import hashlib, json, math, os, warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +135,7 @@ def write_slices(
     with open(path, 'wb') as file:
         file.write(len(head).to_bytes(8, 'little') + head)
         for _, tensor, _ in parts: file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+        file.flush(), os.fsync(file.fileno())  # On the disk of this node; rank 0 cannot see to that
         return file.tell()
 
 # %% ../nbs/chapters/29_slices.ipynb #058f66d2

@@ -361,6 +361,24 @@ def test_an_error_in_the_thread_is_heard_on_every_rank(tmp_path):
         assert rank or 'rank 1 failed' in said[0]
 
 
+def leaves_early(folder):
+    "The process group goes while a thread still writes: no rank may take itself for all."
+    import torch.distributed as dist
+    live = prepared('toy', 'fsdp2')
+    save_checkpoint(folder / 'checkpoint-1', *live)
+    with slow(0.2):
+        saving = save_checkpoint(folder / 'checkpoint-2', *live, wait=False)
+        dist.destroy_process_group()
+        try: saving.result()
+        except CheckpointError as error: return str(error)
+
+
+def test_a_group_that_is_destroyed_commits_nothing(tmp_path):
+    said = run_ranks(leaves_early, 2, (tmp_path,))
+    assert all('checkpoint-2 is not committed' in text for text in said), said
+    assert latest_valid(tmp_path).name == 'checkpoint-1'
+
+
 def dies(folder):
     live = prepared('toy', 'fsdp2')
     save_checkpoint(folder / 'checkpoint-1', *live)

@@ -100,6 +100,7 @@ def test_float32_is_written_in_float32(adapters):
 
 @pytest.mark.parametrize('fields, said', [
     ({'use_dora': True}, r'more than plain LoRA \(use_dora\)'), ({'bias': 'all'}, 'more than plain LoRA'),
+    ({'init_lora_weights': 'pissa'}, 'init_lora_weights'), ({'init_lora_weights': 'olora'}, 'init_lora_weights'),  # The base changed
     ({'alpha_pattern': {'q_proj': 3}}, 'alpha_pattern'), ({'peft_type': 'LOHA'}, 'more than plain LoRA'),
     ({'base_model_name_or_path': 'owner/other'}, "trained on 'owner/other', not on 'tiny-base'")])
 def test_other_adapters_are_refused(tampered, fields, said):

@@ -76,6 +76,8 @@ LIES = {  # What is wrong -> header, heap, what the error says
     'a shape below zero': ({'a': entry(shape=(-1, -2))}, b'x' * 8, 'a has a shape or offsets that are no whole numbers'),
     'a shape of text': ({'a': entry() | {'shape': 'xy'}}, b'x' * 8, 'no whole numbers'),
     'a shape of halves': ({'a': entry(shape=(.5, 4))}, b'x' * 8, 'no whole numbers'),
+    'a shape beyond any disk': ({'a': entry(shape=[2**62] * 80_000)}, b'x' * 8, 'no whole numbers'),  # Whose product takes minutes
+    'a size beyond any disk': ({'a': entry(shape=(2**64,))}, b'x' * 8, 'no whole numbers'),
     'three offsets': ({'a': entry(offsets=(0, 4, 8))}, b'x' * 8, 'no whole numbers'),
     'an unknown type': ({'a': entry(dtype='F4')}, b'x' * 8, "a has no usable 'F4'"),
     'no offsets': ({'a': {'dtype': 'F32', 'shape': [2]}}, b'x' * 8, "a has no usable 'data_offsets'"),
