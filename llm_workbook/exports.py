@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Exported', 'export', 'PushError', 'push']
 
-# %% ../nbs/chapters/41_exports.ipynb #cc5d019c
+# %% ../nbs/chapters/41_exports.ipynb #a45791ea
 import hashlib, json, os, shutil, subprocess, sys, tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from pathlib import Path
 from re import fullmatch
 
 from .document import html_table, nearest, resolve
-from .merge import WAYS, Merge, gate, merged
+from .merge import WAYS, Gate, Merge, gate, judge, merged
+from .recipe import Recipe
 
 # %% ../nbs/chapters/41_exports.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
@@ -143,8 +144,9 @@ def _prove(merge, recipe, adapters, folder, asked):
     return {'question': asked if isinstance(asked, str) else asked[-1]['content'], 'answer': said['answer'],
             'difference': (given - wanted).abs().max().item()}
 
-# %% ../nbs/chapters/41_exports.ipynb #5cae16ad
+# %% ../nbs/chapters/41_exports.ipynb #86b136fa
 _FACTS = 'gate', 'metrics', 'license'
+_ASKED = 64  # Held-out rows that the gate looks at
 
 def _license(source):
     from huggingface_hub import ModelCard
@@ -157,14 +159,14 @@ def _named(recipe):
     return recipe.changed({k: Path(v).name for k, v in facts.items() if v and Path(v).expanduser().exists()})
 
 def _data(recipe):
-    "The training rows, and a sentence with their hash; without the file neither."
+    "Training rows, held-out rows, and a sentence with the hash of the first; without the file only this."
     from llm_workbook.data import load_rows
-    try: rows = load_rows(recipe.data, recipe.seed)[0]
-    except ValueError: return [], 'not at hand where this was exported, so it has no hash here'
+    try: rows, held_out = load_rows(recipe.data, recipe.seed)
+    except ValueError: return [], [], 'not at hand where this was exported, so it has no hash here'
     text = '\n'.join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
-    return rows, f'{len(rows):,} rows, SHA-256 `{hashlib.sha256(text.encode()).hexdigest()}` (JSON lines, sorted keys)'
+    return rows, held_out, f'{len(rows):,} rows, SHA-256 `{hashlib.sha256(text.encode()).hexdigest()}` (JSON lines, sorted keys)'
 
-# %% ../nbs/chapters/41_exports.ipynb #6a638faa
+# %% ../nbs/chapters/41_exports.ipynb #8e778a40
 def _card(recipe, into, facts, data, proof):
     "The text of README.md."
     from huggingface_hub import ModelCard, ModelCardData
@@ -174,9 +176,10 @@ def _card(recipe, into, facts, data, proof):
     hub = lambda place: place if isinstance(place, str) else None
     head = ModelCardData(base_model=hub(known), datasets=hub(_source(recipe)), license=license, tags=tags,
                          library_name='transformers', pipeline_tag='text-generation')
-    points = [f'- Base: {named.model.source}, revision {base.revision or "not pinned"}; license {license or "not known"}',
+    points = [f'- Base: {named.model.source}, revision {base.revision or "not pinned"}; license {license or "not known"}'
+              f'{_packed(facts)}',
               f'- Data: {named.data.source}, {data}',
-              f'- Gate: {facts.get("gate") or "none was run"}',
+              f'- Gate: {_judged(facts)}',
               f'- Proof: {_said(proof)}',
               *[f'- {name}: {value}' for name, value in (facts.get('metrics') or {}).items()]]
     title = f'# {recipe.name}\n\n{named.model.source} with {recipe.method.kind} adapters, merged into {WAYS[into]}.'
@@ -186,6 +189,12 @@ def _card(recipe, into, facts, data, proof):
 def _source(recipe):
     try: return resolve(recipe.data.source)
     except ValueError: return None
+
+def _packed(facts): return f'; packed, digest `{facts["gate"].base}`' if facts.get('gate') and facts['gate'].base else ''
+
+def _judged(facts):
+    if facts.get('gate') is False: return 'none was run; whoever exported this skipped it'
+    return facts.get('gate') or 'none was run; no held-out rows were at hand'
 
 def _said(proof):
     if not proof: return 'none; keys, shapes and types were compared with the base'
@@ -224,24 +233,25 @@ def _published(directory, needed_b):
         os.rename(inner, directory)
     finally: shutil.rmtree(outer)
 
-# %% ../nbs/chapters/41_exports.ipynb #1456b99e
+# %% ../nbs/chapters/41_exports.ipynb #862e1762
 def export(
-    recipe: 'Recipe',  # What trained the adapters; it names the base
+    recipe: Recipe,  # What trained the adapters; it names the base
     adapters: 'str | Path',  # What `save_adapters` wrote
     directory: 'str | Path',  # Where to publish; must not exist
     into: str = 'dequantised',  # Or '16-bit', or 'nf4'
-    facts: dict | None = None,  # For the card: 'gate' (a `Gate`), 'metrics' (name -> value), 'license'
+    facts: dict | None = None,  # For the card: 'gate' (a `Gate`, or False for none), 'metrics' (name -> value), 'license'
     prove: bool = True,  # Whether a fresh process answers a question; it and this one hold the model in turn
 ) -> Exported:  # Verified and sealed
     "Merge weight by weight onto the disk; publish when everything is verified."
     from llm_workbook.commits import MANIFEST, commit
-    directory, facts, base = Path(directory), facts or {}, recipe.model
-    _check_facts(facts, into)
+    facts = _checked(recipe, facts or {}, into)
+    directory, adapters, base = Path(directory).absolute(), Path(adapters).absolute(), recipe.model
     if base.head != 'causal_lm': raise ValueError(f'model.head {base.head!r} is not exported here: take a causal_lm recipe')
     merge = Merge(base.source, adapters, into, recipe.method, recipe.precision, base.revision)
-    rows, data = _data(recipe)
+    rows, held_out, data = _data(recipe)
     asked = rows[0]['messages'][:-1] if rows and 'messages' in rows[0] else 'Hello'
     with _published(directory, merge.weights.total_b) as folder, merge.weights:
+        if 'gate' not in facts and held_out: facts['gate'] = judge(recipe, adapters, held_out[:_ASKED], into)
         shards = _Shards(folder, merge.weights.tensors)
         for name in merge.weights.tensors: shards.add(merge.parts(name))
         shards.finish()
@@ -251,16 +261,24 @@ def export(
         sealed = commit(folder, _seal(recipe, into), expected=['config.json', 'tokenizer.json', 'README.md'])
         return Exported(directory, into, {n: (folder / n).stat().st_size for n in [*sealed.files, MANIFEST]}, proof)
 
-# %% ../nbs/chapters/41_exports.ipynb #a6db8e27
+# %% ../nbs/chapters/41_exports.ipynb #fd51ebdc
 def _seal(recipe, into):
     return {'step': recipe.optimizer.steps, 'ranks': 1, 'strategy': 'none', 'method': recipe.method.kind, 'extra': {'into': into},
             'recipe_hash': hashlib.sha256(recipe.dump().encode()).hexdigest()[:16]}
 
-def _check_facts(facts, into):
+def _checked(recipe, facts, into):
+    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: pass Recipe.load(file) or Recipe.named(name)')
+    if not isinstance(facts, dict): raise ValueError(f"facts {facts!r} is no dict: pass {{'license': 'mit'}} or the like")
     if odd := [key for key in facts if key not in _FACTS]: raise ValueError(f'facts: {odd[0]!r}; {nearest(odd[0], list(_FACTS))}')
-    judged = facts.get('gate')
+    facts = {key: value for key, value in facts.items() if value is not None}
+    judged = facts.get('gate', False)
+    if judged is not False and not isinstance(judged, Gate):
+        raise ValueError(f'gate {judged!r} is no Gate: pass what `gate` or `judge` returned, or False to skip it')
+    metrics = facts.get('metrics', {})
+    if not isinstance(metrics, dict): raise ValueError(f'metrics {metrics!r} is no dict: pass names with their values')
     if judged and judged.into != into: raise ValueError(f'the gate judged {judged.into!r}, and this exports {into!r}: judge that')
     if judged and not judged.passed: raise ValueError(f'the gate refused this merge ({judged}): nothing is exported')
+    return facts
 
 # %% ../nbs/chapters/41_exports.ipynb #edb6c5d3
 class PushError(RuntimeError):

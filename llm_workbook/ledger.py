@@ -19,8 +19,8 @@ from .intake import loaded
 from .model import ModelSpec, spec as find_spec
 from .recipe import Recipe
 
-# %% ../nbs/chapters/11_ledger.ipynb #953512f6
-def _save(rank, lines, first) -> Iterator[Line]:
+# %% ../nbs/chapters/11_ledger.ipynb #51d7eec4
+def _save(rank, lines, first, writes) -> Iterator[Line]:
     full, b, n = rank.recipe.method.kind == 'full', rank.item('weights', True), count_of(rank.tensors.trained)
     kind, why = 'weights' if full else 'adapters', ('b * n', {'b': b, 'n': n})
     yield from (x._replace(phase='save') for x in lines)
@@ -28,7 +28,7 @@ def _save(rank, lines, first) -> Iterator[Line]:
     if first or not full: yield Line(kind, 'save', 'export', 'host', b * n, *why, 'llm-workbook: training, adapters', 'model',
                                      'what trained, gathered', not full)
     if first: yield Line(kind, 'save', '', 'disk', b * n, *why, 'safetensors', 'model', 'what trained, in a file', False)
-    yield from _checkpoints(rank, lines, first)
+    yield from _checkpoints(rank, lines, first, writes)
 
 def _gathered(rank, moment) -> Iterator[Line]:
     b, l = rank.item('weights', True), max(prod(t.shape) for t in rank.tensors.trained)
@@ -36,14 +36,21 @@ def _gathered(rank, moment) -> Iterator[Line]:
         why = 'b * l', {'b': b, 'l': l}, 'torch: full_tensor'
         yield Line('unsharded', 'save', moment, 'gpu', b * l, *why, 'model', 'one tensor, whole')
 
-def _checkpoints(rank, lines, first) -> Iterator[Line]:
+# %% ../nbs/chapters/11_ledger.ipynb #a80e132e
+_KEPT = 3  # Checkpoints at once: two whole ones, and one being written
+
+def _checkpoints(rank, lines, first, writes) -> Iterator[Line]:
     every = rank.recipe.intervals
-    k = rank.recipe.optimizer.steps // every.saving if every.saving else 0
+    k = min(_KEPT, rank.recipe.optimizer.steps // every.saving) if every.saving else 0
     if k and every.checkpoint == 'sharded':
         train = lambda x: x.name.startswith('trained') and x.kind in ('weights', 'adapters')
-        c = sum(x.size_b for x in lines if x.kind in ('optimizer', 'master') or train(x))
-        yield Line('optimizer', 'save', '', 'disk', k * c, 'k * c', {'k': k, 'c': c}, 'torch.distributed.checkpoint', 'model',
-                   f'{k} checkpoints, the part of this rank')
+        c = sum(x.size_b for x in lines if x.kind in ('optimizer', 'master') or train(x)) * writes
+        part, W = 'ceil(c / W)', rank.recipe.cluster.ranks if rank.strategy == 'ddp' else 1
+        for place, moment, times, name in (('disk', '', k, f'{k} checkpoints, the part of this rank'),
+                                           ('host', 'checkpoint', 1, 'the part of this rank, copied for a thread to write')):
+            why = f'k * {part}', {'k': times, 'c': c, 'W': W}, 'llm-workbook: slices_here'
+            if rank.zero and place == 'host': continue
+            yield Line('optimizer', 'save', moment, place, times * -(-c // W), *why, 'model', name)
     elif k:
         c = rank.item('weights', True) * count_of(rank.tensors.trained) + whole_states(rank)
         yield from _gathered(rank, 'checkpoint')
@@ -248,7 +255,7 @@ def _overflow(ledger, room, cpu) -> str:
 
 def _gib(size): return f'{size / _GIB:,.2f} GiB'
 
-# %% ../nbs/chapters/11_ledger.ipynb #d8be57aa
+# %% ../nbs/chapters/11_ledger.ipynb #8912f1dc
 def memory(recipe: Recipe,  # What to account for
     spec: ModelSpec | None = None,  # Of its model; None finds it by `model.source`
     node: 'Node | str | None' = None,  # Machine to fit, or its name; None: the recipe's `cluster.hardware`
@@ -261,7 +268,7 @@ def memory(recipe: Recipe,  # What to account for
     step = held(job, spec, tuple(found))
     kept = [x for x in step if not x.moment and x.kind not in ('zero_buckets', 'collective') and 'gradients' not in x.name]
     base = [x for x in kept if x.kind in ('weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers', 'pinned_rounding')]
-    lines = [*step, *_passing(found, job), *loaded(job, spec, base, first), *_save(job, kept, first)]
+    lines = [*step, *_passing(found, job), *loaded(job, spec, base, first), *_save(job, kept, first, rank < job.group)]
     sums = Ledger(recipe, spec, rank, lines)
     card = node or recipe.cluster.hardware
     card_b = card.gpu.memory_b if isinstance(card, Node) else _card_b(card) if card else None

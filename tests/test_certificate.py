@@ -1,13 +1,17 @@
 """Packed bytes arrive: all bf16 patterns and whole bases, on 2 and 3 ranks, in every storage, through sharding and checkpoints."""
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_merge import moved_adapters
 
+from llm_workbook import nf4
 from llm_workbook.adapters import add_adapters
 from llm_workbook.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from llm_workbook.loading import load_sharded
+from llm_workbook.merge import Merge
 from llm_workbook.quant import fingerprint, load_nf4
 from llm_workbook.ranks import RankError, run_ranks
 from llm_workbook.recipe import Method
@@ -148,6 +152,24 @@ def test_a_base_arrives(strategy, storage, double, ranks, certified, tmp_path):
 def test_shares_are_loaded_as_the_whole_is(double, certified):
     def loaded(): return fingerprint(load_sharded('tiny-base', Method(double_quant=double), device='cpu')).digest
     assert run_ranks(loaded, 3) == [certified[double]] * 3
+
+
+@pytest.mark.parametrize('double, storage', [(True, 'bfloat16'), (False, 'uint8')])
+def test_a_dequantised_merge_starts_from_it(double, storage, certified, tmp_path):
+    "What a merge packs and unpacks again, put into the layers of a model whose own bytes were spoilt."
+    method, packed, stats, pack, state = Method(storage=storage, double_quant=double), [], [], nf4.pack, nf4.state
+    moved_adapters(tmp_path / 'adapters', method=method)
+    merge, model = Merge('tiny-base', tmp_path / 'adapters', 'dequantised', method), load_nf4('tiny-base', method, device='cpu')
+    names = sorted(name.removesuffix('.weight') for name in merge.packed)
+    with (merge.weights, patch.object(nf4, 'pack', lambda *a: packed.append(pack(*a)) or packed[-1]),
+          patch.object(nf4, 'state', lambda *a: stats.append(state(*a)) or stats[-1])):
+        for name in names: merge.parts(f'{name}.weight')
+    assert len(packed) == len(stats) == len(names) == 28
+    for name, (payload, _), found in zip(names, packed, stats):
+        layer = model.get_submodule(name)
+        raw(layer.weight).zero_()
+        layer.weight.data, layer.quant_state = payload.view(layer.weight.dtype).view(-1, 1), found
+    assert fingerprint(model).digest == certified[double]
 
 
 def test_another_base_is_refused(tmp_path):

@@ -13,9 +13,10 @@ from test_merge import moved_adapters
 
 import llm_workbook.exports as exports
 from llm_workbook.commits import DamagedCheckpoint, check
+from llm_workbook.data import load_rows
 from llm_workbook.document import asset
 from llm_workbook.exports import export, push
-from llm_workbook.merge import Gate, merged
+from llm_workbook.merge import Gate, Merge, judge, merged
 from llm_workbook.quant import fingerprint, load_nf4
 from llm_workbook.recipe import Method, Recipe
 from llm_workbook.weights import Weights
@@ -23,6 +24,7 @@ from llm_workbook.weights import Weights
 RECIPE = Recipe.parse('{version: 2, name: test, model: {source: tiny-base}, data: {source: sample-conversations}, '
                       'method: {kind: qlora, rank: 4}}')
 TOKEN = 'hf' + '_' + 'canary' * 5
+NO = {'gate': False}
 
 
 @pytest.fixture(scope='module')
@@ -53,7 +55,7 @@ def test_the_bytes_are_those_of_the_merge(published, adapters):
 
 def test_the_tensors_are_aligned(published, adapters, tmp_path):
     from safetensors import safe_open
-    small = export(RECIPE, adapters, tmp_path / 'small', 'nf4', prove=False)
+    small = export(RECIPE, adapters, tmp_path / 'small', 'nf4', NO, False)
     for folder in (published.directory, small.directory):
         entries = Weights(folder).tensors.values()
         assert all(e.begin_b % getattr(torch, e.dtype).itemsize == 0 for e in entries)
@@ -65,7 +67,7 @@ def test_nf4_is_what_transformers_saves_and_loads(double, storage, adapters, tmp
     from transformers import AutoModelForCausalLM
     method = RECIPE.method.model_copy(update={'double_quant': double, 'storage': storage})
     recipe = RECIPE.changed({'method.double_quant': double, 'method.storage': storage, 'sharding.strategy': 'ddp'})
-    out = export(recipe, adapters, tmp_path / 'out', 'nf4', prove=False)
+    out = export(recipe, adapters, tmp_path / 'out', 'nf4', NO, False)
     load_nf4('tiny-base', method, device='cpu').save_pretrained(tmp_path / 'theirs')
     ours, theirs = Weights(out.directory).tensors, Weights(tmp_path / 'theirs').tensors
     kind = lambda found: {n: (e.dtype, e.shape) for n, e in found.items() if 'quant_state' not in n}
@@ -77,7 +79,7 @@ def test_nf4_is_what_transformers_saves_and_loads(double, storage, adapters, tmp
 def test_large_exports_are_cut_and_indexed(adapters, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
     monkeypatch.setattr(exports, '_SHARD_B', 10**6)
-    out = export(RECIPE, adapters, tmp_path / 'out', 'nf4', prove=False)
+    out = export(RECIPE, adapters, tmp_path / 'out', 'nf4', NO, False)
     assert sum(name.endswith('.safetensors') for name in out.files) >= 3
     assert max(size for name, size in out.files.items() if name.endswith('.safetensors')) < 1.2e6
     index = json.loads((out.directory / 'model.safetensors.index.json').read_text())
@@ -98,10 +100,50 @@ def test_the_card_says_what_is_known_and_no_path(published, adapters, tmp_path):
     folder = shutil.copytree(adapters, tmp_path / 'adapters')
     said = json.loads((folder / 'adapter_config.json').read_text()) | {'base_model_name_or_path': str(base)}
     (folder / 'adapter_config.json').write_text(json.dumps(said))
-    out = export(RECIPE.changed({'model.source': str(base), 'data.source': str(data)}), folder, tmp_path / 'out', prove=False)
+    out = export(RECIPE.changed({'model.source': str(base), 'data.source': str(data)}), folder, tmp_path / 'out', facts=NO, prove=False)
     text = (out.directory / 'README.md').read_text()
     assert 'source: my-base' in text and 'license not known' in text and 'Gate: none was run' in text and 'Proof: none' in text
     assert not [p.name for p in out.directory.iterdir() if str(tmp_path).encode() in p.read_bytes()]
+
+
+def test_a_relative_directory_will_do(adapters, tmp_path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(adapters, tmp_path / 'run' / 'adapters').parent)
+    out = export(RECIPE, 'adapters', 'out', facts=NO)
+    assert out.directory == tmp_path / 'run' / 'out' and out.proof['difference'] == 0
+    assert check(tmp_path / 'run' / 'out', deep=True) and sorted(p.name for p in tmp_path.glob('run/*')) == ['adapters', 'out']
+
+
+# The gate
+
+def test_the_gate_runs_unless_it_is_skipped(adapters, tmp_path):
+    out = export(RECIPE, adapters, tmp_path / 'out', prove=False)
+    card = (out.directory / 'README.md').read_text()
+    _, held_out = load_rows(RECIPE.data, RECIPE.seed)
+    found = judge(RECIPE, adapters, held_out[:64])
+    assert f'Gate: {found}' in card and found.passed and found.tokens > 100
+    assert found.base == fingerprint(load_nf4('tiny-base', RECIPE.method, device='cpu')).digest and f'digest `{found.base}`' in card
+
+
+def test_a_merge_that_lost_the_training_is_not_exported(adapters, tmp_path, monkeypatch):
+    monkeypatch.setattr(Merge, 'changed', [])  # The base of 16 bit, without adapters
+    with pytest.raises(ValueError, match='refused; serve the base with its adapters beside it'):
+        export(RECIPE, adapters, tmp_path / 'out', prove=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_rows_the_card_says_why_there_was_no_gate(adapters, tmp_path):
+    out = export(RECIPE.changed({'data.source': 'someone/elsewhere'}), adapters, tmp_path / 'out', prove=False)
+    card = (out.directory / 'README.md').read_text()
+    assert 'Gate: none was run; no held-out rows were at hand' in card and 'digest' not in card
+
+
+@pytest.mark.parametrize('facts, said', [
+    ({'gate': {'top1': 1.0}}, 'is no Gate: pass what'), ({'gate': True}, 'or False to skip it'), (['gate'], 'is no dict'),
+    ({'metrics': 'good'}, 'is no dict')])
+def test_facts_of_another_type_are_refused(facts, said, adapters, tmp_path):
+    with pytest.raises(ValueError, match=said): export(RECIPE, adapters, tmp_path / 'out', facts=facts)
+    with pytest.raises(ValueError, match=r'pass Recipe\.load'): export('x.yaml', adapters, tmp_path / 'out')
+    assert not list(tmp_path.iterdir())
 
 
 # Whole or absent
@@ -110,14 +152,14 @@ def test_the_card_says_what_is_known_and_no_path(published, adapters, tmp_path):
 def test_what_fails_leaves_nothing(step, adapters, tmp_path, monkeypatch):
     def fail(*args): raise ValueError(f'{step} failed')
     monkeypatch.setattr(exports, step, fail)
-    with pytest.raises(ValueError, match=step): export(RECIPE, adapters, tmp_path / 'out', '16-bit', prove=step == '_prove')
+    with pytest.raises(ValueError, match=step): export(RECIPE, adapters, tmp_path / 'out', '16-bit', NO, step == '_prove')
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(adapters, tmp_path, monkeypatch):
     def full(*args): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(exports._File, 'add', full)
-    with pytest.raises(OSError, match=r'needs 6,\d+,\d+ bytes'): export(RECIPE, adapters, tmp_path / 'out')
+    with pytest.raises(OSError, match=r'needs 6,\d+,\d+ bytes'): export(RECIPE, adapters, tmp_path / 'out', facts=NO)
     assert not list(tmp_path.iterdir())
 
 
@@ -125,14 +167,14 @@ def test_a_file_that_is_not_what_was_meant_is_not_published(adapters, tmp_path, 
     def lossy(self, name, tensor, write=exports._File.add): write(self, name, tensor[:-1] if 'norm' in name else tensor)
     monkeypatch.setattr(exports._File, 'add', lossy)
     with pytest.raises(ValueError, match=r'9 tensors were written wrongly; .*layernorm.*\(255,\).* should be .*\(256,\)'):
-        export(RECIPE, adapters, tmp_path / 'out', prove=False)
+        export(RECIPE, adapters, tmp_path / 'out', facts=NO, prove=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_value_is_found_by_the_fresh_process(adapters, tmp_path, monkeypatch):
     def wrong(self, name, tensor, write=exports._File.add): write(self, name, tensor * 3 if 'layers.2.mlp.up' in name else tensor)
     monkeypatch.setattr(exports._File, 'add', wrong)
-    with pytest.raises(ValueError, match='says something else than the merged model'): export(RECIPE, adapters, tmp_path / 'out')
+    with pytest.raises(ValueError, match='says something else than the merged model'): export(RECIPE, adapters, tmp_path / 'out', facts=NO)
     assert not list(tmp_path.iterdir())
 
 
@@ -213,7 +255,7 @@ def test_what_may_not_be_pushed_is_refused(published, tmp_path):
 
 
 def test_a_token_inside_an_export_is_not_uploaded(adapters, tmp_path):
-    out = export(RECIPE, adapters, tmp_path / 'out', facts={'metrics': {'note': TOKEN}}, prove=False)
+    out = export(RECIPE, adapters, tmp_path / 'out', facts=NO | {'metrics': {'note': TOKEN}}, prove=False)
     with Hub(TOKEN) as hub:
         (kind, text), = pushes(tmp_path / 'home', {'directory': out.directory, 'endpoint': hub.url})
     assert kind == 'ValueError' and 'README.md contains your token' in text and not hub.repos

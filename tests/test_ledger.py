@@ -2,6 +2,7 @@
 import json
 import math
 import os
+from unittest.mock import patch
 
 import pytest
 
@@ -12,7 +13,9 @@ from bench.record import ROOT
 from llm_workbook.holdings import KINDS, count_of, held, rank_of, tensors_of, whole_states
 from llm_workbook.ledger import memory
 from llm_workbook.model import spec
-from llm_workbook.recipe import Method, Recipe, recipes
+from llm_workbook.ranks import run_ranks
+from llm_workbook.recipe import Method, Precision, Recipe, recipes
+from llm_workbook.resuming import _Resuming
 
 BASE = Recipe(name='tests', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'})
 TINY = spec('tiny-base')
@@ -178,10 +181,54 @@ def test_loading_decides_the_first_peak():
 def test_checkpoints_fill_the_disk():
     full = BASE.changed({'method.kind': 'full', 'intervals.saving': 10, 'optimizer.steps': 45})
     part, whole = memory(full), memory(full.changed({'intervals.checkpoint': 'full'}))
-    n = TINY.parameters
-    assert sum(memory(full, rank=r).total('save', 'disk') for r in range(2)) == 4 * 12 * n + 4 * n
-    assert whole.on_node('save', 'disk') == 4 * (12 * n + 4 * 38) + 4 * n
+    n, there = TINY.parameters, _Resuming.kept + 1  # Those that are kept, and the one being written
+    assert sum(memory(full, rank=r).total('save', 'disk') for r in range(2)) == there * 12 * n + 4 * n
+    assert whole.on_node('save', 'disk') == there * (12 * n + 4 * 38) + 4 * n
     assert whole.total('save', 'host', 'allocated') > part.total('save', 'host', 'allocated')
+    once = memory(full.changed({'intervals.saving': 30}))
+    assert once.on_node('save', 'disk') == 12 * n + 4 * n
+
+
+def saved(how, kind, folder):
+    "What a rank copies for a thread that writes, by its own count and by that of the process; bytes."
+    import torch
+    from llm_workbook.adapters import add_adapters
+    from llm_workbook.checkpoint import finish_saving, save_checkpoint
+    from llm_workbook.quant import load_base
+    from llm_workbook.shard import shard_model
+    torch.set_num_threads(1)
+    model = load_base('tiny-base', Method(kind=kind), Precision(master='float32'), device='cpu')
+    if kind != 'full': model = add_adapters(model, Method(kind=kind))
+    model = shard_model(model) if how == 'fsdp2' else torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.randint(5, 1000, (2, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    copied, clone = [], torch.Tensor.clone
+    with patch.object(torch.Tensor, 'clone', lambda self, **more: copied.append(self.nbytes) or clone(self, **more)):
+        saving = save_checkpoint(folder / 'checkpoint-1', model, optimizer, wait=False)
+    finish_saving()
+    return saving.bytes, sum(copied)
+
+
+@pytest.mark.parametrize('how, kind', [('fsdp2', 'full'), ('fsdp2', 'lora'), ('ddp', 'full'), ('ddp', 'qlora')])
+def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
+    recipe = BASE.changed({'method.kind': kind, 'sharding.strategy': how, 'cluster.processes': 2, 'intervals.saving': 2, 'optimizer.steps': 4})
+    found = run_ranks(saved, 2, (how, kind, tmp_path), timeout_s=120)
+    for rank, (said, copied) in enumerate(found):
+        ledger = memory(recipe, rank=rank)
+        line, = [x for x in ledger.lines if x.phase == 'save' and x.place == 'host' and x.moment == 'checkpoint']
+        assert line.size_b == eval(line.formula, {'ceil': math.ceil}, line.symbols)
+        assert said == pytest.approx(line.size_b, rel=.02) and copied == pytest.approx(line.size_b, rel=.02)
+        assert ledger.total('save', 'host') >= line.size_b
+        disk, = [x for x in ledger.lines if 'checkpoints' in x.name]
+        assert disk.size_b == 2 * line.size_b
+
+
+def test_deepspeed_copies_nothing_and_neither_does_a_run_without_checkpoints():
+    saving = {'intervals.saving': 2, 'method.kind': 'full', 'cluster.processes': 2}
+    copies = lambda changes: [x for x in memory(BASE.changed(changes)).lines if x.place == 'host' and x.moment == 'checkpoint']
+    assert copies(saving) and not copies(saving | {'intervals.saving': 0}) and not copies(saving | {'sharding.strategy': 'zero3'})
 
 
 def test_what_a_node_shares_counts_once():
