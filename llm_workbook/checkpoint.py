@@ -290,7 +290,7 @@ def _save_zero(folder, engine, adapted):
     if not _rank()[0]:
         for program in folder.glob('*.py'): program.unlink()
 
-# %% ../nbs/chapters/30_checkpoint.ipynb #c8a0e32e
+# %% ../nbs/chapters/30_checkpoint.ipynb #31b7f92f
 def _load_zero(folder, manifest, model, weights_only):
     "Let DeepSpeed read its own pickles, after `check`, into an engine of as many ranks."
     engine, ranks = _engine(model), _rank()[1]
@@ -302,7 +302,8 @@ def _load_zero(folder, manifest, model, weights_only):
         program = f'import llm_workbook; print(llm_workbook.to_universal({str(folder)!r}))'
         raise CheckpointError(f'{folder.name} was saved by DeepSpeed on {manifest.ranks} ranks and there are {ranks}. Run\n'
                               f'{shlex.join([sys.executable, "-c", program])}\n'
-                              "and load what that prints, with 'checkpoint': {'load_universal': True} in the DeepSpeed config")
+                              "and resume: a run finds it there. load_checkpoint takes what it prints, with 'checkpoint': "
+                              "{'load_universal': True} in the DeepSpeed config")
     if universal != bool(engine.load_universal_checkpoint()):
         raise CheckpointError(f"{folder.name} is {'' if universal else 'not '}universal: set 'checkpoint': "
                               f"{{'load_universal': {universal}}} in the DeepSpeed config")

@@ -43,22 +43,22 @@ class Votes:
         dist.all_gather_object(said, value, group=self.group)
         return said
 
-# %% ../nbs/chapters/28_guards.ipynb #8ba44504
+# %% ../nbs/chapters/28_guards.ipynb #cd1707c9
 EXIT_PREEMPTED = 75  # Exit code of a run that was told to stop, and saved: EX_TEMPFAIL, "try again later"
 
+# %% ../nbs/chapters/28_guards.ipynb #614e1947
 class Preemption:
     "Inside its block SIGTERM and SIGUSR1 set a flag and nothing else; the ranks compare it when asked."
     def __init__(self,
-        votes: Votes | None = None,  # Of all ranks; None makes one, which is a collective
+        votes: Votes | None = None,  # Of all ranks; None makes one when first asked, which is a collective
     ):
-        self.votes, self.signal, self._before = votes or Votes(), 0, {}
+        self.votes, self.signal, self._before = votes, 0, {}
 
     def __enter__(self):
-        why = 'this is not the main thread' if threading.current_thread() is not threading.main_thread() else \
-              'a kernel keeps its own' if 'ipykernel' in sys.modules and 'RANK' not in os.environ else None
-        if why: logging.getLogger(__name__).warning('no signal handlers: %s; stop this run by interrupting it', why)
+        if why := _no_handlers(): logging.getLogger(__name__).warning('no signal handlers: %s; interrupt the run to stop it', why)
         for number in () if why else (signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._note)
+        self.signal = _told_outside(self._before.values()) or self.signal
         return self
 
     def _note(self, number, frame): self.signal = number
@@ -68,7 +68,17 @@ class Preemption:
 
     def agreed(self) -> int:  # Number of the signal that any rank has got, 0 for none; the same on all
         "Compare the flags; a collective, so all ranks ask at the same point."
+        self.votes = self.votes or Votes()
         return self.votes.most(self.signal)
+
+# %% ../nbs/chapters/28_guards.ipynb #10349884
+def _no_handlers():  # Why none can be installed here
+    if threading.current_thread() is not threading.main_thread(): return 'this is not the main thread'
+    return 'a kernel keeps its own' if 'ipykernel' in sys.modules and 'RANK' not in os.environ else None
+
+def _told_outside(handlers):  # What a block around this one has been told
+    blocks = [block for handler in handlers if isinstance(block := getattr(handler, '__self__', None), Preemption)]
+    return next((block.signal for block in blocks if block.signal), 0)
 
 # %% ../nbs/chapters/28_guards.ipynb #ef8ae7d2
 def check_finite(
@@ -89,10 +99,11 @@ def check_finite(
 
 def _few(rows): return ', '.join(map(str, rows[:16])) + (f' and {len(rows) - 16} more' if len(rows) > 16 else '') or 'unknown'
 
-# %% ../nbs/chapters/28_guards.ipynb #24958907
+# %% ../nbs/chapters/28_guards.ipynb #14e0926c
 class RankHangs(RuntimeError):
     "No step was done in time: says which ranks are stuck and which wait, and where this one is."
 
+# %% ../nbs/chapters/28_guards.ipynb #175d38df
 class HangWatch:
     "A thread beside each rank; when steps stop coming, the ranks show each other where they are, and all end."
     def __init__(self,
@@ -107,8 +118,7 @@ class HangWatch:
         self.act, self._done, self._main = act or _leave, threading.Event(), threading.get_ident()
 
     def __enter__(self):
-        self._file(self.rank).unlink(missing_ok=True)
-        self.beat()
+        self._file(self.rank).unlink(missing_ok=True), self.beat()
         threading.Thread(target=self._look, name='hang watch', daemon=True).start()
         return self
 
@@ -131,11 +141,12 @@ class HangWatch:
         try: yield
         finally: self.beat()
 
-# %% ../nbs/chapters/28_guards.ipynb #77969f5b
+# %% ../nbs/chapters/28_guards.ipynb #6d206004
 def _account(watch):  # What this rank does, beside what the others say they do; a full disk must not keep it from acting
     stack = traceback.extract_stack(sys._current_frames()[watch._main])
     try: said = _shown(watch, stack)
-    except OSError as error: return RankHangs(f'no step was done in {watch.timeout_s:g} s, and no rank could say more: {error}', '')
+    except OSError as error:
+        return RankHangs(f'no step was done in {watch.timeout_s:g} s, and no rank could say more: {error}', '')
     if said[watch.rank]['waits']: time.sleep(1)  # Whoever is waited for speaks first
     return RankHangs(_verdict(watch, said), ''.join(said[watch.rank]['stack'][-4:]))
 

@@ -35,7 +35,7 @@ class RankTimeout(RankError):
     waiting: list = ()  # Ranks that wait for another one inside torch.distributed
     stacks: dict = None  # Rank -> its Python stack at the limit, innermost call first
 
-# %% ../nbs/chapters/20_ranks.ipynb #1c9fa84e
+# %% ../nbs/chapters/20_ranks.ipynb #1e6e666c
 @dataclass
 class _Job:  # One launch: what the ranks run, and where they leave files
     folder: Path
@@ -43,7 +43,7 @@ class _Job:  # One launch: what the ranks run, and where they leave files
     function: Callable
     env: dict
     group: dict | None  # Of a gloo process group to join; else the function makes its own
-    interrupted: list  # Ctrl-C, if it came
+    interrupted: list  # Signals to stop that came, in their order
     thread = raised = told = None  # The thread that forks the ranks, what ended it, and when ranks were told to stop
 
     def file(self, kind, rank): return self.folder/f'{kind}.{rank}'
@@ -55,22 +55,32 @@ class _Job:  # One launch: what the ranks run, and where they leave files
         with open(part := self.file('part', rank), 'wb') as out: save(out)
         part.rename(self.file(kind, rank))
 
+# %% ../nbs/chapters/20_ranks.ipynb #f05c7190
+_NOTED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
 @contextmanager
 def _job(ranks, function, env, defaults, group=None):  # A launch with a private folder, which goes away in every case
-    interrupted, main = [], threading.current_thread() is threading.main_thread()
+    interrupted, before, main = [], {}, threading.current_thread() is threading.main_thread()
     env = _DEFAULTS | defaults | {name: str(value) for name, value in (env or {}).items()}
-    with tempfile.TemporaryDirectory(prefix='llmw-ranks-', ignore_cleanup_errors=True) as folder:
-        (end, start), _ = os.pipe(), gc.freeze()
-        before = main and signal.signal(signal.SIGINT, lambda *what: interrupted.append(what))
-        if (janitor := os.fork()) == 0:
-            try: os.setpgid(0, 0), os.close(start), os.read(end, 1), shutil.rmtree(folder, ignore_errors=True)
-            finally: os._exit(0)
-        try: yield _Job(Path(folder), ranks, function, env, group, interrupted)
-        finally:
-            os.kill(janitor, signal.SIGKILL), os.waitpid(janitor, 0), os.close(end), os.close(start)
-            main and signal.signal(signal.SIGINT, before), gc.collect(), gc.unfreeze()
+    try:
+        with tempfile.TemporaryDirectory(prefix='llmw-ranks-', ignore_cleanup_errors=True) as folder:
+            (end, start), _ = os.pipe(), gc.freeze()
+            for number in _NOTED if main else ():
+                if number == signal.SIGINT or signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    before[number] = signal.signal(number, lambda number, frame: interrupted.append(number))
+            if (janitor := os.fork()) == 0:
+                try: os.setpgid(0, 0), os.close(start), os.read(end, 1), shutil.rmtree(folder, ignore_errors=True)
+                finally: os._exit(0)
+            try: yield _Job(Path(folder), ranks, function, env, group, interrupted)
+            finally:
+                os.kill(janitor, signal.SIGKILL), os.waitpid(janitor, 0), os.close(end), os.close(start)
+                while before: signal.signal(*before.popitem())
+                gc.collect(), gc.unfreeze()
+    except KeyboardInterrupt:  # Another signal than that of Ctrl-C does here what it would have done without ranks
+        if interrupted and interrupted[0] != signal.SIGINT: os.kill(os.getpid(), interrupted[0])
+        raise
 
-# %% ../nbs/chapters/20_ranks.ipynb #4750efdb
+# %% ../nbs/chapters/20_ranks.ipynb #3040e6c4
 _DEFAULTS = {'GLOO_SOCKET_IFNAME': 'lo', 'TOKENIZERS_PARALLELISM': 'false', 'OMP_NUM_THREADS': '1'}
 _CHATTY = 'torch.distributed.elastic', 'torch.multiprocessing'  # Loggers that repeat in the cell what the watcher says
 
@@ -79,6 +89,7 @@ def _enter(job, rank):  # Turn a fresh fork of the kernel into a rank
     if os.getppid() != job.kernel: os._exit(1)  # It died before the line above
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if callable(signal.getsignal(signal.SIGUSR1)): signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     job.put('pid', rank, lambda out: out.write(str(os.getpid()).encode()))
     for number, name in (1, 'log' if rank else 'out'), (2, 'log'):
         with open(job.file(name, rank), 'ab') as out: os.dup2(out.fileno(), number)
@@ -196,16 +207,16 @@ def _waits(frames, pid):  # Whether a stack, innermost frame first, ends in a wa
     return (any('/torch/distributed/' in frame[0] for frame in frames[:2]) or '.wait(' in linecache.getline(file, int(line))
             or asleep and file.endswith('torch/autograd/graph.py'))
 
-# %% ../nbs/chapters/20_ranks.ipynb #88173913
+# %% ../nbs/chapters/20_ranks.ipynb #19be86a6
 _GRACE_S = 120  # How long ranks that handle SIGTERM may take
 
-def _ended(job, failures):  # After Ctrl-C: tell the ranks once; then say whether there is nothing more to wait for
+def _ended(job, failures):  # After a signal: tell the ranks once; then say whether there is nothing more to wait for
     if not job.told:
         job.told, started = time.monotonic(), [rank for rank in job.unfinished() if job.has('pid', rank)]
         if len(started) < len(job.unfinished()): return True
         for rank in started:
             with suppress(OSError): os.kill(int(job.text('pid', rank)), signal.SIGTERM)
-    return failures or len(job.interrupted) > 1 or time.monotonic() > job.told + _GRACE_S
+    return failures or signal.SIGINT in job.interrupted[1:] or time.monotonic() > job.told + _GRACE_S
 
 # %% ../nbs/chapters/20_ranks.ipynb #c16ccc8b
 def _watch(job, timeout_s, watch):  # Look after the ranks until all have a result; raise as soon as that cannot be

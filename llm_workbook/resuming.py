@@ -4,25 +4,29 @@
 
 # %% auto #0
 __all__ = ['run_state', 'mark_run', 'read_metrics', 'Start', 'begin_run', 'resumable', 'recipe_facts', 'Preempted',
-           'guarded_train']
+           'guarded_train', 'run_status', 'save_whole']
 
-# %% ../nbs/chapters/31_resuming.ipynb #26f4ca1a
-import dataclasses, hashlib, json, os, random, tempfile, time
+# %% ../nbs/chapters/31_resuming.ipynb #916ab565
+import dataclasses, hashlib, json, logging, os, random, shutil, tempfile, time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from .commits import check, latest_valid, prune
-from .guards import HangWatch, Preemption, Votes, check_finite
+from .commits import MANIFEST, check, latest_valid, prune, survey
+from .guards import EXIT_PREEMPTED, HangWatch, Preemption, Votes, check_finite
 from .recipe import Recipe, differences
 
-# %% ../nbs/chapters/31_resuming.ipynb #4ba3fff8
+# %% ../nbs/chapters/31_resuming.ipynb #0c13fe6f
 def run_state(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> dict:  # `state`: 'none', 'running', 'preempted' or 'finished'; `step`: the last that it was marked at
     "Read how far the run of `directory` says it is; one that was killed still says that it is running."
     file = Path(directory) / 'run.json'
-    return json.loads(file.read_text()) if file.exists() else {'state': 'none', 'step': 0}
+    if not file.exists(): return {'state': 'none', 'step': 0}
+    try: return {'state': (said := json.loads(file.read_text()))['state'], 'step': int(said['step'])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{file.parent.name}/run.json is broken ({error!r}): delete it; the checkpoints say how far the run '
+                         'is') from None
 
 # %% ../nbs/chapters/31_resuming.ipynb #b625470c
 def mark_run(
@@ -45,7 +49,8 @@ def read_metrics(
 
 # %% ../nbs/chapters/31_resuming.ipynb #71ef1073
 def _replace(file, text):  # Whole or not at all
-    (part := file.with_name(f'.{file.name}.part')).write_text(text)
+    with (part := file.with_name(f'.{file.name}.part')).open('w') as out:
+        out.write(text), out.flush(), os.fsync(out.fileno())
     os.replace(part, file)
 
 # %% ../nbs/chapters/31_resuming.ipynb #1cc90271
@@ -56,7 +61,7 @@ class Start:
     checkpoint: Path | None = None  # Committed at that step; None for a run from scratch
     finished: bool = False  # Nothing is left to do
 
-# %% ../nbs/chapters/31_resuming.ipynb #7c6d8189
+# %% ../nbs/chapters/31_resuming.ipynb #32f6ca85
 def begin_run(
     recipe: Recipe,         # What to run
     directory: str | Path,  # Made if absent; its lock is held
@@ -68,16 +73,38 @@ def begin_run(
         if not resume: raise ValueError(f'{directory.name!r} holds a run already ({state["state"]}, step {state["step"]}): '
                                         'continue it with resume=True, name another directory, or delete it')
         _refuse_another(Recipe.load(file), recipe)
+    if state['state'] == 'finished' and state['step'] < recipe.optimizer.steps:
+        raise ValueError(f'{directory.name!r} finished at step {state["step"]}: a finished run takes no more steps, only one '
+                         'that was stopped does. Name another directory')
     if state['state'] == 'finished': return Start(state['step'], None, True)
-    found = latest_valid(directory)
+    found = _other_ranks(latest_valid(directory, deep=True), recipe)
     if found and not file.exists(): raise ValueError(f'{directory.name!r} holds {found.name} and no recipe.yaml: it is no run')
     step = check(found).step if found else 0
     directory.mkdir(parents=True, exist_ok=True)
+    _put_aside(directory, step)
     if not file.exists(): _replace(file, recipe.dump())
     metrics = directory / 'metrics.jsonl'
-    if metrics.exists(): _replace(metrics, ''.join(json.dumps(m) + '\n' for m in read_metrics(metrics) if m['step'] <= step))
+    lines = read_metrics(metrics)
+    if lines and not found:
+        _log.warning('no checkpoint was committed: starting again at step 0, %d lines of metrics dropped', len(lines))
+    if metrics.exists(): _replace(metrics, ''.join(json.dumps(m) + '\n' for m in lines if m['step'] <= step))
     mark_run(directory, 'running', step)
     return Start(step, found)
+
+# %% ../nbs/chapters/31_resuming.ipynb #6e29f02c
+_log = logging.getLogger(__name__)
+
+def _put_aside(directory, step):  # One with flipped bits has all its files, and would be in the way of the next of its step
+    for found in survey(directory).valid:
+        if found.step <= step: continue
+        place = next(p for k in range(10**6) if not (p := found.folder.with_name(f'{found.folder.name}.aside-{k}')).exists())
+        found.folder.rename(place)
+        _log.warning('%s is put aside as %s', found.folder.name, place.name)
+
+def _other_ranks(found, recipe):  # DeepSpeed's checkpoints are tied to their ranks; a converted one of the same step is not
+    if not found or not check(found).strategy.startswith('zero') or check(found).ranks == recipe.cluster.ranks: return found
+    other = found.parent / 'universal' / found.name
+    return other if other.is_dir() and check(other, deep=True) else found
 
 # %% ../nbs/chapters/31_resuming.ipynb #6331a1f1
 _FREE = {'intervals.saving', 'cluster.interface', 'cluster.variables', 'sharding.loading',  # Change no number, or leave
@@ -90,9 +117,21 @@ def _refuse_another(old, new):
     if changed: raise ValueError(f'the recipe has changed since this run began ({"; ".join(changed)}): it cannot go on as the '
                                  'same run. Put it back, or name another directory')
 
-# %% ../nbs/chapters/31_resuming.ipynb #319d3e1f
-class _Resuming:  # Goes before a trainer's class: committed checkpoints in place of its own
-    start, facts, kept = None, {}, 2
+# %% ../nbs/chapters/31_resuming.ipynb #a039569c
+class _Settling:  # What waits for a save, and keeps the hang watch from counting meanwhile
+    kept, watch = 2, None
+
+    def _unwatched(self): return self.watch.paused() if self.watch else nullcontext()
+
+    def settle(self):  # Wait for the save that is under way; then older ones may go
+        from llm_workbook.checkpoint import finish_saving
+        with self._unwatched():
+            finish_saving()
+            if self.args.process_index == 0: prune(self.args.output_dir, self.kept)
+
+# %% ../nbs/chapters/31_resuming.ipynb #0a77ee4e
+class _Resuming(_Settling):  # Goes before a trainer's class: committed checkpoints in place of its own
+    start, facts = None, {}
 
     def train(self, resume_from_checkpoint=None, **more):
         self.start, self._rows = resume_from_checkpoint or self.start, []
@@ -106,7 +145,8 @@ class _Resuming:  # Goes before a trainer's class: committed checkpoints in plac
         from llm_workbook.checkpoint import load_checkpoint
         made = super()._prepare_for_training(max_steps, loader, None)
         if self.start is None: return made
-        facts = load_checkpoint(self.start, self.model_wrapped, self.optimizer, self.lr_scheduler, any_ranks=True)
+        with self._unwatched():
+            facts = load_checkpoint(self.start, self.model_wrapped, self.optimizer, self.lr_scheduler, any_ranks=True)
         self._total_train_tokens, self._random = facts['tokens'], _random()
         return made
 
@@ -121,12 +161,8 @@ class _Resuming:  # Goes before a trainer's class: committed checkpoints in plac
         tokens = getattr(self, '_total_train_tokens', 0)
         facts = self.facts | {'step': step, 'tokens': tokens, 'trainer': dataclasses.asdict(state)}
         where = Path(self.args.output_dir, f'checkpoint-{step}')
-        save_checkpoint(where, self.model_wrapped, self.optimizer, self.lr_scheduler, facts, self.is_deepspeed_enabled)
-
-    def settle(self):  # Wait for the save that is under way; then older ones may go
-        from llm_workbook.checkpoint import finish_saving
-        finish_saving()
-        if self.args.process_index == 0: prune(self.args.output_dir, self.kept)
+        with self._unwatched():
+            save_checkpoint(where, self.model_wrapped, self.optimizer, self.lr_scheduler, facts, self.is_deepspeed_enabled)
 
 # %% ../nbs/chapters/31_resuming.ipynb #b7b42596
 def _random():
@@ -199,16 +235,17 @@ def recipe_facts(
     "Say in a checkpoint of which recipe it is."
     return {'method': recipe.method.kind, 'recipe_hash': hashlib.sha256(recipe.dump().encode()).hexdigest()[:16]}
 
-# %% ../nbs/chapters/31_resuming.ipynb #0e22d916
+# %% ../nbs/chapters/31_resuming.ipynb #fea3d6e3
 class Preempted(RuntimeError):
     "The run was told to stop, and every rank has saved the same step."
     def __init__(self,
-        step: int,  # The last that was done, and is committed
+        step: int,  # The last that was done, and is committed; 0 when none was
     ):
-        super().__init__(f'preempted at step {step}, which is committed: the same call with resume=True goes on from there')
+        done = f'at step {step}, which is committed' if step else 'before its first step'
+        super().__init__(f'preempted {done}: the same call with resume=True goes on from there')
         self.step = step
 
-# %% ../nbs/chapters/31_resuming.ipynb #9f0acec9
+# %% ../nbs/chapters/31_resuming.ipynb #a6391dde
 def guarded_train(
     trainer: 'Trainer',  # As a `resumable` class makes it; all ranks call this together
     directory: str | Path,  # Of the run
@@ -221,23 +258,106 @@ def guarded_train(
     votes = trainer.votes = Votes()
     start, done = votes.gather(start)[0], read_metrics(Path(directory) / 'metrics.jsonl')
     trainer.start, trainer.preempted = start.checkpoint, None
+    _universal(trainer)
     trainer.began = time.monotonic() - (done[-1]['seconds'] if done and start.step else 0)
     hangs = HangWatch(directory, step_timeout_s, votes.rank, votes.ranks) if step_timeout_s else nullcontext()
     with Preemption(votes) as preemption, hangs as watch:
+        trainer.watch = watch
         trainer.add_callback(_boundary(trainer, preemption, watch))
-        trainer.train()
-        trainer.settle()
-    if trainer.preempted and votes.rank == 0: mark_run(directory, 'preempted', trainer.preempted)
+        if preemption.agreed(): trainer.preempted = start.step  # Told while libraries or weights were loaded
+        else: trainer.train()
+        _told(trainer, directory, votes)
     return trainer.preempted
 
-# %% ../nbs/chapters/31_resuming.ipynb #bb4ed6f3
+def _told(trainer, directory, votes):  # Say what is committed before anything else takes time; no rank leaves before rank 0 has
+    from llm_workbook.checkpoint import finish_saving
+    with trainer._unwatched():
+        finish_saving()
+        if trainer.preempted is not None and votes.rank == 0: mark_run(directory, 'preempted', trainer.preempted)
+        trainer.settle(), votes.most(0)
+
+# %% ../nbs/chapters/31_resuming.ipynb #91d1219e
 def _boundary(trainer, preemption, watch):
     from transformers import TrainerCallback
 
     class Boundary(TrainerCallback):
         def on_step_end(self, args, state, control, **more):
             if watch: watch.beat()
-            if not preemption.agreed() or state.global_step >= state.max_steps: return
-            trainer.preempted = state.global_step
-            control.should_save = control.should_training_stop = True
+            if not preemption.agreed(): return
+            control.should_save = True
+            if state.global_step >= state.max_steps: return  # All is done but the saving of the result
+            trainer.preempted, control.should_training_stop = state.global_step, True
     return Boundary()
+
+def _universal(trainer):  # DeepSpeed must be told before it is made that it will read a converted checkpoint
+    if trainer.start is None or not check(trainer.start).strategy.endswith('-universal'): return
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config['checkpoint'] = {'load_universal': True}
+
+# %% ../nbs/chapters/31_resuming.ipynb #897d7611
+def run_status(
+    directory: str | Path,  # Of a run, or where one may begin
+) -> tuple[int, str]:  # 0 finished, 75 preempted and put away, 1 all else; and the same in words
+    "Say how a run stands: what it says itself, what is committed, and whether a process holds its lock."
+    run, directory = run_state(directory), Path(directory)
+    found = survey(directory).valid if directory.is_dir() else []
+    newest = f'newest committed step: {found[0].step}' if found else 'no step is committed'
+    safe = {'finished': 0, 'preempted': EXIT_PREEMPTED if found or not run['step'] else 1}
+    return safe.get(run['state'], 1), f"{run['state']} at step {run['step']}; {newest}; {_holder(directory)}"
+
+def _holder(directory):  # Ask for the lock without taking it away from anybody
+    import fcntl
+    try: handle = os.open(directory / '.llmw.lock', os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError: return 'no run holds it'
+    try: fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError: return f"held by {os.pread(handle, 200, 0).decode('ascii', 'replace')}"
+    finally: os.close(handle)
+    return 'no run holds it'
+
+# %% ../nbs/chapters/31_resuming.ipynb #41e83c94
+def save_whole(
+    trainer: 'Trainer',  # Of a `resumable` class, at its last step; all ranks call this together
+    directory: str | Path,  # Of the run; the model goes into its folder `model`
+) -> dict:  # Name -> shape of each tensor
+    "Write all weights as a model that plain transformers loads; only ZeRO gathers them on one rank."
+    if not isinstance(trainer, _Resuming):
+        raise ValueError(f'{type(trainer).__name__} has nothing to save: pass a `resumable` trainer')
+    from llm_workbook.slices import together
+    directory, first = Path(directory), trainer.args.process_index == 0
+    place = directory / '.whole'
+    together(lambda: first and _prepare(trainer, place))
+    shapes = (_gathered if trainer.is_deepspeed_enabled else _sliced)(trainer, directory, place)
+    together(lambda: first and _publish(trainer, directory, place))
+    return shapes
+
+# %% ../nbs/chapters/31_resuming.ipynb #63d2be8c
+def _prepare(trainer, place):
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for part in trainer.model.config, trainer.processing_class: part.save_pretrained(place / 'source')
+
+def _sliced(trainer, directory, place):
+    from llm_workbook.checkpoint import save_checkpoint
+    from llm_workbook.slices import export_full, together
+    name = f'checkpoint-{trainer.state.global_step}'
+    if together((directory / name / MANIFEST).exists)[0]: place_of = directory
+    else: save_checkpoint((place_of := place) / name, trainer.model_wrapped, facts=trainer.facts)
+    small = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) <= 2 * 10**9
+    return export_full(place_of / name, place / 'model', str(place / 'source'), load=small)
+
+def _gathered(trainer, directory, place):
+    from llm_workbook.slices import listed, together
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.args.process_index == 0:
+        trainer.model.save_pretrained(place / 'model', state_dict=state)
+        trainer.processing_class.save_pretrained(place / 'model')
+    together(lambda: None)
+    return {name: tuple(size) for name, (size, _) in listed(place / 'model').items()}
+
+def _publish(trainer, directory, place):
+    made, whole = place / 'model', directory / 'model'
+    if trainer.model.can_generate(): trainer.model.generation_config.save_pretrained(made)
+    if (only := made / 'model-00001-of-00001.safetensors').exists():
+        only.rename(made / 'model.safetensors'), (made / 'model.safetensors.index.json').unlink()
+    shutil.rmtree(whole, ignore_errors=True)
+    made.rename(whole)
+    shutil.rmtree(place)

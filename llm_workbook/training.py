@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'loss_figure', 'LossCurve', 'Run', 'fine_tune', 'main']
 
-# %% ../nbs/chapters/32_training.ipynb #39924514
+# %% ../nbs/chapters/32_training.ipynb #60599c04
 import argparse, json, math, os, sys, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .claims import run_lock
-from .commits import latest_valid
 from .document import RecipeError, html_table, resolve
-from .guards import EXIT_PREEMPTED
+from .guards import EXIT_PREEMPTED, Preemption
+from .ranks import free_port
 from .recipe import Recipe, planned_only
 from .resuming import (Preempted, Start, begin_run, guarded_train, mark_run, read_metrics, recipe_facts, resumable,
-                                   run_state)
+                                   run_state, run_status, save_whole)
 
-# %% ../nbs/chapters/32_training.ipynb #d79e0c5d
+# %% ../nbs/chapters/32_training.ipynb #d3f32c0e
 def check_recipe(
     recipe: 'Recipe',  # What to check
 ) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them
@@ -29,6 +29,7 @@ def check_recipe(
     from llm_workbook.adapters import check_targets
     from llm_workbook.data import check_rows, load_rows
     from transformers import AutoTokenizer
+    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     if later := planned_only(recipe): raise RecipeError(later, recipe.name)
     if recipe.sharding.strategy.startswith('zero') and not find_spec('deepspeed'):
         raise ImportError(f'strategy {recipe.sharding.strategy} needs DeepSpeed: pip install llm-workbook[deepspeed]')
@@ -123,7 +124,7 @@ def make_trainer(
     trainer.add_callback(_metrics(trainer, recipe, Path(directory) / 'metrics.jsonl'))
     return trainer
 
-# %% ../nbs/chapters/32_training.ipynb #8eb13bfd
+# %% ../nbs/chapters/32_training.ipynb #7d45ca04
 def train_rank(
     recipe: 'Recipe',  # The same on every rank
     directory: Path,   # Where the run writes
@@ -132,6 +133,9 @@ def train_rank(
     step_timeout_s: float | None = None,  # Longest time between two steps before the ranks that hang are named; None waits
 ) -> dict:  # What this rank saw: shards, payload, memory, saved, seconds; or `preempted`: the step that is committed
     "Fine-tune on this rank, together with the others."
+    with Preemption(): return _train(recipe, directory, rows, start, step_timeout_s)  # Before anything that takes time
+
+def _train(recipe, directory, rows, start, step_timeout_s):
     from llm_workbook.adapters import save_adapters
     from llm_workbook.loading import arriving
     from llm_workbook.gauges import memory_trace
@@ -142,12 +146,13 @@ def train_rank(
         trainer = make_trainer(recipe, directory, rows, model)
         if recipe.sharding.loading == 'every_rank': trainer.base = _packed(trainer, recipe)
         preempted = guarded_train(trainer, directory, start, step_timeout_s)
+        if not hasattr(trainer, 'shards'): return {'preempted': preempted}  # Before the first step
         before, after = trainer.base, _packed(trainer, recipe)
         if before != after: raise RuntimeError(f'training changed the 4-bit payload: {before} became {after}')
-        if preempted: return {'preempted': preempted}
+        if preempted is not None: return {'preempted': preempted}
         full = recipe.method.kind == 'full'
         with _whole(trainer, full):
-            saved = _save_all(trainer, directory / 'model') if full else save_adapters(trainer.model, directory / 'adapters')
+            saved = save_whole(trainer, directory) if full else save_adapters(trainer.model, directory / 'adapters')
         if trainer.args.process_index == 0: mark_run(directory, 'finished', trainer.state.global_step)
     return {'shards': trainer.shards, 'payload': after, 'memory': memory, 'saved': saved,
             'seconds': round(time.monotonic() - trainer.began, 3)}
@@ -168,20 +173,6 @@ def _without_compiler(recipe):  # DeepSpeed would build an all-reduce through sh
     if recipe.cluster.device != 'cpu' or not recipe.sharding.strategy.startswith('zero'): return
     from deepspeed.ops import __compatible_ops__
     __compatible_ops__['deepspeed_shm_comm'] = False
-
-# %% ../nbs/chapters/32_training.ipynb #afc62386
-def _save_all(trainer, directory):
-    import torch.distributed as dist
-    from safetensors import safe_open
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    if trainer.is_deepspeed_enabled: state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    else: state = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if trainer.args.process_index == 0:
-        trainer.model.save_pretrained(directory, state_dict=state)
-        trainer.processing_class.save_pretrained(directory)
-    if dist.is_initialized(): dist.barrier()
-    files = sorted(directory.glob('*.safetensors'))
-    return {name: file.get_slice(name).get_shape() for f in files for file in [safe_open(f, 'pt')] for name in file.keys()}
 
 # %% ../nbs/chapters/32_training.ipynb #b3e4ef57
 def loss_figure(
@@ -307,7 +298,7 @@ def _cuda():
     from accelerate.utils import is_cuda_available  # asks without opening the GPU, so that ranks can still be forked
     return is_cuda_available()
 
-# %% ../nbs/chapters/32_training.ipynb #5f2e2d86
+# %% ../nbs/chapters/32_training.ipynb #61142785
 def main(
     words: 'list[str] | None' = None,  # Of the command line; None takes those of this process
 ) -> int:  # 0 finished, now or before; 75 preempted and committed; every error raises, which is 1
@@ -318,19 +309,18 @@ def main(
     parser.add_argument('--step-timeout', type=float, default=1200, metavar='S', help='longest step; then who hangs is told')
     parser.add_argument('--status', action='store_true', help='train nothing: say how the run stands, in words and by exit code')
     asked = parser.parse_args(words)
-    if asked.status: return _status(asked.directory)
-    return _run_here(Recipe.load(asked.recipe), asked)
+    if asked.status:
+        code, said = run_status(asked.directory)
+        print(said)
+        return code
+    with Preemption(): return _run_here(Recipe.load(asked.recipe), asked)
 
-# %% ../nbs/chapters/32_training.ipynb #1d291cfb
-def _status(directory):
-    run = run_state(directory)
-    found = latest_valid(directory) if Path(directory).is_dir() else None
-    print(f"{run['state']} at step {run['step']}; newest checkpoint: {found.name if found else 'none'}")
-    return {'finished': 0, 'preempted': EXIT_PREEMPTED if found else 1}.get(run['state'], 1)
-
+# %% ../nbs/chapters/32_training.ipynb #9bdff6eb
 def _run_here(recipe, asked):
     import torch.distributed as dist
     from llm_workbook.shard import fsdp_env
+    if 'WORLD_SIZE' not in os.environ and recipe.cluster.ranks == 1:  # Nobody else has to be found: be torchrun
+        os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('WORLD_SIZE', 1)))
     if ranks != recipe.cluster.ranks:
         raise ValueError(f'the recipe is for {recipe.cluster.ranks} ranks and {ranks} run: start it with torchrun '

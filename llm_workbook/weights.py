@@ -63,7 +63,7 @@ def _entry(file, name, said, heap):
         (dtype, size), shape, (begin, end) = _DTYPES[said['dtype']], tuple(said['shape']), said['data_offsets']
         if len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)): raise ValueError
     except KeyError as error: _refuse(file, f'{name} has no usable {error}: its entry is {said!r:.80}')
-    except (TypeError, ValueError): _refuse(file, f'{name} has a shape or offsets that are no whole numbers below 2**63: {said!r:.80}')
+    except (TypeError, ValueError): _refuse(file, f'{name} has a shape or offsets that are no whole numbers: {said!r:.80}')
     if end - begin != prod(shape) * size:
         _refuse(file, f'{name} is {said["dtype"]} of shape {shape}, {prod(shape) * size:,} bytes, but has {end - begin:,}')
     return Entry(file, dtype, shape, heap + begin, heap + end)

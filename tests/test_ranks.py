@@ -19,7 +19,7 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds and makes a folder: here, once
 import torch.distributed as dist
 
-from llm_workbook import ranks
+from llm_workbook import gauges, ranks
 from llm_workbook.gauges import memory_trace
 from llm_workbook.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
 
@@ -301,7 +301,7 @@ def test_a_kernel_in_a_process_group_is_refused(launch):
 
 def test_memory_is_sampled_where_the_peak_cannot_be_reset():
     def work(forbidden):
-        if forbidden: ranks.Path = type('Path', (type(Path()),), {'write_text': lambda *a: (_ for _ in ()).throw(PermissionError())})
+        if forbidden: gauges.Path = type('Path', (type(Path()),), {'write_text': lambda *a: (_ for _ in ()).throw(PermissionError())})
         with memory_trace() as trace:
             block = torch.ones(100 * 2**20, dtype=torch.uint8)
             time.sleep(0.1)

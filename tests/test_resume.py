@@ -5,17 +5,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from llm_workbook import resuming, training
+from llm_workbook import adapters, resuming, training
+from llm_workbook.claims import run_lock
 from llm_workbook.commits import survey
 from llm_workbook.document import asset
 from llm_workbook.ranks import RankError
 from llm_workbook.recipe import Recipe
-from llm_workbook.resuming import Preempted, Start, begin_run, read_metrics, run_state
+from llm_workbook.resuming import Preempted, Start, begin_run, mark_run, read_metrics, run_state
 
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
 PLAIN = {'method.kind': 'lora', 'precision.compute': 'float32'}
@@ -164,16 +166,90 @@ def test_a_changed_recipe_is_refused_with_the_fields(recipe, tmp_path):
 
 
 def test_checkpoints_without_a_recipe_are_no_run(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(resuming, 'latest_valid', lambda directory: directory/'checkpoint-3')
+    monkeypatch.setattr(resuming, 'latest_valid', lambda directory, deep: directory/'checkpoint-3')
+    monkeypatch.setattr(resuming, '_other_ranks', lambda found, recipe: found)
     with pytest.raises(ValueError, match='holds checkpoint-3 and no recipe.yaml: it is no run'): begin_run(recipe, tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_start_may_ask_to_resume(recipe, tmp_path):
+def test_the_first_start_may_ask_to_resume(recipe, tmp_path, caplog):
     assert begin_run(recipe, tmp_path/'new', resume=True) == Start() and run_state(tmp_path/'new')['state'] == 'running'
     (tmp_path/'new'/'metrics.jsonl').write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "lo')  # Killed before its first save
     assert begin_run(recipe, tmp_path/'new', resume=True) == Start()
     assert (tmp_path/'new'/'metrics.jsonl').read_text() == ''
+    assert 'no checkpoint was committed: starting again at step 0, 1 lines of metrics dropped' in caplog.text
+
+
+def test_a_flipped_bit_in_the_newest_checkpoint_is_named_and_the_one_before_is_used(recipe, tmp_path, caplog):
+    saving = recipe.changed(ALONE | PLAIN | {'intervals.saving': 2, 'optimizer.steps': 4})
+    whole = run(saving, tmp_path/'run')
+    metrics, before = whole.metrics, weights(whole)
+    flipped = next((tmp_path/'run/checkpoint-4/optimizer').glob('*.safetensors'))
+    data = bytearray(flipped.read_bytes())
+    data[-100] ^= 1
+    flipped.write_bytes(data)
+    shutil.rmtree(whole.saved), resuming.mark_run(whole.directory, 'running', 4)
+    resumed = run(saving, tmp_path/'run', resume=True)
+    assert 'skipped checkpoint-4' in caplog.text and flipped.name in caplog.text and 'is not what was committed' in caplog.text
+    same(metrics, resumed.metrics, 0)
+    assert weights(resumed) == before and (tmp_path/'run/checkpoint-4.aside-0').is_dir()
+
+
+@pytest.mark.parametrize('text', ['', '{"state": ', '[]', '{"state": "running"}', '{"state": "running", "step": "far"}'])
+def test_a_broken_run_json_says_what_to_do(recipe, tmp_path, text):
+    (tmp_path/'run').mkdir()
+    (tmp_path/'run/run.json').write_text(text)
+    for act in run_state, resuming.run_status, partial(begin_run, recipe):
+        with pytest.raises(ValueError, match='run/run.json is broken .*: delete it; the checkpoints say'): act(tmp_path/'run')
+
+
+@pytest.mark.parametrize('asked', ['x.yaml', Path('x.yaml'), {'name': 'x'}, None], ids=repr)
+def test_what_is_no_recipe_is_told_how_to_become_one(asked, tmp_path):
+    with pytest.raises(ValueError, match=r'is no Recipe: Recipe.load\(path\) reads one'): run(asked, tmp_path/'run')
+    assert list(tmp_path.iterdir()) == []
+
+
+# Signals before the first step, and after the last
+
+def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        make = training.make_trainer
+        patch.setattr(training, 'make_trainer', lambda *args: (os.environ['RANK'] == '1' and tell(), make(*args))[1])
+        with pytest.raises(Preempted, match='preempted before its first step') as told: run(recipe, tmp_path/'run')
+    assert told.value.step == 0 and run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
+    assert read_metrics(tmp_path/'run/metrics.jsonl') == [] and survey(tmp_path/'run').found == ()
+    assert training.main(['no.yaml', '--directory', str(tmp_path/'run'), '--status']) == 75
+    assert 'preempted at step 0; no step is committed; no run holds it' in capsys.readouterr().out
+    assert len(run(recipe, tmp_path/'run', resume=True).metrics) == 8
+
+
+def test_a_signal_while_the_result_is_saved_changes_nothing(recipe, tmp_path, monkeypatch):
+    save = adapters.save_adapters
+    monkeypatch.setattr(adapters, 'save_adapters', lambda *args: (tell(), tell(signal.SIGUSR1), save(*args))[2])
+    two = recipe.changed({'optimizer.steps': 2})
+    assert len(run(two, tmp_path/'run').metrics) == 2 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
+
+
+def test_the_status_says_who_holds_the_run(tmp_path):
+    with run_lock(tmp_path): assert f'held by process {os.getpid()}' in resuming.run_status(tmp_path)[1]
+    assert resuming.run_status(tmp_path) == (1, 'none at step 0; no step is committed; no run holds it')
+
+
+# A full fine-tune
+
+@pytest.mark.parametrize('changes', [{}, {'sharding.strategy': 'ddp'}, {'intervals.saving': 2}], ids=['fsdp2', 'ddp', 'saved'])
+def test_a_whole_model_is_written_without_gathering_it(recipe, tmp_path, monkeypatch, changes):
+    from torch.distributed.checkpoint import state_dict
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    def gathered(*args, **how): raise AssertionError('the model was gathered')
+    for name in 'get_model_state_dict', 'get_state_dict': monkeypatch.setattr(state_dict, name, gathered)
+    asked = recipe.changed(WHOLE | {'optimizer.steps': 2} | changes)
+    done = run(asked, tmp_path/'run')
+    assert sorted(p.name for p in done.saved.iterdir() if p.suffix == '.safetensors') == ['model.safetensors']
+    model = AutoModelForCausalLM.from_pretrained(done.saved)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == done.ranks[0]['saved']
+    assert AutoTokenizer.from_pretrained(done.saved).chat_template and not (tmp_path/'run/.whole').exists()
+    assert [f.step for f in survey(tmp_path/'run').valid] == ([2] if 'intervals.saving' in changes else [])
 
 
 # The program
@@ -200,9 +276,74 @@ def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, t
     assert not (tmp_path/'run').exists()
 
 
+@pytest.mark.parametrize('number', [signal.SIGUSR1, signal.SIGTERM], ids=['SIGUSR1', 'SIGTERM'])
+def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, number):
+    long = recipe.changed(PLAIN | {'optimizer.steps': 2000, 'optimizer.warmup': 0.0})
+    long.save(tmp_path/'recipe.yaml')
+    script = ('from llm_workbook import Recipe, fine_tune\nfrom llm_workbook.resuming import Preempted\n'
+              f'try: fine_tune(Recipe.load({str(tmp_path/"recipe.yaml")!r}), {str(tmp_path/"run")!r}, live=False)\n'
+              'except Preempted as told: print("step", told.step)\n')
+    env = os.environ | {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
+    with subprocess.Popen([sys.executable, '-c', script], stdout=subprocess.PIPE, text=True, env=env) as job:
+        try:
+            end = time.monotonic() + 120
+            while len(read_metrics(tmp_path/'run/metrics.jsonl')) < 3 and time.monotonic() < end and job.poll() is None: time.sleep(0.1)
+            job.send_signal(number), job.send_signal(number)  # As `timeout` does: once to the child, once to its group
+            said = job.communicate(timeout=100)[0]
+        finally: job.kill()
+    step = run_state(tmp_path/'run')['step']
+    assert job.returncode == 0 and said == f'step {step}\n' and step >= 3
+    assert survey(tmp_path/'run').valid[0].step == step
+
+
+def test_a_script_whose_ranks_know_no_signal_ends_of_it(tmp_path):
+    script = ('import time\nfrom pathlib import Path\nfrom llm_workbook.ranks import run_ranks\n'
+              f'run_ranks(lambda: (Path({str(tmp_path/"there")!r}).touch(), time.sleep(100)), 2, (), 90)\n')
+    with subprocess.Popen([sys.executable, '-c', script], env=os.environ | {'TMPDIR': str(tmp_path)}) as job:
+        try:
+            end = time.monotonic() + 60
+            while not (tmp_path/'there').exists() and time.monotonic() < end: time.sleep(0.05)
+            time.sleep(0.5)
+            job.terminate()
+            assert job.wait(30) == -signal.SIGTERM
+        finally: job.kill()
+    assert [path.name for path in tmp_path.iterdir()] == ['there']
+
+
+def test_a_program_that_is_told_before_its_first_step_ends_with_75_and_goes_on_later(recipe, tmp_path):
+    alone = recipe.changed(ALONE | PLAIN | {'optimizer.steps': 2})
+    alone.save(tmp_path/'asked.yaml')
+    command = [sys.executable, '-m', 'llm_workbook.training', str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')]
+    env = {name: value for name, value in os.environ.items() if name not in ('RANK', 'WORLD_SIZE')} | {'HF_HUB_OFFLINE': '1'}
+    with subprocess.Popen(command, env=env) as job:
+        try:
+            end = time.monotonic() + 60
+            while not (tmp_path/'run/run.json').exists() and time.monotonic() < end: time.sleep(0.02)
+            job.send_signal(signal.SIGUSR1)  # Nothing is loaded yet
+            assert job.wait(90) == 75
+        finally: job.kill()
+    assert run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
+    assert program(alone, tmp_path/'run').returncode == 0 and run_state(tmp_path/'run')['state'] == 'finished'
+
+
+def test_a_program_of_one_rank_needs_no_torchrun_to_shard(recipe, tmp_path):
+    ended = program(recipe.changed({'cluster.processes': 1, 'optimizer.steps': 2}), tmp_path/'run')
+    assert ended.returncode == 0 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}, ended.stderr
+
+
 def test_a_program_trains_then_has_nothing_to_do(recipe, tmp_path):
     alone = recipe.changed(ALONE | PLAIN | {'optimizer.steps': 2})
     for state in 'trains', 'is finished':
         ended = program(alone, tmp_path/'run')
         assert ended.returncode == 0, (state, ended.stderr)
     assert len(read_metrics(tmp_path/'run'/'metrics.jsonl')) == 2 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
+
+
+def test_a_finished_run_takes_no_more_steps(tmp_path):
+    recipe = Recipe.named('reviews-qlora').changed({'optimizer.steps': 4, 'optimizer.schedule': 'constant'})
+    begin_run(recipe, tmp_path)
+    assert begin_run(recipe.changed({'optimizer.steps': 6}), tmp_path, resume=True) == Start(0)
+    mark_run(tmp_path, 'finished', 4)
+    assert begin_run(recipe, tmp_path, resume=True).finished
+    with pytest.raises(ValueError, match='finished at step 4: .* takes no more steps'):
+        begin_run(recipe.changed({'optimizer.steps': 6}), tmp_path, resume=True)

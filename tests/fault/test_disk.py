@@ -96,9 +96,11 @@ def test_07_when_none_is_left_the_error_lists_all(copy):
 
 
 @pytest.mark.slow
-def test_07_a_run_goes_on_from_the_checkpoint_before_to_the_same_end(copy, kept):
-    truncate(next((copy/'checkpoint-6/model').glob('*.safetensors')))
+@pytest.mark.parametrize('damage', [truncate, flip])
+def test_07_a_run_goes_on_from_the_checkpoint_before_to_the_same_end(damage, copy, kept, caplog):
+    damage(broken := next((copy/'checkpoint-6/model').glob('*.safetensors')))
     fine_tune(kept.recipe, copy, resume=True)
+    assert 'skipped checkpoint-6' in caplog.text and broken.name in caplog.text and (copy/'checkpoint-6.aside-0').is_dir()
     assert losses(copy) == pytest.approx(losses(kept.directory), abs=1e-6) and 'model/model.safetensors' in files(copy)
 
 

@@ -1,14 +1,16 @@
 """A ZeRO checkpoint on another number of ranks: refused with a command, and the command works."""
 import os
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from trouble import files, small_base
+from trouble import disturb, files, fine_tune, losses, small_base, small_recipe
 
-from llm_workbook.checkpoint import load_checkpoint, save_checkpoint
+from llm_workbook.checkpoint import load_checkpoint, save_checkpoint, to_universal
 from llm_workbook.ranks import RankError, run_ranks
+from llm_workbook.resuming import Preempted
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 
@@ -75,3 +77,18 @@ def test_09_zero_names_the_command_that_converts(tmp_path, monkeypatch, stage):
     with pytest.raises(RankError, match="'load_universal': True"): run_ranks(then, 1, (base, stage, place), timeout_s=120)
     [(one, facts)] = run_ranks(then, 1, (base, stage, place, True), timeout_s=120)
     assert max(abs(a - b) for a, b in zip(one, on)) <= 1e-6 and facts['ranks'] == 2
+
+
+@pytest.mark.slow
+def test_09_a_zero_run_goes_on_with_other_ranks_once_its_checkpoint_is_converted(tmp_path, monkeypatch):
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'compiled'))
+    recipe = small_recipe(tmp_path, **{'sharding.strategy': 'zero1'})
+    whole = fine_tune(recipe, tmp_path/'whole')
+    with monkeypatch.context() as patch:
+        disturb(patch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted) as told: fine_tune(recipe, tmp_path/'run')
+    alone = recipe.changed({'cluster.processes': 1, 'batch.accumulation': 2})
+    with pytest.raises(RankError, match='was saved by DeepSpeed on 2 ranks and there are 1'): fine_tune(alone, tmp_path/'run', resume=True)
+    to_universal(tmp_path/'run'/f'checkpoint-{told.value.step}')
+    resumed = fine_tune(alone, tmp_path/'run', resume=True)
+    assert losses(resumed.directory) == pytest.approx(losses(whole.directory), abs=1e-4)
