@@ -350,8 +350,8 @@ def _gathered(trainer, directory, place):
     if trainer.args.process_index == 0:
         trainer.model.save_pretrained(place / 'model', state_dict=state)
         trainer.processing_class.save_pretrained(place / 'model')
-    together(lambda: None)
-    return {name: tuple(size) for name, (size, _) in listed(place / 'model').items()}
+    together(lambda: None)  # Rank 0 has written; and nobody leaves before all have read
+    return together(lambda: {name: tuple(size) for name, (size, _) in listed(place / 'model').items()})[0]
 
 def _publish(trainer, directory, place):
     made, whole = place / 'model', directory / 'model'
