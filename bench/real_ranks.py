@@ -207,16 +207,12 @@ class Torch:
         self.optimizer.zero_grad()
 
 
-def zero_config(recipe) -> dict:
-    "Say `recipe` in DeepSpeed's words; torch's AdamW, so that nothing is compiled."
-    batch, how, knobs = recipe.batch, recipe.optimizer, recipe.zero
+def engine_config(recipe) -> dict:
+    "Say `recipe` in DeepSpeed's words, with an optimizer of its own: torch's AdamW, so that nothing is compiled."
+    from llm_workbook.shard import zero_config
+    how = recipe.optimizer
     adamw = {'type': 'AdamW', 'params': {'lr': how.learning_rate, 'weight_decay': how.weight_decay, 'torch_adam': True}}
-    zero = {'stage': int(recipe.sharding.strategy[4:]), 'reduce_bucket_size': knobs.reduce_bucket, 'overlap_comm': knobs.overlap,
-            'allgather_bucket_size': knobs.allgather_bucket, 'contiguous_gradients': knobs.contiguous,
-            'stage3_prefetch_bucket_size': knobs.prefetch_bucket, 'stage3_max_live_parameters': knobs.max_live,
-            'stage3_param_persistence_threshold': knobs.persistence_threshold, 'stage3_max_reuse_distance': knobs.max_reuse}
-    return {'train_micro_batch_size_per_gpu': batch.micro, 'gradient_accumulation_steps': batch.accumulation, 'optimizer': adamw,
-            'gradient_clipping': how.clip, 'bf16': {'enabled': recipe.precision.compute == 'bfloat16'}, 'zero_optimization': zero}
+    return zero_config(recipe) | {'optimizer': adamw}
 
 
 class DeepSpeed:
@@ -224,7 +220,8 @@ class DeepSpeed:
     def __init__(self, model, recipe):
         import deepspeed
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=zero_config(recipe))
+        said = engine_config(recipe)
+        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=said)
         self.model = self.engine.module
 
     def micro(self, ids, last: bool, moment: list) -> None:

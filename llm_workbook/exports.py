@@ -16,6 +16,7 @@ from re import fullmatch
 from .document import html_table, nearest, resolve
 from .merge import WAYS, Gate, Merge, gate, judge, merged
 from .recipe import Recipe
+from .resuming import recipe_facts
 
 # %% ../nbs/chapters/41_exports.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
@@ -263,8 +264,7 @@ def export(
 
 # %% ../nbs/chapters/41_exports.ipynb #fd51ebdc
 def _seal(recipe, into):
-    return {'step': recipe.optimizer.steps, 'ranks': 1, 'strategy': 'none', 'method': recipe.method.kind, 'extra': {'into': into},
-            'recipe_hash': hashlib.sha256(recipe.dump().encode()).hexdigest()[:16]}
+    return recipe_facts(recipe) | {'step': recipe.optimizer.steps, 'ranks': 1, 'strategy': 'none', 'extra': {'into': into}}
 
 def _checked(recipe, facts, into):
     if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: pass Recipe.load(file) or Recipe.named(name)')
