@@ -10,6 +10,7 @@ import psutil
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from trouble import disturb, losses
 
 from llm_workbook import adapters, loading, ranks, shard, training
 from llm_workbook.document import asset
@@ -188,23 +189,6 @@ def test_plain_text_is_known_by_its_rows(recipe, tmp_path):
 
 
 # Faults while it trains
-
-def disturb(monkeypatch, act, rank=1, step=3):
-    "Let one rank call `act` in the middle of the forward pass of a step."
-    make, passes = training.make_trainer, []
-    def hook(*args):
-        passes.append(1)
-        if len(passes) == step: act()
-    def make_disturbed(*args):
-        trainer = make(*args)
-        layers = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
-        if int(os.environ['RANK']) == rank: layers[2].register_forward_pre_hook(hook)
-        return trainer
-    monkeypatch.setattr(training, 'make_trainer', make_disturbed)
-
-
-def losses(directory): return [row['loss'] for row in training.read_metrics(directory/'metrics.jsonl')]
-
 
 LOCK = '.llmw.lock'  # Stays, empty or not; only what the system says of it counts
 

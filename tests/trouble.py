@@ -1,4 +1,4 @@
-"""What the tests of faults share: waiting, looking at processes, and a model and rows small enough to be broken often."""
+"""What tests of faults share: waiting, looking at processes, and a model and rows small enough to be broken often."""
 import json
 import os
 import subprocess
