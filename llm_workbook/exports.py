@@ -11,19 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from re import fullmatch
 
 from .document import html_table, nearest, resolve
 from .merge import WAYS, Gate, Merge, gate, judge, merged
 from .recipe import Recipe
 from .resuming import recipe_facts
+from .weights import type_code
 
 # %% ../nbs/chapters/41_exports.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
-
-def _code(dtype):  # As safetensors calls it
-    kind, bits = fullmatch(r'torch\.([a-z]+)(\d*)', str(dtype)).groups()
-    return {'float': 'F', 'bfloat': 'BF', 'int': 'I', 'uint': 'U', 'bool': 'BOOL'}[kind] + bits
 
 class _File:
     "One file of safetensors, written with one tensor in memory at a time."
@@ -35,7 +31,7 @@ class _File:
     def add(self, name, tensor):
         import torch
         begin, self.size_b = self.size_b, self.size_b + tensor.nbytes
-        self.header[name] = {'dtype': _code(tensor.dtype), 'shape': list(tensor.shape), 'data_offsets': [begin, self.size_b]}
+        self.header[name] = {'dtype': type_code(tensor.dtype), 'shape': list(tensor.shape), 'data_offsets': [begin, self.size_b]}
         self.opened.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def close(self):

@@ -7,7 +7,7 @@ __all__ = ['run_state', 'mark_run', 'read_metrics', 'Start', 'begin_run', 'resum
            'guarded_train', 'run_status', 'save_whole']
 
 # %% ../nbs/chapters/31_resuming.ipynb #916ab565
-import dataclasses, hashlib, json, logging, os, random, shutil, tempfile, time
+import dataclasses, hashlib, json, logging, os, shutil, tempfile, time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,17 +142,19 @@ class _Resuming(_Settling):  # Goes before a trainer's class: committed checkpoi
             return super().train(place, **more)
 
     def _prepare_for_training(self, max_steps, loader, resume_from_checkpoint):
-        from llm_workbook.checkpoint import load_checkpoint
+        from llm_workbook.checkpoint import load_checkpoint, random_state
         made = super()._prepare_for_training(max_steps, loader, None)
         if self.start is None: return made
         with self._unwatched():
             facts = load_checkpoint(self.start, self.model_wrapped, self.optimizer, self.lr_scheduler, any_ranks=True)
-        self._total_train_tokens, self._random = facts['tokens'], _random()
+        self._total_train_tokens, self._random = facts['tokens'], random_state()
         return made
 
     def _load_from_checkpoint(self, *place): pass  # Done above, once everything is wrapped
 
-    def _load_rng_state(self, place): _put_random(self._random)  # Once the rows that were seen are passed over
+    def _load_rng_state(self, place):  # Once the rows that were seen are passed over
+        from llm_workbook.checkpoint import set_random_state
+        set_random_state(self._random)
 
     def _save_checkpoint(self, model, trial):
         from llm_workbook.checkpoint import save_checkpoint
@@ -163,18 +165,6 @@ class _Resuming(_Settling):  # Goes before a trainer's class: committed checkpoi
         where = Path(self.args.output_dir, f'checkpoint-{step}')
         with self._unwatched():
             save_checkpoint(where, self.model_wrapped, self.optimizer, self.lr_scheduler, facts, self.is_deepspeed_enabled)
-
-# %% ../nbs/chapters/31_resuming.ipynb #b7b42596
-def _random():
-    import numpy, torch
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state(), cuda
-
-# %% ../nbs/chapters/31_resuming.ipynb #9d9c7af7
-def _put_random(states):
-    import numpy, torch
-    for put, state in zip((random.setstate, numpy.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state_all), states):
-        if state is not None: put(state)
 
 # %% ../nbs/chapters/31_resuming.ipynb #7cdbf36b
 class _Guarded:  # Goes before a trainer's class: rows bring their numbers, and loss and norm are looked at before the update

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .commits import check
+from .weights import type_code
 
 # %% ../nbs/chapters/29_slices.ipynb #c87f0ee7
 class CheckpointError(RuntimeError):
@@ -112,10 +113,6 @@ def slices_here(
         parts.append((name, here.clone() if copy and here.data_ptr() == local.data_ptr() else here, offset))
     return parts
 
-# %% ../nbs/chapters/29_slices.ipynb #971e64d9
-_CODES = dict(float64='F64', float32='F32', float16='F16', bfloat16='BF16', int64='I64', int32='I32', int16='I16', int8='I8',
-              uint8='U8', bool='BOOL', float8_e4m3fn='F8_E4M3', float8_e5m2='F8_E5M2')
-
 # %% ../nbs/chapters/29_slices.ipynb #28eb0176
 def write_slices(
     path: 'str | Path',  # One file for this rank
@@ -127,8 +124,8 @@ def write_slices(
     where = json.dumps({name: {'saved_offsets': offset} for name, _, offset in parts})
     header, end = {'__metadata__': {'format': 'pt', 'DCP_SHARDING_INFO': where}}, 0
     for name, tensor, _ in parts:
-        code = _CODES.get(str(tensor.dtype).removeprefix('torch.'))
-        if not code: raise CheckpointError(f'{name} is {tensor.dtype}, which safetensors does not know')
+        try: code = type_code(tensor.dtype)
+        except ValueError as error: raise CheckpointError(f'{name}: {error}') from None
         header[name] = {'dtype': code, 'shape': list(tensor.shape), 'data_offsets': [end, end := end + tensor.nbytes]}
     head = json.dumps(header).encode()
     head += b' ' * (-len(head) % 8)
