@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Count', 'Real', 'Share', 'Name', 'Problem', 'RecipeError', 'nearest', 'Part', 'Document', 'versioned', 'asset',
-           'resolve', 'html_table']
+           'resolve', 'html_table', 'canvas']
 
 # %% ../nbs/chapters/02_document.ipynb #ef428a79
 import reprlib
@@ -209,3 +209,17 @@ def html_table(heads: tuple,  # Titles of the columns
     "Write a table in which everything is escaped."
     line = lambda tag, cells: f'<tr>{"".join(f"<{tag} style=text-align:left>{escape(str(c))}</{tag}>" for c in cells)}</tr>'
     return f'<table>{line("th", heads)}{"".join(line("td", row) for row in rows)}</table>'
+
+# %% ../nbs/chapters/02_document.ipynb #72ebb0c2
+def canvas(height: float,  # Inches, at 100 pixels each
+    width: float = 7.0,  # Inches; what fits a column
+) -> 'Figure':  # Of matplotlib, empty, with a constrained layout
+    "Make a figure that shows itself as the last value of a cell."
+    from io import BytesIO
+    from matplotlib.figure import Figure
+    if not 0 < min(height, width) <= max(height, width) <= 100:
+        raise ValueError(f'{width!r} by {height!r} inches is no size of a figure')
+
+    class Canvas(Figure):
+        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
+    return Canvas(figsize=(width, height), dpi=100, layout='constrained')

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from .document import Count, Document, Name, Part, Real, asset, nearest, versioned
+from .document import Count, Document, Name, Part, Real, asset, canvas, nearest, versioned
 
 # %% ../nbs/chapters/03_hardware.ipynb #65b89ce3
 def _pairs(value): return tuple(value.items()) if isinstance(value, dict) else value
@@ -113,15 +113,6 @@ def link(name: str,  # One of `links()`
     return _find('links', name)
 
 # %% ../nbs/chapters/03_hardware.ipynb #a85d5bb3
-def _canvas(height: float):
-    from io import BytesIO
-
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    return Canvas(figsize=(7, height), dpi=100, layout='constrained')
-
 # Two bars a row: nominal, and what to plan with.
 def _bars(axes, rows, unit):
     where = range(len(rows))
@@ -210,7 +201,7 @@ def _distances(machine) -> 'Figure':
     ways = [('between GPUs', machine.link), ('host memory', machine.host_link), ('next machine', machine.network)]
     own, disk = machine.gpu.bandwidth_bps / 1e9, machine.disk_bps / 1e9
     rows = [(name, k.nominal_bps / 1e9, k.bps / 1e9) for name, k in ways if k]
-    figure = _canvas(2.4)
+    figure = canvas(2.4)
     _bars(figure.subplots(), [('GPU memory', own, own), *rows, ('disk', disk, disk)], 'bandwidth, GB/s')
     return figure
 

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from html import escape
 from math import prod
 
+from .document import canvas
 from .hardware import Node, node as find_node
 from .holdings import KINDS, Line, Rank, count_of, held, rank_of, whole_states
 from .intake import loaded
@@ -319,12 +320,7 @@ _COLOURS = '#0072B2 #E69F00 #009E73 #CC79A7 #56B4E9 #D55E00 #F0E442 #999999'.spl
 _HATCHES = '', '//', '', '..', '', 'xx', '', ''
 
 def _bars(ledger):
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    figure = Canvas(figsize=(7, 2.8), dpi=100, layout='constrained')
+    figure = canvas(2.8)
     axes, left = figure.subplots(), [0.] * 3
     split = [ledger.by_kind(phase) for phase in _PHASES]
     largest = sorted({k for s in split for k in s}, key=lambda k: -max(s.get(k, 0) for s in split))[:7]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from re import fullmatch
 
-from .document import html_table, nearest, resolve
+from .document import canvas, html_table, nearest, resolve
 
 # %% ../nbs/chapters/40_merge.ipynb #842bb950
 WAYS = {'16-bit': 'the 16-bit base', 'dequantised': 'the base as NF4 gives it back', 'nf4': 'the 16-bit base, packed again'}
@@ -267,7 +267,7 @@ class Ways:
 
     def plot(self) -> 'Figure':  # 700 pixels wide, on a logarithmic axis
         "Draw the KL divergence of each way against its budget."
-        figure = _canvas()
+        figure = canvas(2.4)
         axes, titles = figure.subplots(), list(self.gates)
         for i, (title, g) in enumerate(self.gates.items()):
             axes.barh(i, max(g.kl, 1e-7), color='#0072b2' if g.passed else '#d55e00', hatch='' if g.passed else '//')
@@ -277,15 +277,6 @@ class Ways:
                  yticklabels=titles)
         axes.invert_yaxis(), axes.margins(x=.15), axes.legend(frameon=False)
         return figure
-
-# %% ../nbs/chapters/40_merge.ipynb #d7934ca8
-def _canvas():
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    return Canvas(figsize=(7, 2.4), dpi=100, layout='constrained')
 
 # %% ../nbs/chapters/40_merge.ipynb #e3bd5563
 def three_ways(

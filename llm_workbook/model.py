@@ -14,7 +14,7 @@ from html import escape
 from typing import NamedTuple
 
 from .architecture import WEIGHT_KINDS, Weight, configuration, inventory, presets, skeleton
-from .document import nearest
+from .document import canvas, nearest
 
 # %% ../nbs/chapters/05_model.ipynb #fd1d7585
 class Unit(NamedTuple):
@@ -219,9 +219,7 @@ def _spec_table(spec) -> str:
 # %% ../nbs/chapters/05_model.ipynb #9e7ba14b
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#F0E442', '#000000', '#56B4E9', '#999999')  # Okabe and Ito
 def _bars(specs):
-    from io import BytesIO
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 1.2 + .3 * len(specs)), dpi=100, layout='constrained')
+    figure = canvas(1.2 + .3 * len(specs))
     axes, names, left = figure.subplots(), [s.name for s in specs], [0.] * len(specs)
     for kind, colour, hatch in zip(WEIGHT_KINDS, _COLOURS, ('', '', '//', '..', '', '', r'\\', 'xx')):
         shares = [100 * s.by_kind()[kind] / s.parameters for s in specs]
@@ -229,7 +227,6 @@ def _bars(specs):
         left = [a + b for a, b in zip(left, shares)]
     axes.set(xlabel='share of the parameters, %', xlim=(0, 100), ylim=(len(specs) - .5, -.5))
     figure.legend(loc='outside upper center', ncols=8, frameon=False, fontsize=8)
-    figure._repr_png_ = lambda: (png := BytesIO(), figure.savefig(png, format='png'))[0].getvalue()
     return figure
 
 # %% ../nbs/chapters/05_model.ipynb #b4d93201

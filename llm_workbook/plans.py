@@ -13,7 +13,7 @@ from html import escape
 from itertools import product
 from typing import NamedTuple
 
-from .document import Part, RecipeError, nearest
+from .document import Part, RecipeError, canvas, nearest
 from .hardware import detect, node as find_node
 from .ledger import memory
 from .model import spec as find_spec
@@ -268,21 +268,13 @@ def _why(plans, settings) -> str:
 # %% ../nbs/chapters/25_plans.ipynb #19e11d4b
 _MARKS = ('#0072B2', 'o'), ('#E69F00', 's'), ('#009E73', '^'), ('#CC79A7', 'D'), ('#56B4E9', 'v'), ('#D55E00', 'P')
 
-def _canvas():
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    return Canvas(figsize=(7, 3.6), dpi=100, layout='constrained')
-
 def _scatter(plans, axis):
     memory, money = lambda p: (p.gpu_b / 2**30, p.tokens_per_s), lambda p: (p.usd, p.hours)
     views = {'memory': (memory, 'method.kind', 'GPU at its fullest, GiB', 'speed of all ranks, tokens/s'),
              'money': (money, 'cluster.hardware', 'cost of the run, USD', 'time of the run, hours')}
     if axis not in views: raise ValueError(f'axis {axis!r}; {nearest(axis, list(views))}')
     if not plans.accepted: raise ValueError(f'nothing to draw: {plans.why()}')
-    (point, path, x, y), figure = views[axis], _canvas()
+    (point, path, x, y), figure = views[axis], canvas(3.6)
     axes = figure.subplots()
     for i, value in enumerate(plans.axes[path]):
         (colour, marker), own = _MARKS[i % len(_MARKS)], [point(p) for p in plans.accepted if p.settings[path] == value]

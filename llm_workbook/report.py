@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Self
 
-from .document import html_table, nearest
+from .document import canvas, html_table, nearest
 from .hardware import Node, node as find_node
 from .ledger import Ledger, memory
 from .recipe import Recipe, differences
@@ -278,14 +278,9 @@ def _table(rows):
 
 # %% ../nbs/chapters/50_report.ipynb #4f7072ef
 def _pairs(report):
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
     (top, *rows), most = report.part('peak'), lambda row: max(row.planned, row.rehearsed)
     rows = [row for row in rows if row.item != _HOST and most(row) > most(top) / 1000]
-    figure = Canvas(figsize=(7, 1.2 + .32 * len(rows)), dpi=100, layout='constrained')
+    figure = canvas(1.2 + .32 * len(rows))
     axes, (unit, name) = figure.subplots(), _unit(max(map(most, rows)))
     sides = ('planned', '#0072B2', '', -.2), ('rehearsed', '#E69F00', '//', .2)  # Okabe and Ito
     for (side, colour, hatch, shift), moment in zip(sides, report.moments['peak']):

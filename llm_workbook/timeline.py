@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+from .document import canvas
 from .stage import Stage
 
 # %% ../nbs/chapters/36_timeline.ipynb #3735fb66
@@ -198,17 +199,9 @@ _COLOURS = {'weights': '#4477aa', 'payload': '#4477aa', 'absmax': '#99bbdd', 'ad
             'optimizer': '#ccbb44', 'gradients': '#aa3377', 'unsharded': '#66ccee', 'collective': '#99ddff',
             'dequantised': '#44aa99', 'activations': '#228833', 'logits': '#ee6677'}
 
-def _canvas(width=7, height=3):
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    return Canvas(figsize=(width, height), dpi=100, layout='constrained')
-
 # %% ../nbs/chapters/36_timeline.ipynb #2633f1bc
 def _figure(timeline, title, limit_b):
-    figure = _canvas()
+    figure = canvas(3)
     axes, parts = figure.subplots(), timeline.spans
     kinds = [kind for kind in _COLOURS if any(part.kinds.get(kind) for part in parts)]
     rows = [[part.kinds.get(kind, 0) / _GIB for part in parts] for kind in kinds]

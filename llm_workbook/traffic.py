@@ -11,6 +11,7 @@ from functools import lru_cache
 from html import escape
 from typing import NamedTuple
 
+from .document import canvas
 from .messages import Collective, machine, step_messages
 from .model import coverage, spec as find_spec
 
@@ -347,18 +348,9 @@ def _traffic_table(t) -> str:
 _COLOURS = {'matmul': '#0072B2', 'attention': '#56B4E9', 'elementwise': '#009E73', 'dequantise': '#F0E442', 'launches': '#999999',
             'optimizer': '#CC79A7', 'messages': '#D55E00', 'copies': '#E69F00'}  # Okabe and Ito
 
-# %% ../nbs/chapters/23_traffic.ipynb #f2e216fb
-def _canvas(height):
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    return Canvas(figsize=(7, height), dpi=100, layout='constrained')
-
 # %% ../nbs/chapters/23_traffic.ipynb #f10f5575
 def _bars(steps):
-    figure = _canvas(1.2 + .35 * len(steps))
+    figure = canvas(1.2 + .35 * len(steps))
     axes, left = figure.subplots(), [0.] * len(steps)
     for (name, colour), hatch in zip(_COLOURS.items(), ('', '..', '//', '', 'xx', '\\\\', '', '--')):
         seconds = [dict(t.parts)[name] for t in steps.values()]

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .claims import run_lock
-from .document import RecipeError, html_table, resolve
+from .document import RecipeError, canvas, html_table, resolve
 from .guards import EXIT_PREEMPTED, Preemption
 from .ranks import free_port
 from .recipe import Recipe, planned_only
@@ -180,7 +180,7 @@ def loss_figure(
     steps: int,           # Steps of the whole run, for the axis
 ) -> 'Figure':  # 700 pixels wide
     "Draw loss by step: each step, and a running mean over the last twentieth of the run."
-    figure = _canvas()
+    figure = canvas(2.6)
     axes = figure.subplots()
     x, y = [m['step'] for m in metrics], [m['loss'] for m in metrics]
     span = max(1, steps // 20)
@@ -190,16 +190,6 @@ def loss_figure(
     axes.set(xlabel='optimizer step', ylabel='loss, nats per answer token', xlim=(0, steps), ylim=(0, None))
     axes.legend(frameon=False)
     return figure
-
-# %% ../nbs/chapters/32_training.ipynb #10f46998
-def _canvas():
-    "A figure that shows itself in a notebook without pyplot, which would keep every frame of a live curve."
-    from io import BytesIO
-    from matplotlib.figure import Figure
-
-    class Canvas(Figure):
-        def _repr_png_(self): return (png := BytesIO(), self.savefig(png, format='png'))[0].getvalue()
-    return Canvas(figsize=(7, 2.6), dpi=100, layout='constrained')
 
 # %% ../nbs/chapters/32_training.ipynb #9bd8bda9
 class LossCurve:
