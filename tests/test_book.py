@@ -1,6 +1,8 @@
 """A page's outputs are those of its code: `make book` records a hash of the code it executed."""
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 from page import KEY, ROOT, code_hash, pages
@@ -19,3 +21,32 @@ def test_only_a_change_of_code_counts():
     assert code_hash(other) == code_hash(cells)
     other[0]['source'] = 'x = 1\ny = 3'
     assert code_hash(other) != code_hash(cells)
+
+
+CHAPTERS = [page.name for page in pages() if page.parent.name == 'chapters']
+BESIDE = {'next': 1, 'before': -1, 'last': -1}
+
+
+def misled(page: Path, text: str) -> list[str]:
+    "Links and mentions in `text` that lead nowhere, or not where their words say."
+    found = [m[0] for m in re.finditer(r'(?<!\[)[Cc]hapter \d+', text) if page.name in CHAPTERS]  # By a link, or it is soon wrong
+    for words, target in re.findall(r'\[([^]]*)\]\(([^)#:]+\.ipynb)', text):
+        number = re.fullmatch(r'[Cc]hapter (\d+)', words)
+        side = re.fullmatch(r'(?:the )?(?:(next|last) (?:page|chapter)|(?:page|chapter) (before))', words)
+        if not (page.parent/target).exists(): found.append(target)
+        elif number and int(number[1]) != int(Path(target).name[:2]): found.append(f'{words}: {target}')
+        elif side and CHAPTERS.index(Path(target).name) - CHAPTERS.index(page.name) != BESIDE[side[1] or side[2]]:
+            found.append(f'{words}: {target}')
+    return found
+
+
+@pytest.mark.parametrize('page', pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_where_they_say(page):
+    cells = json.loads(page.read_text('utf-8'))['cells']
+    assert misled(page, '\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown')) == []
+
+
+@pytest.mark.parametrize('text', ['as chapter 12 says', '[chapter 13](12_quant.ipynb)', '[the page before](12_quant.ipynb)', '[there](99_no.ipynb)'])
+def test_a_link_that_misleads_is_seen(text):
+    assert len(misled(ROOT/'nbs/chapters/11_ledger.ipynb', text)) == 1
+    assert misled(ROOT/'nbs/chapters/11_ledger.ipynb', '[chapter 12](12_quant.ipynb), the [next page](12_quant.ipynb)') == []
