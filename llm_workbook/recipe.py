@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Model', 'Data', 'Method', 'Precision', 'Cluster', 'Sharding', 'Zero', 'Batch', 'Optimizer', 'Intervals', 'Rule',
-           'broken', 'rules', 'Recipe', 'recipes', 'planned_only', 'shrink', 'differences']
+           'broken', 'rules', 'Recipe', 'recipe_names', 'planned_only', 'shrink', 'differences']
 
 # %% ../nbs/chapters/06_recipe.ipynb #3c6f302e
 from functools import cache
@@ -261,11 +261,11 @@ class Recipe(_Judged):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # Of everything random
 
     @classmethod
-    def named(cls, name: str,  # One of `recipes()`
+    def named(cls, name: str,  # One of `recipe_names()`
     ) -> Self:  # The checked recipe
         "Read a recipe of this package."
-        if name in recipes(): return cls.load(asset('recipes') / f'{name}.yaml')
-        raise RecipeError([Problem('', repr(name), f'is no recipe of this package; {nearest(name, recipes())}')])
+        if name in recipe_names(): return cls.load(asset('recipes') / f'{name}.yaml')
+        raise RecipeError([Problem('', repr(name), f'is no recipe of this package; {nearest(name, recipe_names())}')])
 
 # %% ../nbs/chapters/06_recipe.ipynb #5cdf9a48
 _UNUSED = {'lora': {'double_quant', 'storage'}, 'full': set(Method.model_fields) - {'kind'}, 'qlora': set()}
@@ -286,7 +286,7 @@ def _flat(recipe) -> dict:
     return {'.'.join(filter(None, [part, key])): v for part, values in parts.items() for key, v in values.items()}
 
 # %% ../nbs/chapters/06_recipe.ipynb #9156111c
-def recipes() -> list[str]:  # Names for `Recipe.named`, sorted
+def recipe_names() -> list[str]:  # Names for `Recipe.named`, sorted
     "List the recipes of this package."
     return sorted(p.stem for p in asset('recipes').glob('*.yaml'))
 

@@ -16,8 +16,9 @@ import pytest
 from page import ROOT, pages, skipped
 
 ORDER = ('document hardware architecture model recipe tape activations holdings intake ledger quant nf4 weights adapters data claims commits '
-         'gauges ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming monitor training scores fakes stage '
-         'timeline players rehearsal verdicts merge exports launch doctor checks report').split()
+         'gauges ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming effective classifier '
+         'loop curves monitor training scores fakes stage timeline players rehearsal verdicts merge exports scripts rendering '
+         'doctor jobs launching console chat checks report').split()
 HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
          'IPython ipywidgets').split()
 MODULES = sorted(p for p in (ROOT/'llm_workbook').glob('*.py') if p.name != '_modidx.py')
@@ -145,8 +146,8 @@ def test_functions_are_small(path):
 
 
 def test_the_package_is_small():
-    # The plan alone is eleven modules, the rehearsal seven, loading, keeping and merging twelve, each for one question.
-    assert sum(lines_of_code(p.read_text('utf-8')) for p in MODULES) <= 10_500
+    # The plan alone is eleven modules, the rehearsal seven, loading, keeping and merging twelve, launching ten, each for one question.
+    assert sum(lines_of_code(p.read_text('utf-8')) for p in MODULES) <= 12_500
     assert sum(p.stat().st_size for p in (ROOT/'llm_workbook/assets').rglob('*')) <= 8 * 2**20
 
 

@@ -58,8 +58,8 @@ def test_both_are_fit_to_be_published(archives):
 
 def test_the_wheel_works_from_another_place(archives, tmp_path):
     run(sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index', '--target', tmp_path/'site', archives[0])
-    program = ("import llm_workbook, pathlib, sys; from llm_workbook import Recipe, asset, recipes; "
-               "assert 'torch' not in sys.modules; [Recipe.named(n) for n in recipes()]; "
+    program = ("import llm_workbook, pathlib, sys; from llm_workbook import Recipe, asset, recipe_names; "
+               "assert 'torch' not in sys.modules; [Recipe.named(n) for n in recipe_names()]; "
                "assert (asset('tiny-base')/'config.json').read_bytes(); print(pathlib.Path(llm_workbook.__file__).parent)")
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {'PYTHONPATH': str(tmp_path/'site')}
     assert run(sys.executable, '-c', program, cwd=tmp_path, env=env).strip() == str(tmp_path/'site/llm_workbook')

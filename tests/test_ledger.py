@@ -14,7 +14,7 @@ from llm_workbook.holdings import KINDS, count_of, held, rank_of, tensors_of, wh
 from llm_workbook.ledger import memory
 from llm_workbook.model import spec
 from llm_workbook.ranks import run_ranks
-from llm_workbook.recipe import Method, Precision, Recipe, recipes
+from llm_workbook.recipe import Method, Precision, Recipe, recipe_names
 from llm_workbook.resuming import _Resuming
 
 BASE = Recipe(name='tests', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'})
@@ -155,7 +155,7 @@ def test_a_classification_head_is_trained_as_a_copy():
 
 # Phases, places, verdicts
 
-@pytest.mark.parametrize('name', recipes())
+@pytest.mark.parametrize('name', recipe_names())
 def test_every_named_recipe_has_a_ledger(name):
     recipe = Recipe.named(name)
     found = memory(recipe)

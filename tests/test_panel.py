@@ -7,7 +7,7 @@ from itertools import product
 from xml.etree import ElementTree
 
 import pytest
-from llm_workbook import PlannerPanel, Recipe, controls, draft, panel_state, recipes
+from llm_workbook import PlannerPanel, Recipe, controls, draft, panel_state, recipe_names
 
 BASE = draft('llama-3.1-70b', '2x-rtx-3090')
 
@@ -138,7 +138,7 @@ def test_a_contradiction_is_shown_and_left_again(panel):
     assert panel.adopt == panel.base
 
 
-@pytest.mark.parametrize('name', recipes())
+@pytest.mark.parametrize('name', recipe_names())
 def test_the_panel_starts_from_any_recipe(name):
     pytest.importorskip('ipywidgets')
     recipe = Recipe.named(name)

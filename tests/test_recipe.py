@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 from llm_workbook.document import RecipeError, asset, nearest, resolve
-from llm_workbook.recipe import Data, Method, Model, Recipe, broken, differences, planned_only, recipes, rules, shrink
+from llm_workbook.recipe import Data, Method, Model, Recipe, broken, differences, planned_only, recipe_names, rules, shrink
 
 GOOD = Recipe(name='good', model=Model(source='tiny-base'), data=Data(source='sample-conversations'))
 
@@ -188,7 +188,7 @@ def test_a_recipe_with_all_its_rules_is_cheap():
 
 # Named recipes, and what of them this version can run
 
-@pytest.mark.parametrize('name', recipes())
+@pytest.mark.parametrize('name', recipe_names())
 def test_named_recipes_are_named_after_themselves_and_shrink(name):
     recipe, small = Recipe.named(name), shrink(Recipe.named(name))
     assert recipe.name == name

@@ -15,7 +15,7 @@ from llm_workbook import Recipe, rehearse, shrink
 from llm_workbook.document import RecipeError
 from llm_workbook.ledger import memory
 from llm_workbook.players import play, script
-from llm_workbook.recipe import recipes
+from llm_workbook.recipe import recipe_names
 
 SHAPE = dict(model_type='llama', hidden_size=128, intermediate_size=352, num_hidden_layers=14, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=1_000)
@@ -67,7 +67,7 @@ def test_every_rank_can_be_played(plain, rank):
     assert abs(planned / played.peak_b - 1) < .03
 
 
-@pytest.mark.parametrize('name', recipes())
+@pytest.mark.parametrize('name', recipe_names())
 def test_every_recipe_of_the_package_can_be_scripted_or_says_why_not(name):
     try: made, notes = script(Recipe.named(name))
     except RecipeError as error: assert 'cannot be rehearsed' in str(error)

@@ -9,7 +9,7 @@ from llm_workbook.holdings import Line
 from llm_workbook.ledger import Ledger, memory
 from llm_workbook.model import spec
 from llm_workbook.gauges import Bytes, MemoryTrace
-from llm_workbook.recipe import Recipe, recipes, shrink
+from llm_workbook.recipe import Recipe, recipe_names, shrink
 from llm_workbook.rehearsal import Rehearsal
 from llm_workbook.report import CLASSES, Compared, Report, reconcile
 from llm_workbook.shard import ShardReport
@@ -129,7 +129,7 @@ def test_what_lies_between_two_micro_batches_is_no_optimizer(ledger, rehearsal):
     assert row(reconcile(ledger, twice), 'optimizer', 'gradients').rehearsed == 5
 
 
-@pytest.mark.parametrize('name', recipes())
+@pytest.mark.parametrize('name', recipe_names())
 def test_every_moment_of_a_ledger_has_its_stage(name, rehearsal):
     plan = memory(Recipe.named(name))
     stages = {'peak', 'between steps', 'optimizer', 'work', *(f'{phase}, {part}' for phase in ('forward', 'backward')

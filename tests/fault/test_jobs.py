@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trouble import files, wait_for
 
-from llm_workbook.launch import sbatch
+from llm_workbook.scripts import sbatch
 from llm_workbook.recipe import Recipe
 
 BASE = Recipe.named('70b-2x8-a100-80-full')

@@ -13,7 +13,7 @@ from trouble import CANARY, TOKENS, ended, files, fine_tune, losses, steps, torc
 
 from llm_workbook import checkpoint, training
 from llm_workbook.commits import check, latest_valid, survey
-from llm_workbook.launch import sbatch
+from llm_workbook.scripts import sbatch
 from llm_workbook.ranks import RankError
 from llm_workbook.resuming import Preempted, run_state
 
