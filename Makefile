@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault book lab bench docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-cluster cluster-up cluster-down book lab bench docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -38,6 +38,15 @@ test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and eve
 
 test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on real ranks, and see that no work is lost
 	@$(BIN)/python tools/suite.py faults
+
+test-cluster: $(VENV)/.dev $(VENV)/.compiler ## Train, preempt, cut and resume on a real SLURM of two nodes (needs root and slurm-wlm)
+	@$(BIN)/python tools/suite.py cluster
+
+cluster-up: $(VENV)/.python ## Bring up that SLURM on this machine, for your own jobs
+	@$(BIN)/python tools/cluster.py up
+
+cluster-down: $(VENV)/.python ## Take it down, with its jobs
+	@$(BIN)/python tools/cluster.py down
 
 book: $(VENV)/.dev $(VENV)/.compiler ## Re-execute the pages in place (PAGE=nbs/... for one, FLAGS= lifts cell flags)
 	@FLAGS="$(FLAGS)" $(BIN)/python tools/page.py book $(PAGE)

@@ -152,13 +152,17 @@ def moved(
 def _adapter_state(model):
     "This model's trained tensors, whole, on the CPU of every rank, under the names of peft's files."
     whole = lambda p: (p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().cpu().contiguous()
-    return {_plain(name).replace('.default.', '.'): whole(p) for name, p in model.named_parameters() if p.requires_grad}
+    return {_filed(name): whole(p) for name, p in model.named_parameters() if p.requires_grad}
+
+def _filed(name): return _plain(name).replace('.modules_to_save.default.', '.').replace('.default.', '.')  # In peft's file
 
 def _expected(model):
     "Names and shapes that an adapter file of `model` must hold, by its layers, not its tensors."
     from peft.tuners.lora import LoraLayer
     shapes = {}
     for name, layer in model.named_modules():
+        if hasattr(layer, 'modules_to_save') and hasattr(layer, 'original_module'):  # A new head
+            shapes[f'{_plain(name)}.weight'] = (layer.original_module.out_features, layer.original_module.in_features)
         if not isinstance(layer, LoraLayer): continue
         shapes[f'{_plain(name)}.lora_A.weight'] = (layer.r['default'], layer.in_features)
         shapes[f'{_plain(name)}.lora_B.weight'] = (layer.out_features, layer.r['default'])
@@ -216,7 +220,7 @@ def load_adapters(
     base = load_base(source, method, precision, device, revision) if isinstance(source, (str, Path)) else source
     with _hush(): tensors, model = load_file(file), PeftModel.from_pretrained(base, str(directory)).eval()
     _compare(model, tensors, file)
-    there = {_plain(n).replace('.default.', '.'): p for n, p in model.named_parameters()}
+    there = {_filed(n): p for n, p in model.named_parameters()}
     lost = [n for n, t in tensors.items() if not there[n].cpu().equal(t)]
     if lost: raise ValueError(f'{len(lost)} of {len(tensors)} adapter tensors did not arrive, first {lost[0]}')
     return model

@@ -6,14 +6,12 @@
 __all__ = ['DatasetError', 'detect_format', 'conversation', 'split_rows', 'load_rows', 'assistant_mask', 'TokenView',
            'token_view', 'TokenReport', 'check_rows']
 
-# %% ../nbs/chapters/14_data.ipynb #45d044ff
+# %% ../nbs/chapters/14_data.ipynb #63e2c9e5
 import csv, io, json, warnings
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from glob import glob
 from html import escape
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from random import Random
 from statistics import mode
@@ -35,10 +33,9 @@ class DatasetError(ValueError):
         if len(self.problems) == 1: return f'{self.source}: {said[0]}'
         return '\n  '.join([f'{self.source}: {len(self.problems)} problems', *said, *([f'and {more} more'] * (more > 0))])
 
-# %% ../nbs/chapters/14_data.ipynb #1546cc2a
+# %% ../nbs/chapters/14_data.ipynb #c2d60148
 def _text(path) -> str:
-    raw = path.read_bytes()
-    try: text = raw.decode('utf-8-sig')
+    try: text = (raw := path.read_bytes()).decode('utf-8-sig')
     except UnicodeDecodeError:
         bad = [n for n, line in enumerate(raw.split(b'\n'), 1) if line.decode('utf-8', 'ignore').encode() != line]
         raise DatasetError(path.name, [(n, 'is not UTF-8 text; save the file as UTF-8') for n in bad], 'line') from None
@@ -79,7 +76,7 @@ def _cells(path) -> list[tuple[int, list[str]]]:
         raise DatasetError(path.name, [(begin, f'starts a row that is not CSV ({error}); close its quotes')], 'line') from None
     return found
 
-# %% ../nbs/chapters/14_data.ipynb #ce53a2cc
+# %% ../nbs/chapters/14_data.ipynb #7b8748a9
 def _table(path, data) -> list[tuple[int, object]]:
     lines, placed = _cells(path), [c for c in _given(data).values() if isinstance(c, int)]
     width = max(mode(len(cells) for _, cells in lines), *(column + 1 for column in placed), 0) if placed else 0
@@ -94,17 +91,15 @@ def _table(path, data) -> list[tuple[int, object]]:
     if bad: raise DatasetError(path.name, bad, 'line')
     return [(n, dict(zip(header, cells))) for n, cells in lines]
 
-_READERS: dict[str, Callable] = {'.jsonl': _jsonl, '.json': _json, '.csv': _table, '.tsv': _table, '.txt': _lines}
+_READERS = {'.jsonl': _jsonl, '.json': _json, '.csv': _table, '.tsv': _table, '.txt': _lines}
 
-# %% ../nbs/chapters/14_data.ipynb #cb186c91
+# %% ../nbs/chapters/14_data.ipynb #fd7ee58d
 _USUAL = {'prompt': ('prompt', 'question', 'query'), 'completion': ('completion', 'answer', 'response'),
           'text': ('text', 'review', 'sentence'), 'label': ('label', 'stars', 'rating', 'sentiment')}
 
-def _given(data) -> dict[str, object]:
-    return {role: column for role in _USUAL if (column := getattr(data, f'{role}_column')) is not None}
+def _given(data) -> dict: return {role: column for role in _USUAL if (column := getattr(data, f'{role}_column')) is not None}
 
-def _columns(row, data) -> dict[str, object]:
-    "Find which column of `row` plays which role."
+def _columns(row, data) -> dict[str, object]:  # Find which column of `row` plays which role
     usual = {role: next((n for n in names if n in row), names[0]) for role, names in _USUAL.items()}
     return usual | _given(data)
 
@@ -124,12 +119,11 @@ def detect_format(
     raise ValueError(f'no known format has the columns {", ".join(map(str, row))}; name them with prompt_column and '
                      'completion_column, or text_column and label_column (numbers for a file without a header)')
 
-# %% ../nbs/chapters/14_data.ipynb #f079eb97
+# %% ../nbs/chapters/14_data.ipynb #124fedc1
 _ROLES = {'system': 'system', 'user': 'user', 'human': 'user', 'prompter': 'user', 'assistant': 'assistant', 'gpt': 'assistant'}
 _TOOL_ROLES = ('tool', 'function', 'function_call', 'observation', 'ipython')
 
-def _words(value, what) -> str:
-    "Check that `value` is text with something in it."
+def _words(value, what) -> str:  # Check that `value` is text with something in it
     if value is None: raise ValueError(f'{what} is missing')
     if not isinstance(value, str): raise ValueError(f'{what} is {type(value).__name__}, not text')
     if not value.strip(): raise ValueError(f'{what} is empty')
@@ -153,7 +147,7 @@ def _messages(turns, what='messages') -> list[dict]:
     if not isinstance(turns, list) or not turns: raise ValueError(f'{what!r} is not a list of turns')
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
-# %% ../nbs/chapters/14_data.ipynb #ee90805b
+# %% ../nbs/chapters/14_data.ipynb #7d3d2650
 def _turn(role, content, what) -> dict: return {'role': role, 'content': _words(content, what)}
 
 def _from_messages(row, data):
@@ -174,10 +168,11 @@ def _from_class(row, data):
     columns, answers = _columns(row, data), dict(data.labels)
     label, text = str(row.get(columns['label'], '')).strip(), _words(row.get(columns['text']), 'the text')
     if not label: raise ValueError(f'the label {columns["label"]!r} is missing')
+    if label not in answers: label = label.removesuffix('.0')  # A whole number, as spreadsheets and pandas write it
     if answers and label not in answers:
         raise ValueError(f'the label {label:.40} is not in data.labels; {nearest(label, list(answers))}')
-    word = answers.get(label, label)
-    return [_turn('user', f'{data.question}\n{text}', 'the question'), _turn('assistant', word, 'the answer')] if word else []
+    if not (word := answers.get(label, label)): return []
+    return [_turn('user', f'{data.question}\n{text}', 'the question'), _turn('assistant', word, 'the answer')]
 
 _FORMATS = {'messages': _from_messages, 'prompt_completion': _from_pair, 'alpaca': _from_alpaca, 'classification': _from_class}
 
@@ -216,29 +211,33 @@ def split_rows(
         raise ValueError(f'{len(rows)} rows cannot be divided with a share of {share}; name a test file, or bring more rows')
     return [row for row in rows if _prompt(row) in groups], test
 
-# %% ../nbs/chapters/14_data.ipynb #dca3c7ca
+# %% ../nbs/chapters/14_data.ipynb #667ff434
 def _hub(name, split) -> list[tuple[int, object]]:
     from datasets import load_dataset
     try: return list(enumerate(load_dataset(name, split=split), 1))
     except Exception as error:
         raise DatasetError(name, [(None, f'split {split!r} cannot be loaded ({type(error).__name__}: {error})')]) from None
 
-def _find(source, split) -> Path | str:
-    "Find the file of one split, or keep a name on the Hub."
-    try: place = resolve(source)
+def _find(source, split) -> list:  # Files of one split, or a name on the Hub
+    wild = any(sign in source for sign in '*?[') and not Path(source).exists()
+    try: places = sorted(map(Path, glob(source))) if wild else [resolve(source)]
     except ValueError as error: raise DatasetError(source, [(None, str(error))]) from None
-    if isinstance(place, str) or place.is_file(): return place
+    if not places: raise DatasetError(source, [(None, 'no file has a name like this')])
+    if wild or isinstance(place := places[0], str) or place.is_file(): return places
     files = sorted(p for p in place.iterdir() if p.stem == split and p.suffix in _READERS)
-    if len(files) == 1: return files[0]
+    if len(files) == 1: return files
     raise DatasetError(place.name, [(None, f'needs one file {split}.* of {", ".join(_READERS)}; found {len(files)}')])
 
-def _load(place, split, data, on_bad='error') -> list[dict]:
-    "Read and convert one split; raise one error that names every row at fault."
-    known = isinstance(place, str) or place.suffix in _READERS
+# %% ../nbs/chapters/14_data.ipynb #4ea808c5
+def _read(place, split, data, on_bad, heads) -> list:  # Rows of one file, converted; one error names every row at fault
     name, unit = (place, 'row') if isinstance(place, str) else (place.name, 'item' if place.suffix == '.json' else 'line')
-    if not known: raise DatasetError(name, [(None, f'cannot be read: {nearest(place.suffix, list(_READERS))}')])
+    if unit != 'row' and place.suffix not in _READERS:
+        raise DatasetError(name, [(None, f'cannot be read: {nearest(place.suffix, list(_READERS))}')])
     numbered, found, bad = _hub(place, split) if unit == 'row' else _READERS[place.suffix](place, data), [], []
     first = next((row for _, row in numbered if isinstance(row, dict)), None)
+    if first and name.endswith(('.csv', '.tsv')): heads.append((name, ', '.join(sorted(map(str, first)))))
+    if heads and heads[-1][1] != heads[0][1]:
+        raise DatasetError(name, [(1, f'has the columns {heads[-1][1]}, and {heads[0][0]} has {heads[0][1]}')], 'line')
     if first and data.format == 'auto':
         try: data = data.model_copy(update={'format': detect_format(first, data)})
         except ValueError as error: raise DatasetError(name, [(None, str(error))]) from None
@@ -246,11 +245,16 @@ def _load(place, split, data, on_bad='error') -> list[dict]:
         try: found.append(conversation(row, data))
         except ValueError as error: bad.append((number, str(error)))
     if bad and on_bad == 'error': raise DatasetError(name, bad, unit)
-    if bad: warnings.warn(f'{len(bad)} of {len(numbered)} rows are left out: {DatasetError(name, bad, unit)}', stacklevel=3)
-    if any(found): return list(filter(None, found))
-    raise DatasetError(name, [(None, 'holds no rows to train on')])
+    if bad: warnings.warn(f'{len(bad)} of {len(numbered)} rows are left out: {DatasetError(name, bad, unit)}', stacklevel=4)
+    return found
 
-# %% ../nbs/chapters/14_data.ipynb #82059319
+def _load(places, split, data, on_bad='error') -> list[dict]:  # Rows of one split, file after file
+    heads = []
+    found = [row for place in places for row in _read(place, split, data, on_bad, heads) if row]
+    if found: return found
+    raise DatasetError(', '.join(getattr(p, 'name', p) for p in places), [(None, 'holds no rows to train on')])
+
+# %% ../nbs/chapters/14_data.ipynb #3bf71a53
 def load_rows(
     data: Data,  # The `data` part of a recipe
     seed: int = 0,  # Decides which rows are held out when no test rows are named
@@ -258,11 +262,11 @@ def load_rows(
 ) -> tuple[list[dict], list[dict]]:  # Rows to train on, rows held out
     "Read, convert and split a data source; name every row at fault."
     if on_bad not in ('error', 'skip'): raise ValueError(f"on_bad {on_bad!r} must be 'error' or 'skip'")
-    place = _find(data.source, 'train')
-    train = _load(place, 'train', data, on_bad)
-    beside = [] if isinstance(place, str) or resolve(data.source) == place else list(place.parent.glob('test.*'))
-    if data.test and isinstance(place, str): test = _load(place, data.test, data, on_bad)
-    elif data.test or beside: test = _load(_find(data.test or data.source, 'test'), 'test', data, on_bad)
+    place, *more = places = _find(data.source, 'train')
+    train, named = _load(places, 'train', data, on_bad), more or data.source.endswith(getattr(place, 'name', place))
+    if data.test and isinstance(place, str): test = _load(places, data.test, data, on_bad)
+    elif data.test or not named and place.stem == 'train' and any(place.parent.glob('test.*')):
+        test = _load(_find(data.test or data.source, 'test'), 'test', data, on_bad)
     else:
         try: return split_rows(train, data.test_share, seed)
         except ValueError as error: raise DatasetError(data.source, [(None, str(error))]) from None
@@ -321,7 +325,7 @@ def token_view(
     ids, mask = assistant_mask(row, tokenizer)
     return TokenView(tuple(ids), tuple(tokenizer.decode([i]) for i in ids), tuple(mask))
 
-# %% ../nbs/chapters/14_data.ipynb #0fabdf02
+# %% ../nbs/chapters/14_data.ipynb #4e071486
 @dataclass(frozen=True)
 class TokenReport:
     "What `check_rows` counted."
@@ -331,15 +335,14 @@ class TokenReport:
     longest: int  # Tokens of the longest example
     cut: int  # Examples longer than the length asked for; they lose their end
 
-def _fault(row, ids, mask, tokenizer, length) -> str:
-    "Say what is wrong with one tokenised row; '' when nothing is."
+def _fault(row, ids, mask, tokenizer, length) -> str:  # Say what is wrong with one tokenised row; '' when nothing is
     said = ' '.join(m['content'] for m in row['messages']) if 'messages' in row else row['text']
     inside = next((t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in said), '')
     if inside: return f'has {inside} in its text, which is read as a mark of its own; take it out'
     if not any(mask[:length]): return f'trains none of its first {length} tokens of {len(ids)}; raise batch.length or shorten it'
     if 'text' in row: return ''
     if all(mask): return 'trains every token, the question too; the template marks too much with {% generation %}'
-    answers = [[i for i, _ in run] for on, run in groupby(zip(ids, mask), key=itemgetter(1)) if on]
+    answers = [[i for i, _ in run] for on, run in groupby(zip(ids, mask), key=lambda pair: pair[1]) if on]
     if all(tokenizer.eos_token_id in answer for answer in answers): return ''
     return (f'has an answer without the stop token {tokenizer.eos_token}, so the model would not learn to stop; put it inside '
             '{% generation %}, or set tokenizer.eos_token to the token that ends the answer')

@@ -6,7 +6,7 @@
 __all__ = ['EXIT_PREEMPTED', 'Votes', 'Preemption', 'check_finite', 'RankHangs', 'HangWatch']
 
 # %% ../nbs/chapters/28_guards.ipynb #aa5e36a9
-import json, logging, math, os, signal, sys, threading, time, traceback
+import json, logging, math, os, signal, socket, sys, threading, time, traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,6 +42,10 @@ class Votes:
         said = [None] * self.ranks
         dist.all_gather_object(said, value, group=self.group)
         return said
+
+    def hosts(self) -> list[str]:  # One name per rank
+        "Say on which machine every rank is; a collective."
+        return self.gather(socket.gethostname())
 
 # %% ../nbs/chapters/28_guards.ipynb #cd1707c9
 EXIT_PREEMPTED = 75  # Exit code of a run that was told to stop, and saved: EX_TEMPFAIL, "try again later"
@@ -112,19 +116,18 @@ class HangWatch:
         rank: int = 0,       # This process
         ranks: int = 1,      # All of them
         act: Callable[[RankHangs], object] | None = None,  # What to do then; None ends the process
+        hosts: list[str] | None = None,  # Name of each rank's machine, as `Votes.hosts` gives them; None names none
     ):
         if not timeout_s > 0: raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
         self.folder, self.timeout_s, self.rank, self.ranks = Path(folder) / 'stacks', timeout_s, rank, ranks
-        self.act, self._done, self._main = act or _leave, threading.Event(), threading.get_ident()
+        self.act, self.hosts, self._done, self._main = act or _leave, hosts or [], threading.Event(), threading.get_ident()
 
     def __enter__(self):
-        self._file(self.rank).unlink(missing_ok=True), self.beat()
+        _file(self, self.rank).unlink(missing_ok=True), self.beat()
         threading.Thread(target=self._look, name='hang watch', daemon=True).start()
         return self
 
     def __exit__(self, *what): self._done.set()
-
-    def _file(self, rank): return self.folder / f'rank-{rank}.json'
 
     def beat(self) -> None:
         "Say that a step is done."
@@ -150,20 +153,24 @@ def _account(watch):  # What this rank does, beside what the others say they do;
     if said[watch.rank]['waits']: time.sleep(1)  # Whoever is waited for speaks first
     return RankHangs(_verdict(watch, said), ''.join(said[watch.rank]['stack'][-4:]))
 
+def _file(watch, rank): return watch.folder / f'rank-{rank}.json'
+
 def _shown(watch, stack):
     watch.folder.mkdir(parents=True, exist_ok=True)
     part = watch.folder / f'part-{watch.rank}'
     part.write_text(json.dumps({'waits': _waits(stack), 'stack': traceback.format_list(stack)}))
-    part.replace(watch._file(watch.rank))
+    part.replace(_file(watch, watch.rank))
     late = time.monotonic() + 2
-    while not all(watch._file(r).exists() for r in range(watch.ranks)) and time.monotonic() < late: time.sleep(0.05)
-    return {r: json.loads(watch._file(r).read_text()) for r in range(watch.ranks) if watch._file(r).exists()}
+    while not all(_file(watch, r).exists() for r in range(watch.ranks)) and time.monotonic() < late: time.sleep(0.05)
+    return {r: json.loads(_file(watch, r).read_text()) for r in range(watch.ranks) if _file(watch, r).exists()}
 
 def _verdict(watch, said):
     stuck = [rank for rank in said if not said[rank]['waits']]
     waiting, silent = [rank for rank in said if rank not in stuck], sorted({*range(watch.ranks)} - {*said})
     ways = {'stuck': stuck, 'waiting for another': waiting, 'without a sign': silent}
-    names = ', '.join(f'ranks {ranks} {way}' for way, ranks in ways.items() if ranks)
+    several, told = len({*watch.hosts}) > 1, lambda ranks: ' and '.join(dict.fromkeys(watch.hosts[rank] for rank in ranks))
+    where = lambda ranks: f' on {told(ranks)}' if several else ''  # Where all are on one machine there is nothing to tell
+    names = ', '.join(f'ranks {ranks}{where(ranks)} {way}' for way, ranks in ways.items() if ranks)
     return f'no step was done in {watch.timeout_s:g} s: {names}'
 
 # %% ../nbs/chapters/28_guards.ipynb #ec5cb7d9

@@ -58,28 +58,32 @@ def keep_payload(
 
 # %% ../nbs/chapters/12_quant.ipynb #773ef824
 def load_base(
-    source: str,  # Packaged name, directory or hub id
+    source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, which has a head, too
     method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
-    revision: str | None = None,  # Commit, tag or branch of a hub id
-    attention: str = 'sdpa',  # As a recipe's `Model.attention` says it
+    revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
+    attention: str = 'sdpa',  # As a recipe's `Model.attention` says it; a `Model` has its own
 ) -> 'PreTrainedModel':  # Whole, on the device of this process, in evaluation mode
     "Load `source` as `method` wants it."
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from llm_workbook.document import resolve
+    from llm_workbook.recipe import Model
     method, precision = _defaults(method, precision)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda': device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    packed = method.kind == 'qlora'
-    model = AutoModelForCausalLM.from_pretrained(
-        resolve(source), revision=revision, device_map={'': device}, use_safetensors=True, trust_remote_code=False,
-        dtype='float32' if method.kind == 'full' else precision.compute,
-        attn_implementation='flash_attention_2' if attention == 'flash' else attention,
-        quantization_config=nf4_config(method, precision) if packed else None)
-    model.config._name_or_path = model.name_or_path = str(source)
-    if packed and not keep_payload(model): raise ValueError(f'{source!r} has no linear layer that NF4 can pack')
+    base = source if isinstance(source, Model) else Model(source=str(source), revision=revision, attention=attention)
+    judges, packed = base.head == 'classification', method.kind == 'qlora'
+    model, told = (AutoModelForSequenceClassification if judges else AutoModelForCausalLM).from_pretrained(
+        resolve(base.source), revision=base.revision, device_map={'': device}, use_safetensors=True, trust_remote_code=False,
+        dtype='float32' if method.kind == 'full' else precision.compute, output_loading_info=True,
+        attn_implementation='flash_attention_2' if base.attention == 'flash' else base.attention,
+        quantization_config=nf4_config(method, precision) if packed else None, **({'num_labels': base.classes} if judges else {}))
+    lost = sorted({*told['missing_keys']} - {'score.weight'}) if judges else []
+    if lost: raise ValueError(f'{base.source!r} has no {lost[0]}: only a head may be new')
+    model.config._name_or_path = model.name_or_path = base.source
+    if packed and not keep_payload(model): raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
     return model
 
 # %% ../nbs/chapters/12_quant.ipynb #9f264289

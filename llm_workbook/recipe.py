@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Model', 'Data', 'Method', 'Precision', 'Cluster', 'Sharding', 'Zero', 'Batch', 'Optimizer', 'Intervals', 'Rule',
-           'broken', 'rules', 'Recipe', 'recipe_names', 'planned_only', 'shrink', 'differences']
+           'broken', 'rules', 'Recipe', 'recipe_names', 'planned_only', 'shrink', 'differences', 'shrinkage']
 
 # %% ../nbs/chapters/06_recipe.ipynb #3c6f302e
 from functools import cache
@@ -161,7 +161,7 @@ class Intervals(Part):
     saving: _Every = 0  # Save a checkpoint to resume from
     checkpoint: Literal['sharded', 'full'] = 'sharded'  # Each rank its part, or all gathered on one
 
-# %% ../nbs/chapters/06_recipe.ipynb #8e3d6c5a
+# %% ../nbs/chapters/06_recipe.ipynb #b1c282be
 class Rule(Part):
     "A combination that cannot work, or that costs more than it seems."
     id: Name  # Short name
@@ -171,11 +171,11 @@ class Rule(Part):
     fix: Name  # What to write instead
     source: Name  # Who found out
     pains: list[str] = []  # Entries of the failure catalogue that it answers
-    level: Literal['refuse', 'warn'] = 'refuse'  # A recipe cannot exist, or a plan says so
+    level: Literal['refuse', 'warn', 'run'] = 'refuse'  # A recipe cannot exist; a plan says so; or training refuses it
     breaks: dict[str, object]  # Changes to a plain recipe that make the rule bite
     mends: dict[str, object]  # Further changes that satisfy it
 
-# %% ../nbs/chapters/06_recipe.ipynb #1df93978
+# %% ../nbs/chapters/06_recipe.ipynb #4f470fce
 _COMPARE = {
     'not': lambda a, b: a != b, 'above': lambda a, b: a > b, 'below': lambda a, b: a < b,
     'in': lambda a, b: a in b, 'has': lambda a, b: any(x in a for x in b), 'undivided': lambda a, b: b % a != 0}
@@ -188,10 +188,10 @@ def _meets(value, test, facts) -> bool:
     return all(_COMPARE[word](value, other(t)) for word, t in test.items())
 
 def broken(facts: dict,  # Dotted name -> value, as `Recipe.facts` gives them; a plan adds its own names
-    level: str = 'refuse',  # Or 'warn'
+    level: str = 'refuse',  # Or 'warn', or 'run'
 ) -> list[Rule]:  # Those whose every condition holds
     "Find the rules of one `level` that `facts` break; a rule about a fact that is not there waits."
-    if level not in ('refuse', 'warn'): raise ValueError(f"level {level!r} must be 'refuse' or 'warn'")
+    if level not in ('refuse', 'warn', 'run'): raise ValueError(f"level {level!r} must be 'refuse', 'warn' or 'run'")
     return [rule for rule in rules() if rule.level == level and all(
         name in facts and _meets(facts[name], test, facts) for name, test in rule.when.items())]
 
@@ -220,14 +220,14 @@ def _test(test) -> str:
 _FORMATS = {1: 'eight parts: model, data, method, cluster, sharding, precision, batch, optimizer',
             2: 'sharding.activation_checkpointing is none, selective or full (true was full); parts zero and intervals'}
 
-# %% ../nbs/chapters/06_recipe.ipynb #46a96ab2
+# %% ../nbs/chapters/06_recipe.ipynb #81973806
 class _Judged(Document):
 
     @model_validator(mode='after')
     def _keep_rules(self):
         facts = self.facts()
-        found = [Problem(r.path, repr(facts[r.path]), f'{r.reason}; {r.fix} [{r.id}]') for r in broken(facts)]
-        if found: raise RecipeError(found)
+        if found := [Problem(r.path, repr(facts[r.path]), f'{r.reason}; {r.fix} [{r.id}]') for r in broken(facts)]:
+            raise RecipeError(found)
         return self
 
     def facts(self) -> dict:  # Dotted field -> value, and cluster.ranks, batch.global, data.classes, zero.set
@@ -290,27 +290,28 @@ def recipe_names() -> list[str]:  # Names for `Recipe.named`, sorted
     "List the recipes of this package."
     return sorted(p.stem for p in asset('recipes').glob('*.yaml'))
 
-# %% ../nbs/chapters/06_recipe.ipynb #5551ec51
+# %% ../nbs/chapters/06_recipe.ipynb #39513971
 def planned_only(recipe: Recipe,  # Any recipe
 ) -> list[Problem]:  # One per setting, with what to set instead; empty when training carries everything out
     "List the settings of `recipe` that can be planned and that this version does not run."
     facts = recipe.facts()
-    said = lambda values: ' or '.join(map(str, values)) if all(v not in (None, {}) for v in values) else 'nothing'
-    return [Problem(field, repr(facts[field]), f'can be planned, not run by this version; set it to {said(values)}')
-            for field, values in _runs().items() if facts[field] not in values]
+    said = lambda values: ' or '.join('nothing' if v is None else str(v) for v in values)
+    plainly = [Problem(field, repr(facts[field]), f'can be planned, not run by this version; set it to {said(values)}')
+               for field, values in _runs().items() if facts[field] not in values]
+    return plainly + [Problem(r.path, repr(facts[r.path]), f'can be planned, not run: {r.reason}; {r.fix} [{r.id}]')
+                      for r in broken(facts, 'run')]
 
 @cache
 def _runs(): return _read('runs.yaml')
 
-# %% ../nbs/chapters/06_recipe.ipynb #f3224f96
-_TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None,
-        'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
+# %% ../nbs/chapters/06_recipe.ipynb #b3e68271
+_TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
 _TOY_REVIEWS = Data(source='sample-reviews', format='classification', text_column='text', label_column='stars',
                     labels={1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'})
 
-# %% ../nbs/chapters/06_recipe.ipynb #e8962293
+# %% ../nbs/chapters/06_recipe.ipynb #fafa949c
 # What a CPU does instead.
 def _on_cpu(recipe) -> dict:
     changes = {'optimizer.kind': recipe.optimizer.kind.removeprefix('paged_')}
@@ -318,26 +319,34 @@ def _on_cpu(recipe) -> dict:
     if recipe.method.storage == recipe.precision.compute: changes['method.storage'] = 'float32'
     return changes | {'precision.compute': 'float32', 'precision.loss_scale': 'none', 'precision.reduce': None}
 
+# What this version does not run, as it runs it: the first value of a field, and what mends a rule.
+def _runnable(recipe) -> Recipe:
+    facts = recipe.facts()
+    changes = {field: values[0] for field, values in _runs().items() if facts[field] not in values}
+    for rule in broken(facts, 'run'): changes |= rule.mends
+    return recipe.changed(changes)
+
 # Buckets of a million elements, so that they are smaller than the model, and matrices that do not stay whole.
 def _small_zero(zero) -> Zero:
     most = {name: 1_000_000 for name, value in zero if type(value) is int} | {'persistence_threshold': 1000}
     return Zero(**zero.model_dump() | {name: min(getattr(zero, name), limit) for name, limit in most.items()})
 
-# %% ../nbs/chapters/06_recipe.ipynb #ed9249a6
+# %% ../nbs/chapters/06_recipe.ipynb #d193953a
 def shrink(recipe: Recipe,  # Any recipe
-) -> Recipe:  # The tiny base on sample data: one node, two CPU processes (one where nothing is sharded)
-    "Keep the method, sharding, head and schedule of `recipe`; replace what makes it large or needs a GPU."
+    nodes: int = 1,  # To spread it over; 2 where a cluster of two is at hand
+) -> Recipe:  # The tiny base on sample data, two CPU processes on each node (one in all where nothing is sharded)
+    "Keep the method, sharding, head and schedule of `recipe`; replace what makes it large, needs a GPU or is not run."
     every, attention, sharding = recipe.intervals, recipe.model.attention, recipe.sharding
-    return recipe.changed(_TOY | _on_cpu(recipe) | {
+    return _runnable(recipe.changed(_TOY | _on_cpu(recipe) | {
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
         'model': Model(source='tiny-base', head=recipe.model.head, attention='sdpa' if attention == 'flash' else attention),
         'data': _TOY_REVIEWS if recipe.data.format == 'classification' else _TOY_CHAT,
         'sharding.loading': 'sharded' if (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded') else 'every_rank',
-        'cluster': Cluster(processes=1 if sharding.strategy == 'none' else 2),
+        'cluster': Cluster(nodes=nodes, processes=1 if sharding.strategy == 'none' else 2),
         'zero': _small_zero(recipe.zero) if sharding.strategy.startswith('zero') else recipe.zero,
         'batch': Batch(micro=12, length=128, packing=recipe.batch.packing, loss_head=recipe.batch.loss_head),
         'intervals.evaluation': min(every.evaluation, 120), 'intervals.saving': min(every.saving, 120),
-        'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]})
+        'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]}))
 
 # %% ../nbs/chapters/06_recipe.ipynb #31b56d23
 def differences(a: Recipe,  # One recipe
@@ -346,3 +355,13 @@ def differences(a: Recipe,  # One recipe
     "List the fields in which two recipes differ."
     left, right = _flat(a), _flat(b)
     return [(field, left[field], right[field]) for field in left if left[field] != right[field]]
+
+# %% ../nbs/chapters/06_recipe.ipynb #4323d1b4
+def shrinkage(recipe: Recipe,  # Any recipe
+) -> list[tuple]:  # (dotted field, value in `recipe`, value in `shrink(recipe)`, why); a notebook shows them as a table
+    "List what `shrink` changes in `recipe`, and why."
+    why, rows = _read('shrunk.yaml'), differences(recipe, shrink(recipe))
+    return _Shrinkage((field, a, b, why.get(field) or why[field.split('.')[0]]) for field, a, b in rows)
+
+class _Shrinkage(list):
+    def _repr_html_(self): return html_table(('field', 'before', 'shrunk', 'why'), self)

@@ -83,11 +83,11 @@ def begin_run(
     directory.mkdir(parents=True, exist_ok=True)
     _put_aside(directory, step)
     if not file.exists(): _replace(file, recipe.dump())
-    metrics = directory / 'metrics.jsonl'
-    lines = read_metrics(metrics)
+    lines = read_metrics(directory / 'metrics.jsonl')
     if lines and not found:
         _log.warning('no checkpoint was committed: starting again at step 0, %d lines of metrics dropped', len(lines))
-    if metrics.exists(): _replace(metrics, ''.join(json.dumps(m) + '\n' for m in lines if m['step'] <= step))
+    for kept in (directory / 'metrics.jsonl', directory / 'evaluation.jsonl'):
+        if kept.exists(): _replace(kept, ''.join(json.dumps(m) + '\n' for m in read_metrics(kept) if m['step'] <= step))
     mark_run(directory, 'running', step)
     return Start(step, found)
 
@@ -250,7 +250,8 @@ def guarded_train(
     trainer.start, trainer.preempted = start.checkpoint, None
     _universal(trainer)
     trainer.began = time.monotonic() - (done[-1]['seconds'] if done and start.step else 0)
-    hangs = HangWatch(directory, step_timeout_s, votes.rank, votes.ranks) if step_timeout_s else nullcontext()
+    hangs = nullcontext()
+    if step_timeout_s: hangs = HangWatch(directory, step_timeout_s, votes.rank, votes.ranks, hosts=votes.hosts())
     with Preemption(votes) as preemption, hangs as watch:
         trainer.watch = watch
         trainer.add_callback(_boundary(trainer, preemption, watch))
@@ -309,7 +310,7 @@ def save_whole(
     directory: str | Path,  # Of the run; the model goes into its folder `model`
 ) -> dict:  # Name -> shape of each tensor
     "Write all weights as a model that plain transformers loads; only ZeRO gathers them on one rank."
-    if not isinstance(trainer, _Resuming):
+    if not hasattr(trainer, 'facts') or isinstance(trainer, type):
         raise ValueError(f'{type(trainer).__name__} has nothing to save: pass a `resumable` trainer')
     from llm_workbook.slices import together
     directory, first = Path(directory), trainer.args.process_index == 0

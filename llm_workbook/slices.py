@@ -263,8 +263,10 @@ def _compare(directory, there, dtype):
 def _verify(directory, shapes, dtype):
     "Load what was exported as anyone would, compare names, shapes and type, and run one forward."
     import torch
-    from transformers import AutoModelForCausalLM
-    model, told = AutoModelForCausalLM.from_pretrained(directory, dtype='auto', output_loading_info=True)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    judges = AutoConfig.from_pretrained(directory).architectures[0].endswith('ForSequenceClassification')
+    kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
+    model, told = kind.from_pretrained(directory, dtype='auto', output_loading_info=True)
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
     lost = {*told['missing_keys'], *told['unexpected_keys'], *told['mismatched_keys']} - tied
     odd = [n for n, p in model.named_parameters() if (tuple(p.shape), p.dtype) != (tuple(shapes.get(n, ())), dtype)]

@@ -252,3 +252,35 @@ def test_formats_are_told_apart_by_their_columns():
     assert detect_format({'messages': [], 'prompt': ''}, Data(source='x')) == 'messages'
     assert detect_format({'text': '', 'label': 0}, Data(source='x')) == 'classification'
     assert detect_format({'chosen': '', 'rejected': '', 'prompt': ''}, Data(source='x', completion_column='chosen')) == 'prompt_completion'
+
+
+# Several files
+
+STARS = {'format': 'classification', 'text_column': 'text', 'label_column': 'stars', 'test_share': 0.0,
+         'labels': {1: 'bad', 2: 'bad', 3: None, 4: 'good', 5: 'good'}}
+
+
+def test_a_pattern_reads_its_files_in_the_order_of_their_names(tmp_path, monkeypatch):
+    (tmp_path/'reviews').mkdir()
+    for name, text in (('b.csv', 'stars,text\n1,Four\n3,Nothing\n'), ('a.csv', 'text,stars\nOne,5\nTwo,4.0\n"Three, or",  2\n'), ('c.csv', 'text,stars\nHm,3\n')):
+        (tmp_path/'reviews'/name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for source in 'reviews/*.csv', str(tmp_path/'reviews'/'?.csv'), 'reviews/[abc].csv':
+        rows, test = load_rows(Data(source=source, **STARS))
+        assert [row['messages'][1]['content'] for row in rows] == ['good', 'good', 'bad', 'bad'] and test == []
+        assert [row['messages'][0]['content'].partition('\n')[2] for row in rows] == ['One', 'Two', 'Three, or', 'Four']
+    (tmp_path/'a*').mkdir()  # A name that looks like a pattern and is there
+    (tmp_path/'a*'/'train.csv').write_text('text,stars\nOne,5\n')
+    assert len(load_rows(Data(source='a*', **STARS))[0]) == 1
+
+
+@pytest.mark.parametrize('second, words', [
+    ('text,rating\nx,5\n', r'b\.csv: line 1: has the columns rating, text, and a\.csv has stars, text'),
+    ('text,stars,more\nx,5,1\n', r'b\.csv: line 1: has the columns more, stars, text'), ('text,stars\nx,\n', r"b\.csv: line 2: the label 'stars' is missing"),
+    ('text,stars\nx,4\ny,4.5\n', r'b\.csv: line 3: the label 4\.5 is not in data\.labels'), ('text,stars\n"x,4\n', r'b\.csv: line 2: starts a row that is not CSV'),
+    ('text,stars\nx,nan\n', r'b\.csv: line 2: the label nan is not in data\.labels'), ('', r'b\.csv: the file is empty')])
+def test_a_pattern_names_the_file_and_the_line_at_fault(tmp_path, second, words):
+    (tmp_path/'a.csv').write_text('text,stars\nx,5\n')
+    (tmp_path/'b.csv').write_text(second)
+    with pytest.raises(DatasetError, match=words): load_rows(Data(source=str(tmp_path/'*.csv'), **STARS))
+    with pytest.raises(DatasetError, match='no file has a name like this'): load_rows(Data(source=str(tmp_path/'*.tsv'), **STARS))

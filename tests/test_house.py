@@ -16,9 +16,9 @@ import pytest
 from page import ROOT, pages, skipped
 
 ORDER = ('document hardware architecture model recipe tape activations holdings intake ledger quant nf4 weights adapters data claims commits '
-         'gauges ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming effective classifier '
+         'gauges ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming actual effective classifier '
          'loop curves monitor training scores fakes stage timeline players rehearsal verdicts merge exports scripts rendering '
-         'doctor jobs launching console chat checks report').split()
+         'talks witness doctor jobs launching console chat checks report').split()
 HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
          'IPython ipywidgets').split()
 MODULES = sorted(p for p in (ROOT/'llm_workbook').glob('*.py') if p.name != '_modidx.py')

@@ -16,7 +16,7 @@ RUNS = 'play(', 'perform(', 'findings('
 
 def definitions():
     "Give the statements of the page that define something, and run nothing."
-    cells = json.loads((ROOT/'nbs/chapters/43_mistakes.ipynb').read_text('utf-8'))['cells']
+    cells = json.loads((ROOT/'nbs/chapters/44_mistakes.ipynb').read_text('utf-8'))['cells']
     for source in (''.join(c['source']) for c in cells if c['cell_type'] == 'code'):
         if source.startswith('#|'): continue
         for node in ast.parse(source).body:

@@ -1,11 +1,15 @@
 """What two and three ranks train is what one process trains, and what they save is what they have trained.
 
-The process that is compared with takes the same micro-batches, by accumulation: 6 or 3 of them make every step.
+The process that is compared with takes the same micro-batches, by accumulation: 6 or 3 of them make every step. Under the other
+strategies (`OTHERS`) it takes the 6 rows of a step in one pass, and the ranks their part of them.
 """
 import functools
 import os
+from importlib.util import find_spec
 
 import pytest
+
+os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -14,14 +18,16 @@ from llm_workbook import training
 from llm_workbook.adapters import check_targets, load_adapters, moved
 from llm_workbook.document import asset
 from llm_workbook.quant import fingerprint, load_base
-from llm_workbook.recipe import Recipe
+from llm_workbook.recipe import Method, Recipe
 
 STEPS = 20
 PARTS = {'full': 6, 'qlora': 6, 'qlora-float32': 3}  # micro-batches in a step
+ROWS = 6  # in a step of the kind 'rows'
 IDS = torch.arange(2, 98).reshape(4, 24)  # any tokens will do
 RECIPES = {
     'full': {'method.kind': 'full', 'precision.compute': 'float32', 'batch.micro': 2,
              'optimizer.learning_rate': 1e-3, 'optimizer.clip': 0.5},
+    'rows': {'method.kind': 'full', 'precision.compute': 'float32', 'optimizer.learning_rate': 1e-3, 'optimizer.clip': 0.5},
     'qlora': {'batch.micro': 8, 'optimizer.learning_rate': 1e-3, 'optimizer.clip': 0.1},
     'qlora-float32': {'method.storage': 'float32', 'precision.compute': 'float32', 'batch.micro': 2,
                       'optimizer.learning_rate': 3e-3, 'optimizer.clip': 0.1},
@@ -29,13 +35,38 @@ RECIPES = {
 # Relative, at every step. What bfloat16 adds is rounding, not sharding: at these settings one process differs from
 # itself by 9e-4 in the loss and 8e-3 in the norm when its first weights are changed by 1e-7 of their size. A learning
 # rate of 3e-3 makes that up to 2e-2 in the loss, and 12 rows to a step, not 48, make it 2e-3; in float32 it is 1e-6.
-LOSS = {'full': 1e-5, 'qlora': 2e-3, 'qlora-float32': 1e-5}
-NORM = {'full': 1e-4, 'qlora': 3e-2, 'qlora-float32': 1e-4}  # one of two ranks alone would be off by 3e-1
+LOSS = {'full': 1e-5, 'rows': 1e-5, 'qlora': 2e-3, 'qlora-float32': 1e-5}
+NORM = {'full': 1e-4, 'rows': 1e-4, 'qlora': 3e-2, 'qlora-float32': 1e-4}  # one of two ranks alone would be off by 3e-1
 PAIRS = ('full', 2), ('full', 3), ('qlora', 2), ('qlora', 3), ('qlora-float32', 3)
 pairs = pytest.mark.parametrize('kind, ranks', PAIRS)
+ZERO = {'zero.reduce_bucket': 10**6, 'zero.allgather_bucket': 10**6, 'zero.persistence_threshold': 1000}  # Smaller than the model
+OTHERS = {  # How else all weights are trained; full and fsdp2 are above
+    'ddp': {}, 'zero1': ZERO, 'zero2': ZERO, 'zero3': ZERO,
+    'zero2, states offloaded': ZERO | {'sharding.offload_optimizer': 'cpu', 'batch.accumulation': 3},
+    'zero3, all offloaded': ZERO | {'sharding.offload_optimizer': 'cpu', 'sharding.offload_parameters': 'cpu', 'batch.accumulation': 3}}
 
 
 def whole(tensor): return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+
+
+def places(trainer):
+    "Where DeepSpeed says that weights and states are to wait, and where they are: on a CPU all devices are its own."
+    engine, inner = trainer.model_wrapped, trainer.model_wrapped.optimizer
+    states = {value.device.type for state in inner.optimizer.state.values() for value in state.values() if value.ndim}
+    weights = {getattr(p.ds_tensor, 'final_location', None) for p in engine.module.parameters() if hasattr(p, 'ds_tensor')}
+    return {'asked': (engine.zero_cpu_offload(), bool(engine.zero_offload_param())), 'states': states, 'weights': weights,
+            'stepped by': type(inner.optimizer).__name__,
+            'done': (getattr(inner, 'cpu_offload', None) or getattr(inner, 'offload_optimizer', False), getattr(inner, 'offload_param', False))}
+
+
+def observe_zero(patch, folder):
+    "Let every rank note where DeepSpeed keeps what."
+    save = training.save_whole
+
+    def save_observed(trainer, directory):
+        if trainer.is_deepspeed_enabled: torch.save(places(trainer), folder/f'seen.{os.environ["RANK"]}')
+        return save(trainer, directory)
+    patch.setattr(training, 'save_whole', save_observed)
 
 
 def observe(patch, folder):
@@ -63,7 +94,16 @@ def observe(patch, folder):
 
 
 @pytest.fixture(scope='module')
-def fine_tuned(tmp_path_factory):
+def warm():
+    "Import and compile once what every rank needs; forks share it."
+    import datasets  # noqa: F401
+    from trl import SFTTrainer  # noqa: F401
+    if find_spec('deepspeed'): import deepspeed  # noqa: F401
+    load_base('tiny-base', Method(kind='full'), device='cpu')
+
+
+@pytest.fixture(scope='module')
+def fine_tuned(tmp_path_factory, warm):
     "A function that fine-tunes for 20 steps on some ranks, once: gives the run and what each rank saw."
     folder = tmp_path_factory.mktemp('parity')
     for split, many in ('train', 144), ('test', 10):  # 144 rows are 12, 3 or 24 steps: later epochs count too
@@ -73,14 +113,17 @@ def fine_tuned(tmp_path_factory):
                    batch={'length': 64}, optimizer={'steps': STEPS, 'weight_decay': 0.01})
 
     @functools.cache
-    def run(kind, ranks):
-        recipe = plain.changed(RECIPES[kind] | {'cluster.processes': ranks, 'batch.accumulation': PARTS[kind] // ranks,
-                                                'sharding.strategy': 'none' if ranks == 1 else 'fsdp2'})
+    def run(kind, ranks, how='fsdp2'):
+        changes = RECIPES[kind] | OTHERS.get(how, {'batch.accumulation': PARTS.get(kind, 1) // ranks}) | {
+            'cluster.processes': ranks, 'sharding.strategy': 'none' if ranks == 1 else how.split(',')[0]}
+        if kind == 'rows': changes['batch.micro'] = ROWS // ranks // changes.get('batch.accumulation', 1)
+        recipe = plain.changed(changes)
+        assert recipe.global_batch == (ROWS if kind == 'rows' else recipe.batch.micro * PARTS[kind])
         here = tmp_path_factory.mktemp(f'{kind}-{ranks}')
         with pytest.MonkeyPatch.context() as patch:
-            observe(patch, here)
+            (observe_zero if how in OTHERS else observe)(patch, here)
             done = training.fine_tune(recipe, here/'run', timeout_s=300, live=False)
-        return done, [torch.load(here/f'seen.{rank}') for rank in range(ranks)]
+        return done, [torch.load(path) for path in sorted(here.glob('seen.*'))]
     return run
 
 
@@ -111,6 +154,25 @@ def test_the_clip_norm_is_global(fine_tuned, kind, ranks, record_property):
     assert worst <= NORM[kind]
     assert min(before[1]) > 1.2 * clip, 'every step must be clipped, or this shows nothing'
     for rank in seen: assert rank['norms'] == pytest.approx([clip] * STEPS, rel=1e-4)
+
+
+@pytest.mark.parametrize('how, ranks', [(how, n) for how in OTHERS for n in (2, 3) if ',' not in how or n == 2])
+def test_every_way_trains_what_one_process_trains(fine_tuned, how, ranks, record_property):
+    if how != 'ddp': pytest.importorskip('deepspeed')
+    (one, _), (many, seen) = fine_tuned('rows', 1), fine_tuned('rows', ranks, how)
+    loss, norm = (deviation([row[key] for row in many.metrics], [row[key] for row in one.metrics]) for key in ('loss', 'grad_norm'))
+    (a, b), strategy = (load_file(run.saved/'model.safetensors') for run in (one, many)), how.split(',')[0]
+    moved = max((a[name] - b[name]).abs().max().item() for name in a)
+    for name, value in ('relative_loss', loss), ('relative_norm', norm), ('weights', moved): record_property(name, value)
+    print(f'{how}, {ranks} ranks: largest relative difference {loss:.1e} in the loss, {norm:.1e} in the norm, weights {moved:.1e}')
+    assert loss <= LOSS['rows'] and norm <= NORM['rows'] and a.keys() <= b.keys() and moved <= 1e-4
+    assert one.metrics[-1]['loss'] < one.metrics[0]['loss'] - 0.1
+    assert [rank['shards'].strategy for rank in many.ranks] == [strategy] * ranks
+    offload = 'offloaded' in how, 'all' in how
+    assert len(seen) == (0 if how == 'ddp' else ranks)
+    for rank in seen:
+        assert rank['asked'] == rank['done'] == offload and rank['states'] == {'cpu'} and rank['stepped by'] == 'AdamW'
+        assert rank['weights'] == ({'not-nvme' if 'all' in how else None} if strategy == 'zero3' else set())
 
 
 @pairs

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 
 import pytest
-from llm_workbook import Recipe, RecipeError, draft, estimate, memory, node, search, step_traffic
+from llm_workbook import Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search, step_traffic
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
 SMALL = {'optimizer.kind': 'adamw', 'batch.loss_head': ['chunked', 'full']}
@@ -242,3 +242,39 @@ def test_a_search_of_thousands_takes_seconds(eight):
     start = time.process_time()
     again = search(eight.base)
     assert (time.process_time() - start) / len(again) * 5000 < 6
+
+
+# The shelf
+
+def test_the_shelf_has_every_recipe_of_the_package_and_plans_none_before_it_is_asked(monkeypatch):
+    from llm_workbook import planner
+    monkeypatch.setattr(planner, 'estimate', None)  # Looking at names calls nothing
+    shelf = recipes()
+    assert list(shelf) == recipe_names() and len(shelf) == len(recipe_names()) and repr(shelf).split() == recipe_names()
+    assert 'reviews-qlora' in shelf and 'reviews' not in shelf
+
+
+@pytest.mark.parametrize('name', recipe_names())
+def test_a_recipe_on_the_shelf_is_its_estimate(name):
+    found, row = recipes()[name], recipes().to_dict()[name]
+    assert found.recipe == Recipe.named(name) and found.ledger.to_dict() == estimate(Recipe.named(name)).ledger.to_dict()
+    rooms, cluster = {room.place: room for room in found.rooms}, found.recipe.cluster
+    for place in 'gpu', 'host':
+        room = rooms.get(place)
+        assert (row[f'{place}_need_b'], row[f'{place}_have_b']) == ((room.need_b, room.have_b) if room else (None, None))
+    assert row['hardware'] == f'{cluster.nodes} x {cluster.processes} x {found.node.gpu.name}'
+    assert (row['fits'], row['method'], row['strategy']) == (found.fits, found.recipe.method.kind, found.recipe.sharding.strategy)
+
+
+def test_the_shelf_shows_itself_and_knows_what_it_lacks():
+    shown, rows = recipes()._repr_html_(), json.loads(json.dumps(recipes().to_dict()))
+    for name, row in rows.items():
+        assert f'>{name}</td>' in shown and f'{row["host_need_b"] / 2**30:,.1f} GiB of' in shown
+    with pytest.raises(RecipeError, match="did you mean '70b-2x24gb-qlora'"): recipes()['70b-2x24gb-qlra']
+
+
+def test_a_second_look_at_the_shelf_is_free():
+    recipes().to_dict()
+    start = time.process_time()
+    recipes().to_dict()
+    assert time.process_time() - start < 0.05

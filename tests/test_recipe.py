@@ -7,7 +7,8 @@ import time
 import pytest
 import yaml
 from llm_workbook.document import RecipeError, asset, nearest, resolve
-from llm_workbook.recipe import Data, Method, Model, Recipe, broken, differences, planned_only, recipe_names, rules, shrink
+from llm_workbook.recipe import (Data, Method, Model, Recipe, broken, differences, planned_only, recipe_names, rules, shrink,
+                                 shrinkage)
 
 GOOD = Recipe(name='good', model=Model(source='tiny-base'), data=Data(source='sample-conversations'))
 
@@ -144,7 +145,7 @@ def bites(*changes) -> set[str]:
     planned = {key: fields.pop(key) for key in list(fields) if key.startswith('plan.')}
     try: facts = GOOD.changed(fields).facts() | planned
     except RecipeError as error: return {p.reason.rpartition('[')[2].rstrip(']') for p in error.problems}
-    return {rule.id for level in ('refuse', 'warn') for rule in broken(facts, level)}
+    return {rule.id for level in ('refuse', 'warn', 'run') for rule in broken(facts, level)}
 
 
 @pytest.mark.parametrize('rule', rules(), ids=lambda rule: rule.id)
@@ -154,7 +155,10 @@ def test_a_rule_bites_where_it_says_and_nowhere_else(rule):
     others = [r for r in rules() if r.id in found - {rule.id} and r.level == 'refuse']
     assert not others, 'another rule would hide this one'
     planned = any(name.startswith('plan.') for name in rule.breaks)
-    if rule.level == 'warn' or planned: assert GOOD.changed({k: v for k, v in rule.breaks.items() if not k.startswith('plan.')})
+    if rule.level == 'run':
+        (problem,), mended = planned_only(GOOD.changed(rule.breaks)), planned_only(GOOD.changed(rule.breaks | rule.mends))
+        assert problem.path == rule.path and problem.reason.endswith(f'[{rule.id}]') and not mended
+    elif rule.level == 'warn' or planned: assert GOOD.changed({k: v for k, v in rule.breaks.items() if not k.startswith('plan.')})
     else:
         with pytest.raises(RecipeError, match=f'{rule.path} = .*{rule.id}'): GOOD.changed(rule.breaks)
 
@@ -172,7 +176,7 @@ def test_rules_are_complete():
 
 
 def test_rules_wait_for_facts_and_broken_rules_come_together():
-    assert broken({}) == broken({}, 'warn') == []
+    assert broken({}) == broken({}, 'warn') == broken({}, 'run') == []
     with pytest.raises(RecipeError) as caught: GOOD.changed({'method.storage': 'uint8', 'sharding.offload_parameters': 'cpu'})
     assert [p.path for p in caught.value.problems] == ['method.storage', 'sharding.offload_parameters']
     html = rules()._repr_html_()
@@ -196,15 +200,46 @@ def test_named_recipes_are_named_after_themselves_and_shrink(name):
         'nodes': 1, 'device': 'cpu', 'hardware': None, 'interface': None, 'variables': {}}
     assert (small.model.source, small.model.head) == ('tiny-base', recipe.model.head)
     assert (small.method.kind, small.method.double_quant) == (recipe.method.kind, recipe.method.double_quant)
-    for field in 'strategy', 'reshard_after_forward', 'activation_checkpointing', 'reentrant':
+    for field in 'strategy', 'reshard_after_forward', 'activation_checkpointing', 'reentrant', 'pin_memory':
         assert getattr(small.sharding, field) == getattr(recipe.sharding, field)
-    assert small.batch.packing == recipe.batch.packing and small.batch.loss_head == recipe.batch.loss_head
-    assert not {'offload', 'hardware', 'flash', 'float16'} & set(small.dump().split())
-    assert shrink(small) == small
+    offloads = [(r.sharding.offload_parameters, r.sharding.offload_optimizer) for r in (recipe, small)]
+    assert offloads[1] == (offloads[0] if recipe.sharding.strategy.startswith('zero') else ('none', 'none'))
+    assert small.batch.packing is False and small.batch.loss_head == recipe.batch.loss_head
+    assert not {'hardware', 'flash', 'float16'} & set(small.dump().split())
+    assert planned_only(small) == [] and shrink(small) == small
     assert {field for field, _, _ in differences(recipe, small)} >= {'name'}
     assert not {rule.id for rule in broken(small.facts(), 'warn')} - {'packing-needs-a-mask', 'zero3-load-peak'}
-    head = (asset('recipes')/f'{name}.yaml').read_text().split('version:')[0]
-    if recipe.cluster.device == 'cuda': assert 'Corrected:' in head and 'Not yet run at full size' in head
+    two = shrink(recipe, nodes=2) if small.cluster.ranks > 1 else None
+    assert two is None or two == small.changed({'cluster.nodes': 2}) and planned_only(two) == []
+
+
+HEADS = {name: (asset('recipes')/f'{name}.yaml').read_text().split('version:')[0] for name in recipe_names()}
+
+
+@pytest.mark.parametrize('name', [n for n in recipe_names() if Recipe.named(n).cluster.device == 'cuda'])
+def test_a_head_says_what_was_published_and_what_is_only_planned(name):
+    from llm_workbook.hardware import node
+    from llm_workbook.planner import estimate
+    head, plan = HEADS[name], estimate(Recipe.named(name))
+    assert plan.fits and 'Not yet run at full size' in head
+    if 'Corrected:' in head: return
+    peak, memory = plan.ledger.peak() / 2**30, node(plan.recipe.cluster.hardware).gpu.memory_b / 2**30
+    assert 'Not published: made for this workbook' in head and f'Planned: {peak:.1f} GiB of {memory:.1f} at the peak' in head
+    assert planned_only(plan.recipe) == []
+
+
+def test_whatever_shrinks_says_why():
+    why = yaml.safe_load(asset('shrunk.yaml').read_text())
+    for field in GOOD.facts().keys() - {'cluster.ranks', 'batch.global', 'data.classes', 'zero.set', 'version', 'seed'}:
+        assert why.get(field) or why.get(field.split('.')[0]), field
+    assert set(why) <= GOOD.facts().keys() | {field.split('.')[0] for field in GOOD.facts()}
+    for name in recipe_names():
+        recipe, rows = Recipe.named(name), shrinkage(Recipe.named(name))
+        assert [row[:3] for row in rows] == differences(recipe, shrink(recipe)) and all(row[3] for row in rows)
+        assert rows._repr_html_().count('<tr>') == len(rows) + 1
+    kept = {row[0]: row for row in shrinkage(Recipe.named('7b-zero3-offload'))}
+    assert not {'sharding.offload_parameters', 'sharding.offload_optimizer'} & kept.keys()
+    assert kept['precision.compute'][1:3] == ('float16', 'float32') and kept['precision.loss_scale'][1:3] == ('dynamic', 'none')
 
 
 def test_what_a_cpu_cannot_do_shrinks_to_what_it_can():
@@ -214,13 +249,20 @@ def test_what_a_cpu_cannot_do_shrinks_to_what_it_can():
         'sharding.strategy': 'zero3', 'sharding.offload_parameters': 'nvme', 'sharding.offload_optimizer': 'nvme', 'precision.reduce': 'float16'})
     small = shrink(hard)
     assert (small.precision.compute, small.precision.loss_scale, small.precision.reduce, small.method.storage) == ('float32', 'none', None, 'float32')
-    assert (small.model.attention, small.sharding.offload_parameters, small.sharding.strategy) == ('sdpa', 'none', 'zero3')
+    assert (small.model.attention, small.sharding.offload_parameters, small.sharding.offload_optimizer) == ('sdpa', 'cpu', 'cpu')
+    assert small.sharding.strategy == 'zero3' and planned_only(small) == []
     assert (small.zero.reduce_bucket, small.zero.persistence_threshold, small.zero.overlap) == (1_000_000, 1000, True)
     paged = GOOD.changed({'cluster.device': 'cuda', 'sharding.strategy': 'ddp', 'optimizer.kind': 'paged_adamw_8bit'})
     assert shrink(paged).optimizer.kind == 'adamw_8bit'
     eight = GOOD.changed({'cluster.device': 'cuda', 'method.kind': 'lora', 'precision.compute': 'fp8', 'sharding.group': 2,
                           'cluster.nodes': 2})
     assert (shrink(eight).precision.compute, shrink(eight).sharding.group) == ('float32', None)
+    for changes in ({'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'}, {'optimizer.kind': 'adamw_bf16'},
+                    {'batch.loss_head': 'full'}, {'sharding.activation_checkpointing': 'selective'}, {'intervals.checkpoint': 'full'},
+                    {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
+                    {'sharding.strategy': 'zero3', 'sharding.activation_checkpointing': 'full'},
+                    {'method.quant': 'int8', 'sharding.strategy': 'ddp'}, {'precision.reduce': 'bfloat16'}):
+        assert planned_only(GOOD.changed(changes)) and planned_only(shrink(GOOD.changed(changes))) == [], changes
 
 
 def test_every_setting_of_the_published_recipes_has_its_place():
@@ -235,11 +277,16 @@ def test_what_is_planned_only_is_said_with_a_way_out():
     assert planned_only(GOOD) == []
     runs = yaml.safe_load(asset('runs.yaml').read_text())
     assert all(GOOD.facts()[field] in values for field, values in runs.items())
-    ahead = GOOD.changed({'intervals.evaluation': 5, 'cluster.interface': 'lo', 'batch.packing': True})
-    for problem in planned_only(ahead):
-        assert 'not run by this version; set it to ' in problem.reason
-        if problem.path == 'cluster.interface': assert problem.reason.endswith('set it to nothing')
-    assert {p.path for p in planned_only(ahead)} == {'intervals.evaluation', 'cluster.interface', 'batch.packing'}
+    ahead = GOOD.changed({'precision.reduce': 'bfloat16', 'batch.packing': True, 'sharding.offload_parameters': 'cpu',
+                          'sharding.offload_optimizer': 'cpu'})
+    reduce, packing, offload = planned_only(ahead)
+    assert [p.path for p in (reduce, packing, offload)] == ['precision.reduce', 'batch.packing', 'sharding.offload_parameters']
+    assert reduce.reason == 'can be planned, not run by this version; set it to nothing' and packing.reason.endswith('set it to False')
+    assert offload.reason.startswith('can be planned, not run: ') and 'set both offloads to none' in offload.reason
+    told = GOOD.changed({'cluster.interface': 'eth0', 'cluster.variables': {'NCCL_DEBUG': 'INFO'}, 'sharding.strategy': 'zero3',
+                         'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'})
+    assert planned_only(told) == planned_only(GOOD.changed({
+        'cluster.device': 'cuda', 'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'})) == []
 
 
 def test_a_long_name_still_shrinks():

@@ -10,8 +10,9 @@ os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 from llm_workbook.adapters import add_adapters
 from llm_workbook.document import resolve
 from llm_workbook.quant import load_base
-from llm_workbook.ranks import RankError, run_ranks
-from llm_workbook.recipe import Method, Precision, rules
+from llm_workbook.ranks import RankError, notebook_ranks, run_ranks
+from llm_workbook.recipe import Data, Method, Model, Precision, Recipe, planned_only, rules
+from llm_workbook.shard import cpu_fsdp, fsdp_env
 
 MEASURED = {rule.id for rule in rules() if rule.source.startswith('measured')}
 FOR = []  # Rules that a test below repeats
@@ -26,7 +27,7 @@ def repeats(*ids):
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs; forks share it."
-    import bitsandbytes, peft, torch.distributed.fsdp, torch.distributed.tensor, transformers  # noqa: E401, F401
+    import accelerate, bitsandbytes, peft, torch.distributed.fsdp, torch.distributed.tensor, transformers  # noqa: E401, F401
     transformers.logging.disable_progress_bar()
 
 
@@ -168,16 +169,37 @@ def test_deepspeed_casts_the_payload(storage):
 
 def test_zero3_checkpoints_adapters_either_way():
     def run(reentrant):
+        import torch
+        from deepspeed.utils import safe_get_full_grad
         engine, *_ = zero3(base(reentrant=reentrant))
-        found = []
+        losses, gradients = [], {}
         for _ in range(2):
             value = loss(engine)
             engine.backward(value)
+            gradients = {name: safe_get_full_grad(p).norm().item() for name, p in engine.module.named_parameters() if p.requires_grad}
             engine.step()
-            found += [value.item(), float(engine.get_global_grad_norm() or 0)]
-        return found
+            losses += [value.item(), float(engine.get_global_grad_norm() or 0)]
+        assert len(gradients) == 56 and 0 not in gradients.values() and torch.is_grad_enabled()
+        return losses, gradients
     plain, checkpointed, reentrant = (run_ranks(run, 2, args=(how,), timeout_s=300)[0] for how in (None, False, True))
-    assert checkpointed == pytest.approx(plain, rel=1e-5) and reentrant == pytest.approx(plain, rel=1e-5)
+    for other in checkpointed, reentrant:
+        assert other[0] == pytest.approx(plain[0], rel=1e-5) and other[1] == pytest.approx(plain[1], rel=1e-4)
+
+
+@repeats('fsdp2-offload-needs-a-gpu')
+def test_offload_of_fsdp2_pins_memory():
+    def run():
+        import torch
+        from accelerate import Accelerator
+        with cpu_fsdp(): accelerator = Accelerator(cpu=True)
+        model = base()
+        return accelerator.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    recipe = Recipe(name='rule', model=Model(source='tiny-base'), data=Data(source='sample-conversations'),
+                    sharding={'offload_parameters': 'cpu', 'offload_optimizer': 'cpu'})
+    env = fsdp_env(recipe)
+    assert env['FSDP_OFFLOAD_PARAMS'] == 'true' and planned_only(recipe) and not planned_only(recipe.changed({'cluster.device': 'cuda'}))
+    with pytest.raises(RankError, match='Cannot access accelerator device when none is available'):
+        notebook_ranks(run, 2, env=env, timeout_s=120)
 
 
 @repeats('zero-flattens')

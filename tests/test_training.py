@@ -93,25 +93,19 @@ REFUSED = {
     'no model': ({'model.source': '.'}, 'holds no config.json'),
     'rows too long': ({'batch.length': 8}, 'trains none of its first 8 tokens'),
     'several machines': ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
-    'settings ahead of the trainer': ({'batch.packing': True, 'intervals.evaluation': 2},
-                                      '2 problems in small.*set it to False.*set it to 0'),
+    'settings ahead of the trainer': ({'batch.packing': True, 'intervals.checkpoint': 'full'},
+                                      '2 problems in small.*set it to False.*set it to sharded'),
+    'flash attention that is not there': ({'model.attention': 'flash', 'cluster.device': 'cuda'},
+                                          "needs the package flash-attn, which is not installed here: set it to 'sdpa'"),
 }
 AHEAD = {  # what a recipe can say and this version does not carry out, for each field of runs.yaml
-    'model.attention': {'model.attention': 'flash', 'cluster.device': 'cuda'},
-    'model.head': {'model.head': 'classification', 'data.format': 'classification'},
     'method.quant': {'method.quant': 'int8', 'sharding.strategy': 'ddp'},
     'precision.compute': {'precision.compute': 'fp8', 'method.kind': 'lora', 'cluster.device': 'cuda'},
     'precision.master': {'precision.master': 'bfloat16'}, 'precision.reduce': {'precision.reduce': 'bfloat16'},
-    'cluster.interface': {'cluster.interface': 'lo'}, 'cluster.variables': {'cluster.variables': {'NCCL_DEBUG': 'INFO'}},
     'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'}, 'sharding.group': {'sharding.group': 1},
-    'sharding.offload_parameters': {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
-    'sharding.offload_optimizer': {'sharding.strategy': 'zero2', 'sharding.offload_optimizer': 'cpu'},
     'sharding.activation_checkpointing': {'sharding.activation_checkpointing': 'selective'},
-    'sharding.reentrant': {'sharding.reentrant': True, 'sharding.activation_checkpointing': 'full', 'sharding.strategy': 'ddp',
-                           'method.kind': 'full'},
     'sharding.loading': {'sharding.loading': 'rank0'}, 'batch.packing': {'batch.packing': True},
     'batch.loss_head': {'batch.loss_head': 'full'}, 'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
-    'intervals.logging': {'intervals.logging': 2}, 'intervals.evaluation': {'intervals.evaluation': 2},
     'intervals.checkpoint': {'intervals.checkpoint': 'full'},
 }
 
@@ -122,7 +116,7 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(recipe, 
     here = {name: str(tmp_path/name) for name in (*FILES, 'no-such.jsonl', '.')}
     changes = {field: here.get(value, value) if isinstance(value, str) else value for field, value in changes.items()}
     if 'data.source' in changes: changes['data.format'] = 'auto'
-    with pytest.raises(ValueError, match=f'(?s){words}'):
+    with pytest.raises((ValueError, ImportError), match=f'(?s){words}'):
         training.fine_tune(recipe.changed(changes), tmp_path/'run', live=False)
     assert not (tmp_path/'run').exists()
 
@@ -196,9 +190,9 @@ LOCK = '.llmw.lock'  # Stays, empty or not; only what the system says of it coun
 def files(directory): return {str(path.relative_to(directory)) for path in directory.rglob('*') if path.name != LOCK}
 
 
-def test_a_run_leaves_its_five_files(healthy):
+def test_a_run_leaves_its_six_files(healthy):
     run, _ = healthy
-    assert files(run.directory) == {'recipe.yaml', 'metrics.jsonl', 'run.json', 'adapters', 'adapters/adapter_config.json',
+    assert files(run.directory) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'adapters', 'adapters/adapter_config.json',
                                     'adapters/adapter_model.safetensors'}
     assert Recipe.load(run.directory/'recipe.yaml') == run.recipe and len(run.metrics) == 4
 
@@ -214,7 +208,7 @@ def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(recipe,
     late_s = time.time() - float((tmp_path/'died').read_text())
     print(f'a killed rank was told after {late_s:.1f} s')
     assert caught.value.rank == 1 and late_s < 5
-    assert psutil.Process().children() == [] and files(tmp_path/'killed') == {'recipe.yaml', 'metrics.jsonl', 'run.json'}
+    assert psutil.Process().children() == [] and files(tmp_path/'killed') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
     expected = losses(healthy[0].directory)
     assert losses(tmp_path/'killed') == expected[:2]
     assert losses(training.fine_tune(recipe, tmp_path/'next', 300, live=False).directory) == expected
@@ -232,13 +226,13 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
         if (tmp_path/'hangs').exists(): break
     assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0]), str(caught.value)
     assert 'rank 1 is stuck' in str(caught.value) and 'in hang' in caught.value.stacks[1]
-    assert files(run) == {'recipe.yaml', 'metrics.jsonl', 'run.json'}
+    assert files(run) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_path):
     with pytest.raises(RankError, match='FloatingPointError: (loss|grad_norm) (nan|inf) at step [234]: nothing is sav'):
         training.fine_tune(recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
-    assert files(tmp_path/'nan') == {'recipe.yaml', 'metrics.jsonl', 'run.json'} and 0 < len(losses(tmp_path/'nan')) < 4
+    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'} and 0 < len(losses(tmp_path/'nan')) < 4
 
 
 def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path, monkeypatch):
@@ -254,7 +248,7 @@ def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path
     last = recipe.changed({'optimizer.steps': 2, 'method.kind': 'full', 'precision.compute': 'float32'})
     with pytest.raises(RankError, match='FloatingPointError: grad_norm nan at step 2: nothing is saved'):
         training.fine_tune(last, tmp_path/'nan', 300, live=False)
-    assert files(tmp_path/'nan') == {'recipe.yaml', 'metrics.jsonl', 'run.json'} and len(losses(tmp_path/'nan')) == 1
+    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'} and len(losses(tmp_path/'nan')) == 1
 
 
 def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):

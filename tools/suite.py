@@ -1,15 +1,17 @@
-"""What `make test` and `make test-fault` do once the environment is there; each part prints its time, and pytest speaks last."""
+"""What `make test`, `make test-fault` and `make test-cluster` do; each part prints its time, and pytest speaks last."""
 import filecmp
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from pathlib import Path
 
 from page import ROOT, pages
+from warm import Done, Job, run_all
 
 BIN = Path(sys.executable).parent
 PYTEST = sys.executable, '-m', 'pytest', '-q', '--durations=8'  # It prints its time last
@@ -43,36 +45,77 @@ def diff_free() -> None:
     if bad: sys.exit('run nbdev_export and nbdev_clean; they change: ' + ', '.join(bad))
 
 
-def job(*command: str | Path) -> tuple[int, str, float]:
-    "Run one command beside others: exit status, what it said, seconds."
-    start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return done.returncode, done.stdout, time.monotonic() - start
+COLD = {  # In an interpreter of its own, which has imported nothing yet
+    '01_names': 'shows what an import does not load',
+    '19_gauges': 'measures the memory of its process',
+    '20_ranks': 'shows what may not be loaded before ranks start',
+    '54_launching': 'shows what may not be loaded before ranks start',
+    'test_house': 'shows what an import does not load',
+    'test_install': 'shows what an import does not load',
+}
+
+
+def jobs() -> list[Job]:
+    "Make a job of every page, of every file of tests, and of every folder of tests: its files share what is slow to make."
+    flags, nbs, tests = os.environ.get('FLAGS', ''), ROOT/'nbs', ROOT/'tests'
+    shown = [Job(str(page.relative_to(nbs)), str(BIN/'nbdev_test'), ('--path', str(page), '--flags', flags), page.stem in COLD)
+             for page in pages()]
+    files = sorted([*tests.glob('test_*.py'), *{path.parent for path in tests.glob('*/test_*.py')}])
+    how = *PYTEST[3:], '-p', 'no:cacheprovider'  # Jobs run side by side, and the cache is one
+    return shown + [Job(str(file.relative_to(ROOT)), 'pytest', (*how, str(file)), file.stem in COLD) for file in files]
+
+
+def passed(done: Done) -> bool:
+    "Say whether a job is well; pytest ends with 5 where all tests of a file are deselected."
+    return done.status == 0 or done.status == 5 and 'deselected' in done.said
+
+
+def summary(ran: list[Done]) -> str:
+    "Add up what pytest said of every file, and name what was skipped and what is slow."
+    said = [line for done in ran for line in done.said.splitlines()]
+    counts, ends = Counter(), re.compile(r'(\d+ [a-z]+(, |(?= in )))+ in [\d.]+s.*')
+    for line in filter(ends.fullmatch, said):
+        for number, word in re.findall(r'(\d+) ([a-z]+)', line.split(' in ')[0]):
+            counts[word if word[-1] == 'd' else word.rstrip('s') + 's'] += int(number)  # 1 error, 2 errors
+    slow = [line for line in said if re.match(r'[\d.]+s (call|setup|teardown) ', line)]
+    slow.sort(key=lambda line: -float(line.split('s ')[0]))
+    skips = [line for line in said if line.startswith(('SKIPPED', 'XFAIL', 'XPASS'))]
+    return '\n'.join([*skips, *slow[:8], ', '.join(f'{number} {word}' for word, number in counts.items())])
+
+
+def table(ran: list[Done]) -> str:
+    "List the jobs that took most of the processor."
+    most = sorted(ran, key=lambda done: -done.cpu_s)[:20]
+    lines = [f'   {done.cpu_s:7.1f} s  {done.wall_s:7.1f} s  {done.job.name}' for done in most]
+    return '\n'.join(['   processor       wall  the twenty slowest', *lines,
+                      f'   {sum(done.cpu_s for done in ran):7.1f} s of the processor for all {len(ran)} jobs'])
 
 
 def checks() -> None:
-    "Run the tests, and beside them every page in a process of its own: two jobs at a time, because some start two ranks."
-    start, flags = time.monotonic(), os.environ.get('FLAGS', '')
+    "Run every page and every file of tests: two jobs at a time, because some start two ranks."
+    start, ran = time.monotonic(), []
     folders = [folder for page in pages() if not (folder := page.parent/'runs').exists()]
-    workers = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2))
+    os.environ.update(QUIET)
     try:
-        tests = workers.submit(job, *PYTEST, 'tests')
-        shown = {page: workers.submit(job, BIN/'nbdev_test', '--path', page, '--flags', flags) for page in pages()}
-        for page, result in shown.items():
-            status, said, seconds = result.result()
-            print(said[-12_000:] * bool(status) + f'   {page.relative_to(ROOT/"nbs")}: {seconds:.1f} s', flush=True)
-    finally: workers.shutdown(cancel_futures=True)
-    for folder in folders: shutil.rmtree(folder, ignore_errors=True)
+        for done in run_all(jobs(), max(2, (os.cpu_count() or 2) // 2)):
+            ran.append(done)
+            print(('' if passed(done) else done.said[-12_000:]) + f'   {done.job.name}: {done.wall_s:.1f} s', flush=True)
+    finally:
+        for folder in folders: shutil.rmtree(folder, ignore_errors=True)
+    print(table(ran), flush=True)
     part('pages and tests', start)
-    status, said, _ = tests.result()
-    print(said, end='', flush=True)
-    failed = [page.name for page, result in shown.items() if result.result()[0]]
-    sys.exit('failed pages: ' + ', '.join(failed) if failed else status)
+    print(summary(ran), flush=True)
+    sys.exit('failed: ' + ', '.join(failed) if (failed := [done.job.name for done in ran if not passed(done)]) else 0)
 
 
 def faults() -> None:
     "Run all that is broken on purpose; `make test` runs only what of it is quick."
     sys.exit(subprocess.run([*PYTEST, '-m', 'fault and not cuda and not net', 'tests/fault'], cwd=ROOT).returncode)
+
+
+def cluster() -> None:
+    "Run what needs a SLURM of two nodes, which the tests bring up; they say why where they cannot."
+    sys.exit(subprocess.run([*PYTEST, '-m', 'cluster', 'tests/cluster'], cwd=ROOT).returncode)
 
 
 def main() -> None:
@@ -85,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    faults() if sys.argv[1:] == ['faults'] else main()
+    {'faults': faults, 'cluster': cluster}.get(' '.join(sys.argv[1:]), main)()

@@ -19,18 +19,20 @@ tree() { for child in $(cat /proc/$1/task/$1/children); do tree $child; done; ki
 trap "tree $step" USR1
 until wait $step; ! kill -0 $step 2> /dev/null; do :; done; wait $step""",
     'scontrol': 'case "$1" in requeue) echo "$2" >> "$SEEN/requeued";; *) echo localhost;; esac',
-    'python3': 'printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; eval "$ACT"; exit "$CODE"'}
+    'python3': """[ "$2" = llm_workbook.doctor ] || { printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; }
+[ "$2" != llm_workbook.doctor ] || { printf "%s\\0" "$@" > "$SEEN/preflight"; eval "$CHECK"; exit; }
+eval "$ACT"; exit "$CODE\""""}
 
 
-def start(folder: Path, script: str, code=0, act='true') -> subprocess.Popen:
-    "Start a job script as SLURM would; its ranks do `act` and end with `code`."
+def start(folder: Path, script: str, code=0, act='true', check='true') -> subprocess.Popen:
+    "Start a job script as SLURM would; its preflight does `check`, and its ranks do `act` and end with `code`."
     seen, place = folder/'seen', folder/'place'
     for new in seen, place, folder/'bin': new.mkdir(exist_ok=True)
     for name, text in PROGRAMS.items():
         (folder/'bin'/name).write_text(f'#!/bin/bash\n{text}\n')
         (folder/'bin'/name).chmod(0o755)
     env = os.environ | {'PATH': f'{folder}/bin:{os.environ["PATH"]}', 'SEEN': str(seen), 'SLURM_JOB_ID': '4711', 'CODE': str(code),
-                        'SLURM_JOB_NODELIST': 'localhost', 'ACT': act}
+                        'SLURM_JOB_NODELIST': 'localhost', 'ACT': act, 'CHECK': check}
     return subprocess.Popen(['bash', '-c', script], env=env, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -77,7 +79,8 @@ def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
         said = job.communicate(timeout=20)[0]
         assert files(folder/'place') == set() and requeues(folder) == [], (text, said)
         if place != 'python': assert job.returncode == 0, (text, said)
-        if place == 'paths': assert (folder/'seen/arguments').read_text().split('\0').count(text) == 2
+        if place == 'paths':
+            for seen in 'arguments', 'preflight': assert (folder/'seen'/seen).read_text().split('\0').count(text) == 2
         inert += 1
     print(f'{place}: {inert} of {2 * len(HOSTILE)} inert, the others refused')
     assert inert >= 30 if place in ('paths', 'python') else inert <= 6
@@ -113,12 +116,40 @@ def test_18_the_warning_reaches_the_worker_and_not_its_launcher(signals, tmp_pat
     assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
 
 
+def test_18_a_failed_preflight_ends_the_job_before_training(tmp_path):
+    job = start(tmp_path, sbatch(BASE, '.'), act=SAY % 'preempted', check='exit 3')
+    said = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path), files(tmp_path/'place')) == (3, [], set()), said
+    assert 'the preflight failed with exit code 3: nothing was trained' in said
+    assert not (tmp_path/'seen/arguments').exists()
+
+
+@pytest.mark.parametrize('check', ['touch ready; exec sleep 30', "trap 'exit 0' USR1; touch ready; sleep 30 & wait", 'touch ready; sleep 2'])
+def test_18_a_signal_during_the_preflight_brings_the_job_back_untrained(check, tmp_path):
+    job = start(tmp_path, sbatch(BASE, '.'), check=check)
+    assert wait_for((tmp_path/'place/ready').exists, 20)
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
+    assert 'asked to stop before training' in said and not (tmp_path/'seen/arguments').exists()
+
+
+def test_18_preflight_and_ranks_meet_at_the_same_node_on_ports_of_their_own(tmp_path):
+    job = start(tmp_path, sbatch(BASE, '.'))
+    job.communicate(timeout=20)
+    check, train = ((tmp_path/'seen'/name).read_text().split('\0') for name in ('preflight', 'arguments'))
+    assert check[:4] == ['-m', 'llm_workbook.doctor', 'recipe.yaml', '--directory']
+    assert check[check.index('--head') + 1] == 'localhost' and check[check.index('--port') + 1] == '24711'
+    assert '--rdzv-endpoint=localhost:14711' in train and train[train.index('--step-timeout') + 1] == '1200'
+
+
 def test_18_the_script_says_all_that_a_requeue_needs():
     script = sbatch(BASE, 'run', options={'time': '30', 'cpus-per-task': 8})
     for line in '#SBATCH --requeue', '#SBATCH --open-mode=append', '#SBATCH --signal=B:USR1@300', '#SBATCH --cpus-per-task=8':
         assert line in script.splitlines()
     assert '--rdzv-backend=c10d' in script and '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
-    assert script.index('trap forward') < script.index('srun ') and script.count('scontrol requeue') == 1
+    assert script.index('trap forward') < script.index('llm_workbook.doctor') < script.index('llm_workbook.training')
+    assert script.count('scontrol requeue') == 1
     assert max(n for n, line in enumerate(script.splitlines()) if line.startswith('#SBATCH')) < script.splitlines().index('set -u')
 
 

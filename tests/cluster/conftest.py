@@ -1,0 +1,103 @@
+"""A SLURM of two nodes for the tests of this folder, brought up once and taken down at the end."""
+import os
+from pathlib import Path
+
+import cluster
+import pytest
+
+from llm_workbook.jobs import submit
+from llm_workbook.recipe import Recipe, shrink
+from llm_workbook.training import fine_tune
+
+PATIENCE_S = 300  # For what takes seconds on two quiet cores
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents: item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def slurm(tmp_path_factory):
+    "The cluster, its commands on PATH, and jobs that take no more threads than there are cores."
+    if why := cluster.obstacle(): pytest.skip(why)
+    if cluster.nodes(): pytest.fail('a cluster is up, perhaps with jobs of yours: make cluster-down first')
+    cluster.up()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {'PATH': f'{cluster.HOME}/bin:{os.environ["PATH"]}', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1',
+                            'TMPDIR': str(tmp_path_factory.mktemp('temp'))}.items(): patch.setenv(name, value)
+        try: yield cluster
+        finally: cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def idle_before(slurm): assert cluster.wait_for(lambda: cluster.nodes() == 'node1 idle, node2 idle', 60), cluster.nodes()
+
+
+def shrunk(name: str, processes=1, **changes) -> Recipe:
+    "A recipe at toy size over two nodes: a few short steps of the tiny base."
+    small = {'cluster.nodes': 2, 'cluster.processes': processes, 'batch.micro': 2, 'batch.length': 64, 'intervals.saving': 0,
+             'intervals.logging': 1, 'intervals.evaluation': 0}
+    return shrink(Recipe.named(name)).changed(small | {'optimizer.steps': 24} | changes)
+
+
+def start(recipe: Recipe, directory: Path, **options):
+    return submit(recipe, directory, options={'time': '30'} | options)
+
+
+def until(job, condition, seconds=PATIENCE_S):
+    "Look at a job until `condition(status)` holds; an end that was not meant shows the log."
+    seen = []
+    def met():
+        seen.append(job.status())
+        return condition(seen[-1]) or seen[-1].ended
+    cluster.wait_for(met, seconds)
+    assert condition(seen[-1]), f'{seen[-1]}\n{job.logs(60)}'
+    return seen[-1]
+
+
+def finished(job): return until(job, lambda status: status.state == 'COMPLETED')
+
+
+def training(job, step=4): return until(job, lambda status: status.run == 'running' and status.step >= step)
+
+
+def losses(directory: Path) -> list:
+    from llm_workbook import read_metrics
+    return [row['loss'] for row in read_metrics(directory/'metrics.jsonl')]
+
+
+def places() -> dict:
+    "On which node each rank is now, by the network that its process sees."
+    networks = {Path(f'/run/netns/llmw-{node}').stat().st_ino: node for node in cluster.NODES}
+    found = {}
+    for pid in cluster.inside():
+        try:
+            words = Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
+            rank = next((int(word[5:]) for word in words if word.startswith(b'RANK=')), None)
+            if rank is not None: found[rank] = networks[Path(f'/proc/{pid}/ns/net').stat().st_ino]
+        except (OSError, KeyError): continue  # Gone meanwhile
+    return found
+
+
+def alone(recipe: Recipe, directory: Path) -> list:
+    "Losses of the same first step in one process: as many micro-batches, one after the other."
+    one = {'cluster.nodes': 1, 'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank',
+           'sharding.activation_checkpointing': 'none', 'sharding.reentrant': False, 'batch.accumulation': recipe.cluster.ranks,
+           'optimizer.steps': 1}
+    fine_tune(recipe.changed(one), directory, timeout_s=PATIENCE_S, live=False)
+    return losses(directory)
+
+
+@pytest.fixture(scope='session')
+def full(): return shrunk('70b-2x8-a100-80-full', **{'precision.compute': 'float32'})
+
+
+@pytest.fixture(scope='session')
+def whole(slurm, full, tmp_path_factory):
+    "An undisturbed run over both nodes: its directory, and where its ranks were."
+    job = start(full.changed({'intervals.saving': 12}), tmp_path_factory.mktemp('whole')/'run')
+    training(job, 1)
+    where = places()
+    finished(job)
+    return job, where
