@@ -134,7 +134,7 @@ def _quiet() -> Iterator[None]:  # transformers reports that the head is new; `l
     try: yield
     finally: logging.set_verbosity(before)
 
-# %% ../nbs/chapters/34_classifier.ipynb #f60c6e22
+# %% ../nbs/chapters/34_classifier.ipynb #13503d44
 def reload_classifier(
     recipe: Recipe,         # That was trained
     directory: str | Path,  # Of the run: holds `adapters`, or `model` if everything was trained
@@ -151,9 +151,10 @@ def reload_classifier(
     base = load_classifier(recipe)
     base.score.float()  # Or peft would round what it loads to the type of the base
     model = load_adapters(base, directory / 'adapters')
-    kinds = {tensor.dtype for tensor in load_file(directory / 'adapters' / 'adapter_model.safetensors').values()}
-    for name, p in model.named_parameters():  # As they were when they were saved; peft makes all of them float32
-        if 'lora_' in name or 'modules_to_save' in name: p.data = p.data.to(*kinds)
+    kept = load_file(directory / 'adapters' / 'adapter_model.safetensors')
+    for name, p in model.named_parameters():  # Each as it was when it was saved; peft makes all of them float32
+        there = kept.get(name.replace('.modules_to_save', '').replace('.default', ''))
+        if there is not None: p.data = p.data.to(there.dtype)
     return model
 
 # %% ../nbs/chapters/34_classifier.ipynb #d0d0e569

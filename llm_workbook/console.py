@@ -113,8 +113,8 @@ def _log_html(text):
     style = 'overflow:auto;max-height:24em;font-size:12px;white-space:pre-wrap'
     return f'<pre tabindex="0" style="{style}">{escape(kept)}</pre>'
 
-# %% ../nbs/chapters/55_console.ipynb #feb5e8f7
-_LIVE = weakref.WeakKeyDictionary()  # Run -> the console that follows it
+# %% ../nbs/chapters/55_console.ipynb #c789b6b9
+_LIVE = weakref.WeakKeyDictionary()  # Run -> a weak reference to the console that follows it, for that one holds the run
 
 class _Shown:  # How a console changes
     def refresh(self) -> ConsoleState:  # What is shown now
@@ -130,6 +130,7 @@ class _Shown:  # How a console changes
     def _show_end(self):
         for i, log in enumerate(self.logs): _set(log, _log_html(self.source.log(i)))
         self.button.disabled, self.button.description = True, 'Ended'
+        self.button.on_click(self._stop, remove=True)  # ipywidgets keeps every widget, which would keep the console and the run
         self._done.set()
 
     def _stop(self, button):
@@ -143,7 +144,7 @@ class _Shown:  # How a console changes
         "Show nothing new any more; the run goes on."
         self._done.set()
 
-# %% ../nbs/chapters/55_console.ipynb #8aad93fd
+# %% ../nbs/chapters/55_console.ipynb #fb907f18
 class Console(_Shown):
     "A run, live: display it as the last value of a cell, which ends at once."
 
@@ -158,8 +159,8 @@ class Console(_Shown):
         self.button = ipywidgets.Button(description='Stop and save', icon='stop', tooltip='Save, and free everything')
         self.box = ipywidgets.VBox([ipywidgets.HBox([self.line, self.button]), self.curve, self.tabs])
         self.button.on_click(self._stop)
-        if before := _LIVE.get(run): before.close()
-        _LIVE[run] = self
+        if before := _LIVE.get(run, lambda: None)(): before.close()
+        _LIVE[run] = weakref.ref(self)
         self.refresh()
         threading.Thread(target=_follow, args=(self,), name='console', daemon=True).start()
 

@@ -84,11 +84,12 @@ def _told_outside(handlers):  # What a block around this one has been told
     blocks = [block for handler in handlers if isinstance(block := getattr(handler, '__self__', None), Preemption)]
     return next((block.signal for block in blocks if block.signal), 0)
 
-# %% ../nbs/chapters/28_guards.ipynb #ef8ae7d2
+# %% ../nbs/chapters/28_guards.ipynb #8a58520c
 def check_finite(
     votes: Votes,     # Of all ranks
     step: int,        # Optimizer step that is about to be done
     rows: list[int],  # Training rows behind it on this rank
+    updated: bool = False,  # Whether the weights are updated already, as DeepSpeed does in its backward pass
     **values: float,  # Such as `loss`, of this rank, and `grad_norm`, of all; the first is blamed first
 ) -> None:
     "Raise FloatingPointError on every rank if a value is not finite on any; a collective."
@@ -99,7 +100,8 @@ def check_finite(
     guilty = {rank: (bad[name], rows) for rank, (bad, rows) in said.items() if name in bad}
     where = '; '.join(f'rank {rank}, rows {_few(rows)}' for rank, (_, rows) in guilty.items())
     value = next(iter(guilty.values()))[0]
-    raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved, and no weight was updated ({where})')
+    safe = '' if updated else ', and no weight was updated'
+    raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved{safe} ({where})')
 
 def _few(rows): return ', '.join(map(str, rows[:16])) + (f' and {len(rows) - 16} more' if len(rows) > 16 else '') or 'unknown'
 

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['SlurmError', 'Status', 'Job', 'submit']
 
-# %% ../nbs/chapters/53_jobs.ipynb #2726eb8c
+# %% ../nbs/chapters/53_jobs.ipynb #c39b5a83
 import json, os, re, shutil, subprocess, sys, time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from .document import html_table
+from .document import RecipeError, html_table
+from .recipe import planned_only
 from .rendering import render
 from .resuming import read_metrics, run_state
 
@@ -31,8 +33,9 @@ def _slurm(name, *words, cluster=''):
     if done.returncode == 0: return done.stdout.strip()
     raise SlurmError(f'{name} says: {done.stderr.strip()[:2000] or f"exit code {done.returncode}, and nothing else"}')
 
-# %% ../nbs/chapters/53_jobs.ipynb #22f0138e
-_ENDED = 'BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED FORGOTTEN NODE_FAIL OUT_OF_MEMORY REVOKED TIMEOUT'.split()
+# %% ../nbs/chapters/53_jobs.ipynb #b76cceb0
+_ENDED = ('BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED FORGOTTEN LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED '
+          'TIMEOUT').split()
 
 @dataclass(frozen=True)
 class Status:
@@ -75,9 +78,12 @@ def _node_names(said, cluster):  # As in node[1-2]
     if not re.fullmatch(r'[A-Za-z0-9][\w.,\[\]-]*', said, re.ASCII): return ()
     return tuple(_slurm('scontrol', 'show', 'hostnames', said, cluster=cluster).split())
 
-# %% ../nbs/chapters/53_jobs.ipynb #1318f5da
+# %% ../nbs/chapters/53_jobs.ipynb #f19dc2e5
 def _status(job):
     said, run = _known(job), run_state(job.directory)
+    if said.get('JobState') == 'PREEMPTED' and said.get('Requeue') != '0':
+        time.sleep(1)
+        said = _known(job)
     state = said.get('JobState', 'FORGOTTEN')
     code, number = map(int, said.get('ExitCode', '0:0').split(':'))
     return Status(state, said.get('Reason', '').replace('None', ''), _node_names(said.get('NodeList', ''), job.cluster),
@@ -176,7 +182,7 @@ def _cancel(job, save):
     else: _slurm('scancel', *([] if save else ['--signal=KILL']), job.id, cluster=job.cluster)
     return job.status()
 
-# %% ../nbs/chapters/53_jobs.ipynb #8657595d
+# %% ../nbs/chapters/53_jobs.ipynb #a3573cf3
 def submit(
     recipe: 'Recipe',         # What to run; its cluster says on how many nodes
     directory: 'str | Path',  # Where the run writes, the same on every node; one that is there is continued
@@ -187,20 +193,34 @@ def submit(
     directory = Path(directory).resolve()
     if 'output' in (options or {}): raise ValueError('output is not yours to set here: the log of a job lies in its directory')
     if not shutil.which('sbatch'): _slurm('sbatch')
+    if later := planned_only(recipe := recipe.changed()): raise RecipeError(later, f'{recipe.name}: nothing was submitted')
     _refuse_second(directory)
     script = render(recipe, directory, options=options, python=python).files['job.sbatch']
     log = f'{directory}'.replace('%', '%%') + '/%x-%j.log'
-    number, _, cluster = _slurm('sbatch', '--parsable', f'--output={log}', script).partition(';')
-    now = datetime.now(timezone.utc).isoformat(' ', 'seconds')
-    return _saved(Job(directory, number, recipe.name, recipe.optimizer.steps, now, cluster))
+    with _one_at_a_time(directory):
+        _refuse_second(directory)
+        number, _, cluster = _slurm('sbatch', '--parsable', f'--output={log}', script).partition(';')
+        now = datetime.now(timezone.utc).isoformat(' ', 'seconds')
+        return _saved(Job(directory, number, recipe.name, recipe.optimizer.steps, now, cluster))
 
-# %% ../nbs/chapters/53_jobs.ipynb #f9aec60e
+# %% ../nbs/chapters/53_jobs.ipynb #58ff6eb7
 def _refuse_second(directory):  # Two jobs in one directory would write into one run
     if not (directory / 'job.json').exists() or (status := (job := Job.of(directory)).status()).ended: return
     raise ValueError(f'job {job.id} is {status.state} in {directory.name!r}: cancel it first, or name another directory')
 
+@contextmanager
+def _one_at_a_time(directory):
+    import fcntl
+    handle = os.open(directory / '.submit.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try: yield fcntl.flock(handle, fcntl.LOCK_EX)
+    finally: os.close(handle)
+
 def _saved(job):
     part = job.directory / '.job.json.part'
-    part.write_text(json.dumps({key: value for key, value in asdict(job).items() if key != 'directory'}) + '\n')
-    part.replace(job.directory / 'job.json')
+    try:
+        part.write_text(json.dumps({key: value for key, value in asdict(job).items() if key != 'directory'}) + '\n')
+        part.replace(job.directory / 'job.json')
+    except OSError:  # A job that no directory knows could not be found again
+        _slurm('scancel', job.id, cluster=job.cluster)
+        raise
     return job

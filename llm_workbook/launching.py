@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Workers', 'Launched', 'launch']
 
-# %% ../nbs/chapters/54_launching.ipynb #d283bb7a
-import base64, ctypes, importlib, json, os, pickle, select, shutil, signal, subprocess, sys, tempfile, threading, time, weakref
+# %% ../nbs/chapters/54_launching.ipynb #ed32c212
+import base64, ctypes, importlib, json, os, pickle, select, shutil, signal, subprocess, sys
+import tempfile, threading, time, warnings, weakref
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -51,7 +52,7 @@ class _Line:  # What kernel and nursery say to each other, seen from the nursery
 
     def end(self, *signal): self.ended = True
 
-# %% ../nbs/chapters/54_launching.ipynb #7d6d9106
+# %% ../nbs/chapters/54_launching.ipynb #a3f156b7
 class _Nursery(_Line):  # One thread, no computing: it forks a child for each run and buries what that leaves behind
     child, told = None, False
 
@@ -63,6 +64,7 @@ class _Nursery(_Line):  # One thread, no computing: it forks a child for each ru
             os.kill(self.child, signal.SIGKILL if do == 'kill' else signal.SIGTERM)
 
     def fork(self, what):
+        if self.child: raise RuntimeError('a run is there already')
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # One that comes at once waits until the child is ready for it
         self.told, self.child = False, os.fork()
         if self.child: return signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -80,17 +82,17 @@ class _Nursery(_Line):  # One thread, no computing: it forks a child for each ru
         self.child = None
         self.tell(left=os.waitstatus_to_exitcode(status[1]))
 
-# %% ../nbs/chapters/54_launching.ipynb #181aeee1
+# %% ../nbs/chapters/54_launching.ipynb #6e17d596
 def _serve(kernel, temp):  # The main program of the nursery
     nursery = _Nursery(kernel, temp)
     try:
         _import_all()
         signal.signal(signal.SIGTERM, nursery.end), nursery.tell(ready=True)
-        while True:
-            for asked in nursery.asked(): nursery.obey(**asked)
-            nursery.look()
-    except (EOFError, BrokenPipeError): _bury(nursery)
-    finally: shutil.rmtree(temp, ignore_errors=True)
+        with suppress(EOFError, BrokenPipeError):
+            while True:
+                for asked in nursery.asked(): nursery.obey(**asked)
+                nursery.look()
+    finally: _bury(nursery), shutil.rmtree(temp, ignore_errors=True)
 
 def _bury(nursery):  # Nobody listens any more: let the run save, then end it
     late = time.monotonic() + _LAST_S
@@ -110,7 +112,7 @@ def _lines(file):  # Of a pipe, until its other end is closed; without a lock th
         *lines, rest = (rest + data).split(b'\n')
         yield from filter(None, lines)
 
-# %% ../nbs/chapters/54_launching.ipynb #0cb16387
+# %% ../nbs/chapters/54_launching.ipynb #68d61b9f
 def _outcome(nursery, recipe, directory, folder, env, how):  # In the child: what each rank reports, or what was raised
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -119,6 +121,7 @@ def _outcome(nursery, recipe, directory, folder, env, how):  # In the child: wha
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.chdir(folder), os.environ.clear()
         os.environ.update(env, TMPDIR=str(nursery.temp), LLMW_LOGS=f'{directory}/logs')
         tempfile.tempdir = str(nursery.temp)
+        warnings.filterwarnings('ignore', '.*gradient_checkpointing', FutureWarning)  # trl's, four lines in every log
         return fine_tune(Recipe.parse(recipe), directory, live=False, **how).ranks
     except BaseException as error:
         if not isinstance(error, (Preempted, RankError, ValueError)): sys.excepthook(*sys.exc_info())
@@ -226,7 +229,7 @@ def _end_run(box, answer, code):
     with box.lock: run, box.run, box.waits = box.run, None, None
     if run: run._end(answer, code)
 
-# %% ../nbs/chapters/54_launching.ipynb #b16b1305
+# %% ../nbs/chapters/54_launching.ipynb #37393377
 class _Seen:  # What can be read of a run at any time
     @property
     def state(self) -> str:  # 'running', 'stopping', 'finished', 'preempted' or 'failed'
@@ -244,7 +247,8 @@ class _Seen:  # What can be read of a run at any time
         most_b: int = 2**16,  # How much of its end, bytes
     ) -> str:  # Its last lines, of this start and of earlier ones; empty if it has said nothing
         "Read what a rank has printed, while it runs or later."
-        if not 0 <= rank < (ranks := self.recipe.cluster.ranks): raise ValueError(f'rank {rank!r} is none of 0 to {ranks - 1}')
+        ranks = self.recipe.cluster.ranks
+        if rank not in range(ranks): raise ValueError(f'rank {rank!r} is none of 0 to {ranks - 1}')
         return log_tail(self.directory / 'logs' / f'rank-{rank}.log', most_b)
 
     def plot(self) -> 'Figure':  # Loss by step
@@ -260,7 +264,7 @@ class _Seen:  # What can be read of a run at any time
         logs = [(rank, (self.log(rank, 2000).splitlines() or ['nothing yet'])[-1]) for rank in range(self.recipe.cluster.ranks)]
         return f'<p>{escape(repr(self))}</p>' + html_table(('rank', 'last line of its log'), logs)
 
-# %% ../nbs/chapters/54_launching.ipynb #2f9ce2f0
+# %% ../nbs/chapters/54_launching.ipynb #985bc9e9
 class _Told(_Seen):  # How it is told to stop, and how it ends
     def _tell(self, how):
         box = self.workers._box
@@ -269,7 +273,7 @@ class _Told(_Seen):  # How it is told to stop, and how it ends
             self._asked = how
             if box.ready.is_set(): return _send(box, do=how)
             if box.once: box.process.kill()  # It imports, and has started nothing
-        if not box.once: _end_run(box, None, None)
+            else: _end_run(box, None, None)  # Before anybody can hand it over
 
     def _end(self, answer, code):  # Called by the listener
         try:
@@ -325,15 +329,15 @@ def launch(
     directory: str | Path,  # Where to write; made if absent
     workers: Workers | None = None,  # Who runs it; None makes some for this run alone
     resume: bool = False,   # Whether a run that is there goes on; else it is refused
-    timeout_s: float = 86_400,  # When to give up and name the ranks that hang, s; the default is a day
-    step_timeout_s: float | None = None,  # Longest time for one step, s; None leaves it to `timeout_s`
+    timeout_s: float | None = None,  # When to end the ranks without a save, and name those that hang, s; None never does
+    step_timeout_s: float | None = 1200.0,  # Longest time between two steps before the ranks that hang are named, s; None waits
 ) -> Launched:  # At once, while it runs
     "Check `recipe` here, and fine-tune beside the kernel."
     if not isinstance(workers, Workers | None): raise ValueError(f'{workers!r} are no Workers')
     check_recipe(recipe)
     if (nodes := recipe.cluster.nodes) > 1:
         raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone; `submit` asks SLURM for more')
-    if not timeout_s > 0: raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
+    if timeout_s is not None and not timeout_s > 0: raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
     made, directory = workers or Workers(), Path(directory).absolute()
     launched, box = Launched(recipe, directory, made), made._box
     how = dict(resume=resume, timeout_s=timeout_s, step_timeout_s=step_timeout_s)

@@ -127,7 +127,7 @@ def _enter(job, rank):  # Turn a fresh fork of the kernel into a rank
     sys.modules['torch'].set_num_threads(int(os.environ['OMP_NUM_THREADS']))
     sys.modules['torch.distributed'].set_debug_level_from_env()  # Read when torch was imported, before `env`
 
-# %% ../nbs/chapters/20_ranks.ipynb #42833391
+# %% ../nbs/chapters/20_ranks.ipynb #eab05068
 def _be_rank(job, rank):  # Run the job's function as one rank; leave its result, or its error, in a file
     try:
         _enter(job, rank)
@@ -142,6 +142,7 @@ def _be_rank(job, rank):  # Run the job's function as one rank; leave its result
     end = time.monotonic() + 0.5
     while job.unfinished() and time.monotonic() < end: time.sleep(0.005)
     if dist.is_initialized(): dist.destroy_process_group()
+    if job.file('log', rank).is_symlink(): print(f'--- {time.strftime("%Y-%m-%d %H:%M:%S")}, rank {rank} has returned')
     sys.stdout.flush(), sys.stderr.flush()
 
 class _OnCpu(pickle.Pickler):  # Else reading a result would open CUDA in the kernel, and no later rank could

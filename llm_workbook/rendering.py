@@ -50,7 +50,7 @@ def _address(head):
     if found and 0 < (port := int(found[2] or 29500)) < 2**16: return found[1], port
     raise ValueError(f"head {str(head)!r:.60} must be the name or address of node 0, as in 'node1' or '10.0.0.1:29500'")
 
-# %% ../nbs/chapters/49_rendering.ipynb #1b6ee9d4
+# %% ../nbs/chapters/49_rendering.ipynb #99a2ca2e
 def _sheets(cluster):
     return ['accelerate.yaml'] if cluster.nodes == 1 else [f'accelerate-node{node}.yaml' for node in range(cluster.nodes)]
 
@@ -58,16 +58,19 @@ def _commands(recipe, directory, head, python):
     cluster, env, (host, port) = recipe.cluster, transport_env(recipe), _address(head)
     start = [*(['env'] if env else []), *(f'{name}={value}' for name, value in env.items()), python, '-m']
     train = ['-m', 'llm_workbook.training', f'{directory / "recipe.yaml"}', '--directory', f'{directory}']
+    look = ['--nproc-per-node=1', '-m', 'llm_workbook.doctor', *train[2:]]  # One for each node
     each, found = f'--nproc-per-node={cluster.processes}', {'sbatch': [['sbatch', f'{directory / "job.sbatch"}']]}
     if cluster.nodes > 1 and not host: return found  # Nobody could start them
     meet = [['--standalone']] if cluster.nodes == 1 else [[f'--nnodes={cluster.nodes}', f'--node-rank={node}',
             f'--master-addr={host}', f'--master-port={port}'] for node in range(cluster.nodes)]
-    return {'torchrun': [[*start, 'torch.distributed.run', *how, each, *train] for how in meet],
+    return {'preflight': [[*start, 'torch.distributed.run', *how, *look] for how in meet],
+            'torchrun': [[*start, 'torch.distributed.run', *how, each, *train] for how in meet],
             'accelerate': [[*start, 'accelerate.commands.launch', '--config_file', f'{directory / sheet}', *train]
                            for sheet in _sheets(cluster)]} | found
 
-# %% ../nbs/chapters/49_rendering.ipynb #9d0888bc
+# %% ../nbs/chapters/49_rendering.ipynb #dead9110
 _INDEX = 'rendered.yaml'
+_FILES = r'recipe\.yaml|deepspeed\.json|job\.sbatch|accelerate(-node\d{1,5})?\.yaml'  # All that an index may name
 
 def _texts(recipe, directory, head, options, python) -> dict:  # Name of a file -> what it is, and its text
     cluster, digest = recipe.cluster, recipe_facts(recipe)['recipe_hash']
@@ -91,26 +94,33 @@ def _index(recipe, texts, asked, commands) -> dict:
 def _digest(text): return hashlib.sha256(text.encode()).hexdigest()
 def _cell(directory): return f'fine_tune(Recipe.load({directory + "/recipe.yaml"!r}), {directory!r}, resume=True)'
 
-# %% ../nbs/chapters/49_rendering.ipynb #1cd6510c
+# %% ../nbs/chapters/49_rendering.ipynb #0dd04bb6
 @dataclass(frozen=True, repr=False)
 class Rendered:
     "The files of one recipe, and the commands that start it."
     recipe: Recipe  # What they were rendered from
     directory: Path  # Where they lie, and where the run writes
     files: dict  # Name -> path
-    commands: dict  # 'torchrun', 'accelerate' (one command for each node) and 'sbatch' -> lists of words for `subprocess.run`
+    commands: dict  # 'preflight', 'torchrun', 'accelerate' (one for each node), 'sbatch' -> lists of words for `subprocess.run`
+
+    @property
+    def warnings(self) -> list[str]:  # One for each setting that is planned here and not run; empty when all are
+        "Name what the run would refuse: these files are complete, and no launcher trains with them yet."
+        return [*map(str, planned_only(self.recipe))]
 
     def to_dict(self) -> dict:  # What rendered.yaml says: recipe, hash, asked, files with their hashes, commands
         "Give the index."
         return _read_index(self.directory)
 
-    def __repr__(self): return f'Rendered({self.recipe.name!r}: {", ".join(self.files)} in {str(self.directory)!r})'
+    def __repr__(self):
+        said = f'Rendered({self.recipe.name!r}: {", ".join(self.files)} in {str(self.directory)!r})'
+        return '\n'.join([said, *self.warnings])
 
     def _repr_html_(self):
         index, fold = self.to_dict(), '<details><summary>{}</summary><pre>{}</pre></details>'.format
         said = [f'{name}: {index["files"].get(name, {"what": "the index of these files"})["what"]}' for name in self.files]
         lines = '\n'.join(f'{name}: {line}' for name, each in index['commands'].items() for line in each)
-        later = '; '.join(map(str, planned_only(self.recipe)))
+        later = '; '.join(self.warnings)
         return ''.join([f'<p>{escape(self.recipe.name)} in {escape(str(self.directory))}</p>', f'<pre>{escape(lines)}</pre>',
                         *(fold(escape(what), escape(path.read_text('utf-8'))) for what, path in zip(said, self.files.values())),
                         f'<p>Not run by this version: {escape(later)}</p>' if later else ''])
@@ -139,7 +149,7 @@ def render(
     for name in set(before['files']) - set(texts): (directory / name).unlink(missing_ok=True)
     return Rendered(recipe, directory, {name: directory / name for name in texts}, commands)
 
-# %% ../nbs/chapters/49_rendering.ipynb #b1add6ea
+# %% ../nbs/chapters/49_rendering.ipynb #211d6696
 def _put(file, text):  # Whole or not at all, and only where it says something else
     if file.exists() and file.read_bytes() == text.encode(): return
     part = file.with_name(f'.{file.name}.part')
@@ -163,8 +173,8 @@ def _look(recipe, directory, texts, before, replace):
 def _read_index(directory):
     try:
         index = yaml.safe_load((directory / _INDEX).read_text('utf-8'))
-        plain = all(Path(name).name == name for name in index['files'])
-        if plain and {'recipe', 'hash', 'asked', 'commands'} <= index.keys(): return index
+        ours = all(re.fullmatch(_FILES, name, re.ASCII) for name in index['files'])
+        if ours and {'recipe', 'hash', 'asked', 'commands'} <= index.keys(): return index
     except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError): pass
     raise ValueError(f'{directory.name}/{_INDEX} is not as it was rendered: delete it, and render again')
 
@@ -236,12 +246,31 @@ def check_rendered(
     commands = _commands(recipe, place, asked['head'], asked['python'])
     return Rendered(recipe, directory, {name: directory / name for name in [*texts, _INDEX]}, commands)
 
-# %% ../nbs/chapters/49_rendering.ipynb #77ec3b51
+# %% ../nbs/chapters/49_rendering.ipynb #e3757fda
+_OWNED = 'job-name', 'nodes', 'gpus-per-node', 'ntasks-per-node', 'requeue', 'open-mode', 'signal'
+_OTHERWISE = {'-J': 'job-name', '-N': 'nodes', '--no-requeue': 'requeue'}  # The same orders in other words
+
+def _orders(text):  # The #SBATCH lines that SLURM reads, and those that come too late
+    lines = text.splitlines()
+    first = next((n for n, line in enumerate(lines) if line.strip() and line[0] != '#'), len(lines))
+    return [[line for line in part if line.startswith('#SBATCH')] for part in (lines[:first], lines[first:])]
+
+def _orders_of(name, orders):  # Those that say `name`; SLURM takes the beginning of a name for the name
+    said = lambda word: _OTHERWISE.get(word if word[1] == '-' else word[:2], word.lstrip('-'))
+    return [line for line in orders if any(name.startswith(said(word)) for word in re.findall(r'(?<!\S)--?[A-Za-z][\w-]*', line))]
+
+def _judge_script(name, text, wanted):  # Lines may be added; none of ours may be missing, nor be said again in another way
+    (there, late), (ours, _), lines = _orders(text), _orders(wanted), iter(text.splitlines())
+    found = [Problem(name, repr(line), 'stands after the first command, where SLURM reads no options') for line in late]
+    found += [Problem(name, repr(line), 'must stand once, before the first command, and nothing else may say it: render again')
+              for owned in _OWNED for line in _orders_of(owned, ours) if _orders_of(owned, there) != [line]]
+    body = [line for line in wanted.splitlines() if not line.startswith('#SBATCH')]
+    gone = [line for line in body if not any(line == there for there in lines)][:1]
+    return found + [Problem(name, repr(line), 'is missing from the script: put it back, or render again') for line in gone]
+
+# %% ../nbs/chapters/49_rendering.ipynb #3261b39d
 def _judge(name, text, wanted):
-    if name == 'job.sbatch':  # Options are yours, and lines may be added; none of ours may be missing
-        lines, body = iter(text.splitlines()), [line for line in wanted.splitlines() if not line.startswith('#SBATCH')]
-        gone = [line for line in body if not any(line == there for there in lines)][:1]
-        return [Problem(name, repr(line), 'is missing from the script: put it back, or render again') for line in gone]
+    if name == 'job.sbatch': return _judge_script(name, text, wanted)
     read = json.loads if name.endswith('.json') else yaml.safe_load
     found, wanted = read(text), read(wanted)
     if not isinstance(found, dict): raise ValueError(f'{found!r:.60} is no mapping')

@@ -15,7 +15,7 @@ import yaml
 from .document import Problem, RecipeError, nearest
 from .shard import transport_env
 
-# %% ../nbs/chapters/48_scripts.ipynb #4e3425bb
+# %% ../nbs/chapters/48_scripts.ipynb #4fa4400a
 _WORDS = r'[A-Za-z0-9][\w.-]*(,[A-Za-z0-9][\w.-]*)*'
 _OPTIONS = {'job-name': r'[A-Za-z0-9][\w.-]{0,63}', 'nodes': r'\d{1,5}', 'gpus-per-node': r'\d{1,3}', 'cpus-per-task': r'\d{1,4}',
             'time': r'(\d{1,3}-)?\d{1,3}(:\d\d){0,2}', 'mem': r'\d{1,7}[KMGT]?', 'partition': _WORDS, 'account': _WORDS,
@@ -27,6 +27,14 @@ def _directive(name, value) -> str:
         raise ValueError(f'{name!r:.60} is no option that is written here; {nearest(str(name), list(_OPTIONS))}')
     if re.fullmatch(_OPTIONS[name], str(value), re.ASCII): return f'#SBATCH --{name}={value}'
     raise ValueError(f'{name} {str(value)!r:.60} cannot stand in an #SBATCH line: it must match {_OPTIONS[name]}')
+
+def _warning_s(limit) -> int:  # How long before the limit the signal comes
+    days, dash, clock = str(limit).rpartition('-')
+    parts = [*map(int, clock.split(':'))]
+    parts = parts + [0, 0] if dash else [0] * (len(parts) < 3) + parts + [0]  # As SLURM reads it: 30 are minutes, 1-30 hours
+    limit_s = 86_400 * int(days or 0) + 3600 * parts[0] + 60 * parts[1] + parts[2]
+    if limit_s >= 120: return min(300, limit_s // 4)
+    raise ValueError(f'time {limit!r} is {limit_s} s, too short to start, train and save: say 2 minutes or more')
 
 # %% ../nbs/chapters/48_scripts.ipynb #5780c4c7
 def plain_path(
@@ -45,27 +53,39 @@ def _exports(recipe, secrets) -> list[str]:
     return [f'export {name}={quote(value)}' for name, value in transport_env(recipe).items()] + \
            [f'export {name}' for name in _names(secrets)]
 
-# %% ../nbs/chapters/48_scripts.ipynb #3a11f647
-_SCRIPT = '''\
+# %% ../nbs/chapters/48_scripts.ipynb #26c637b9
+_HEAD = '''\
 #!/bin/bash
 # Rendered from the recipe {name} by llm-workbook: change the recipe and render again.
 {directives}
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@300
+#SBATCH --signal=B:USR1@{warning_s}
 set -u
 {exports}
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 directory={directory}
 launched='' asked=''
 forward() {{ asked=yes; [ -z "$launched" ] || kill -USR1 "$launched" 2> /dev/null; }}
 trap forward USR1
-finish() {{ launched=$!; [ -z "$asked" ] || forward; until wait "$launched"; ! kill -0 "$launched" 2> /dev/null; do :; done
+alive() {{ kill -0 "$launched" 2> /dev/null; }}
+finish() {{ launched=$!; [ -z "$asked" ] || forward; until [ -n "$asked" ] || ! alive; do wait "$launched"; done
+    for ((s = 1; ; s++)); do alive || break; sleep 1; ((s % 10)) || forward; done
     wait "$launched"; code=$?; launched=''; }}
-again() {{ echo "$1: back into the queue"; scontrol requeue "$SLURM_JOB_ID"; exit 75; }}
+again() {{ mkdir -p "$directory"; step=$(sed -n 's/.*"step": *\\([0-9]*\\).*/\\1/p' "$directory/run.json" 2> /dev/null)
+    line="$SLURM_JOB_ID at step ${{step:-0}}"; echo "$line" >> "$directory/requeues.log" || exit 75
+    [ "$(grep -cxF "$line" "$directory/requeues.log")" -le 3 ] || {{
+        echo "$1, for the fourth time at step ${{step:-0}}: ended"; exit 75; }}
+    echo "$1: back into the queue"; scontrol requeue "$SLURM_JOB_ID"; exit 75; }}
 state() {{ stat -c '%i %y' "$directory/run.json" 2> /dev/null; }}
-preempted() {{ [ "$(state)" != "$before" ] && grep -q '"state": *"preempted"' "$directory/run.json"; }}
+saved() {{ [ "$(state)" != "$before" ] && grep -q '"state": *"preempted"' "$directory/run.json"; }}
+preempted() {{ for _ in {{1..19}}; do ls "$directory" > /dev/null 2>&1; ! saved || return 0
+    [ -n "$asked" ] || break; sleep 5; done; return 1; }}
+'''
 
+# %% ../nbs/chapters/48_scripts.ipynb #13df7b66
+_SCRIPT = _HEAD + '''
 before=$(state)
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 10000))
@@ -81,11 +101,12 @@ srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec "$@"' rank {python} -m tor
     -m llm_workbook.training {file} --directory "$directory" --step-timeout "${{STEP_TIMEOUT_S:-1200}}" &
 finish
 [ "$code" -ne 75 ] || again 'preempted and saved'
+[ -z "$asked" ] || [ "$code" -ne 138 ] || again 'asked to stop before training'
 [ "$code" -eq 0 ] || ! preempted || again 'preempted and saved'
 exit "$code"
 '''
 
-# %% ../nbs/chapters/48_scripts.ipynb #1da92452
+# %% ../nbs/chapters/48_scripts.ipynb #2e8cd445
 def sbatch(
     recipe: 'Recipe',  # What to run; its cluster says on how many nodes
     directory: 'str | Path',  # Where the run writes, the same on every node
@@ -101,8 +122,11 @@ def sbatch(
     if cluster.device == 'cuda': given['gpus-per-node'] = cluster.processes
     if fixed := {'job-name', 'nodes', 'gpus-per-node'} & {*(options or {})}:
         raise RecipeError([Problem('', name, 'is said by the recipe: change name or cluster there') for name in sorted(fixed)])
+    whole = 'cpus-per-task' not in (options or {})  # Else the job would have one processor for all ranks of a node
+    said = given | ({'mem': 0} if whole else {}) | (options or {})
+    lines = [_directive(*item) for item in said.items()] + ['#SBATCH --exclusive'] * whole
     return _SCRIPT.format(
-        name=recipe.name, directives='\n'.join(_directive(*item) for item in (given | (options or {})).items()),
+        name=recipe.name, directives='\n'.join(lines), warning_s=_warning_s(said['time']),
         exports='\n'.join(_exports(recipe, secrets)), directory=quote(plain_path(directory, 'directory')),
         python=quote(plain_path(python, 'python')), nodes=cluster.nodes, processes=cluster.processes,
         file=quote(plain_path(file or Path(directory) / 'recipe.yaml', 'file')))

@@ -128,13 +128,13 @@ def _connect(place, face):
         mend = 'Name the node of rank 0 as --head, and a port that is free' if why else _MEND
         raise NoAnswer(Finding('meeting', place.host if why else place.head, what, mend)) from None
 
-# %% ../nbs/chapters/50_talks.ipynb #8f555662
+# %% ../nbs/chapters/50_talks.ipynb #5158b4b1
 _calls = count()
 
 class _Store:  # JSON under names, in a store that rank 0 keeps
     def __init__(self, place: Place, face: str | None = None, limit_s: float = 28.0):
         self.place, self.face, self.began, self.doing = place, face, time.monotonic(), f'looking for {place.head}'
-        self.until, self.leads = self.began + limit_s - 2, place.rank == 0
+        self.until, self.leads = self.began + limit_s - 3, place.rank == 0  # Until when this process waits for others
 
     def put(self, key: str,  # Name that nobody else uses
         value: object,  # Anything that JSON can say
@@ -170,7 +170,7 @@ def _absent(talk):
     what = f'did not come to {place.head}, port {place.port}, within {_MEET_S} s; {", ".join(came)} did'
     return Finding('meeting', ', '.join(lost), what, _MEND)
 
-# %% ../nbs/chapters/50_talks.ipynb #5855d46e
+# %% ../nbs/chapters/50_talks.ipynb #c5b5a91a
 class _Joining(_Store):
     def join(self) -> None:
         "Find the head, or be it, and say who this is."
@@ -181,6 +181,7 @@ class _Joining(_Store):
         nth = self.store.add(f'claim/{place.rank}', 1)
         self.put(f'here/{place.rank}' + f'/{nth}' * (nth > 1), {'host': place.host, 'name': socket.getfqdn()})
         self.leads &= nth == 1
+        if not self.leads: self.until = max(self.until, time.monotonic() + _MEET_S + 2)  # Rank 0 may have begun later
 
     def gather(self) -> dict:  # Rank, as text -> host, and name; when one is missing or comes twice, `NoAnswer`
         "Wait, as rank 0, until all are there."
@@ -228,16 +229,21 @@ def _rounds(speakers):  # Pairs of ring neighbours, and of the first with each, 
         free.append(pair) if free else rounds.append([pair])
     return rounds
 
-# %% ../nbs/chapters/50_talks.ipynb #cdcc8ef8
+# %% ../nbs/chapters/50_talks.ipynb #9a02ec12
 NUMBERS = 2**22  # Of float32, that travel: 16 MiB
 
 def _numbers(): import torch; return torch.arange(NUMBERS, dtype=torch.float32) % 1021
+
+def _card():  # Number of the GPU of this process, among those that it sees
+    import torch
+    return int(os.environ.get('LOCAL_RANK', os.environ.get('SLURM_LOCALID', 0))) % max(1, torch.cuda.device_count())
 
 def _probe(store, backend, pair, rank):  # The best of four all-reduces between two processes, and how many sums are wrong
     import torch, torch.distributed as dist
     me, device, seconds, wrong = pair.index(rank), 'cuda' if backend == 'nccl' else 'cpu', [], 0
     wait = torch.cuda.synchronize if device == 'cuda' else int
     try:
+        if device == 'cuda': torch.cuda.set_device(_card())  # Else all of them use the first one, which NCCL refuses
         kind, there = {'gloo': 'ProcessGroupGloo', 'nccl': 'ProcessGroupNCCL'}[backend], f'{backend}/{pair[0]}-{pair[1]}'
         group = getattr(dist, kind)(dist.PrefixStore(there, store), me, 2, timedelta(seconds=_ANSWER_S))
         mine, sums = ((me + 1) * _numbers()).to(device), 3 * (torch.arange(NUMBERS, device=device) % 1021)
@@ -246,7 +252,7 @@ def _probe(store, backend, pair, rank):  # The best of four all-reduces between 
             group.allreduce([tensor]).wait(), wait()
             seconds.append(time.perf_counter() - start)
             wrong = max(wrong, int((tensor != sums).sum()))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError, AttributeError) as error:  # The last two: this torch has no CUDA
         return {'bps': None, 'wrong': 0, 'error': re.sub(r'\[/\S+\] ', '', str(error)).splitlines()[0][:100]}
     return {'bps': 4 * NUMBERS / min(seconds), 'wrong': wrong, 'error': ''}
 
@@ -271,7 +277,7 @@ class _Linking(_Clocks):
         told = [self.take(f'done/{key}/{i}', host, 'timing links', 3 * _ANSWER_S) for i, host in ends]
         return row | min(told, key=lambda end: (not end['error'], -end['wrong'], end['bps'] or 0))
 
-# %% ../nbs/chapters/50_talks.ipynb #58ba838d
+# %% ../nbs/chapters/50_talks.ipynb #b35a2e0b
 class Talk(_Linking):
     "One process among those that were started together: what it says, and what it waits for, never without an end."
 
@@ -279,8 +285,8 @@ class Talk(_Linking):
     ) -> None:
         "End it, as rank 0: give all the same verdict, and stay until they have heard it, or 2 s."
         self.put('verdict', verdict)
-        end = time.monotonic() + 2
-        while self.store.add('heard', 0) < len(self.here) - 1 and time.monotonic() < end: time.sleep(0.01)
+        end, came = time.monotonic() + 2, sum(self.store.add(f'claim/{i}', 0) for i in range(self.place.tasks))
+        while self.store.add('heard', 0) < came - 1 and time.monotonic() < end: time.sleep(0.01)
 
     def hear(self, work: Callable,  # What this process does before
     ) -> object:  # What rank 0 told

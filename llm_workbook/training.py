@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'fine_tune', 'main']
 
-# %% ../nbs/chapters/37_training.ipynb #6badb56f
+# %% ../nbs/chapters/37_training.ipynb #1650fa2d
 import argparse, json, math, os, sys, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +17,12 @@ from .claims import run_lock
 from .curves import LossCurve, loss_figure
 from .document import RecipeError, html_table, resolve
 from .guards import EXIT_PREEMPTED, Preemption, Votes
+from .loop import skip_compiler, train_loop, write_line
 from .ranks import free_port
 from .recipe import Recipe, planned_only
-from .resuming import (Preempted, Start, begin_run, guarded_train, mark_run, read_metrics, recipe_facts, resumable,
-                                   run_state, run_status, save_whole)
+from .resuming import (Preempted, Start, begin_run, guarded_train, rate_course, read_metrics, recipe_facts, resumable,
+                                   run_state, run_status, save_result)
+from .slices import named, together
 
 # %% ../nbs/chapters/37_training.ipynb #db3d86b3
 def check_recipe(
@@ -64,9 +66,8 @@ def _tokenizer(base):
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision, trust_remote_code=False)
 
-# %% ../nbs/chapters/37_training.ipynb #4b0756c9
+# %% ../nbs/chapters/37_training.ipynb #c6f8a257
 _OPTIM = dict(adamw='adamw_torch', adamw_fused='adamw_torch_fused', sgd='sgd', adafactor='adafactor', adamw_8bit='adamw_bnb_8bit')
-_COURSE = {'constant': 'constant_with_warmup'}  # Plain `constant` takes a warm-up and passes it over
 
 def sft_config(
     recipe: 'Recipe',         # What to run
@@ -78,12 +79,12 @@ def sft_config(
     batch, how, cpu = recipe.batch, recipe.optimizer, recipe.cluster.device == 'cpu'
     zero = zero_config(recipe) if recipe.sharding.strategy.startswith('zero') else None
     mixed = zero['bf16']['enabled'] if zero else recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
+    course, warmup = rate_course(recipe)
     return SFTConfig(
         output_dir=str(directory), use_cpu=cpu, seed=recipe.seed, data_seed=recipe.seed,
         per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_length=batch.length,
         max_steps=how.steps, learning_rate=how.learning_rate, weight_decay=how.weight_decay, max_grad_norm=how.clip,
-        lr_scheduler_type=_COURSE.get(how.schedule, how.schedule), optim=_OPTIM[how.kind],
-        warmup_steps=min(math.ceil(how.warmup * how.steps), how.steps - 1), deepspeed=zero,
+        lr_scheduler_type=course, warmup_steps=warmup, optim=_OPTIM[how.kind], deepspeed=zero,
         bf16=mixed and recipe.precision.master == 'float32',
         gradient_checkpointing=recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.strategy != 'fsdp2',
         gradient_checkpointing_kwargs={'use_reentrant': recipe.sharding.reentrant},
@@ -91,20 +92,19 @@ def sft_config(
         save_strategy='steps' if recipe.intervals.saving else 'no', save_steps=recipe.intervals.saving or 1,
         logging_steps=1, logging_nan_inf_filter=False, report_to='none', disable_tqdm=True)
 
-# %% ../nbs/chapters/37_training.ipynb #cca67e36
+# %% ../nbs/chapters/37_training.ipynb #c81e3b57
 def _metrics(trainer, recipe, path):
     "A callback that confirms what is in force before the first step, and writes down losses."
     from llm_workbook.effective import confirm
-    from llm_workbook.shard import assert_sharding
     from transformers import TrainerCallback
-    every, sharding = recipe.intervals, recipe.sharding
+    every = recipe.intervals
 
     class Metrics(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            trainer.shards = assert_sharding(trainer.model_wrapped, sharding.strategy, recipe.cluster.ranks, sharding.group)
+            trainer.shards = _shards(trainer, recipe.sharding, recipe.cluster.ranks)
             if trainer.votes:  # A real run; a rehearsal has nobody to compare with
                 confirm(recipe, trainer.model_wrapped, trainer.optimizer, trainer, kwargs['train_dataloader'], path.parent)
-            if sharding.loading != 'every_rank': trainer.base = _packed(trainer, recipe)  # It has just arrived
+            if recipe.sharding.loading != 'every_rank': trainer.base = _packed(trainer, recipe)  # It has just arrived
             trainer.facts |= {'since': _facts(trainer.start).get('since', [])}
 
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -116,36 +116,39 @@ def _metrics(trainer, recipe, path):
             if wait: return
             row = {'step': step, 'seconds': round(time.monotonic() - trainer.began, 3)}
             row |= {key: float(logs[key]) for key in ('loss', 'grad_norm', 'learning_rate', 'num_tokens') if key in logs}
-            if state.is_world_process_zero: _write(path, row | {'loss': sum(since) / len(since)})
+            if state.is_world_process_zero: write_line(path, row | {'loss': sum(since) / len(since)})
 
         def on_step_end(self, args, state, control, **kwargs):
             if every.evaluation and (state.global_step % every.evaluation == 0 or state.global_step == state.max_steps):
                 _evaluate(trainer, recipe.batch.micro, path.with_name('evaluation.jsonl'))
     return Metrics()
 
+# %% ../nbs/chapters/37_training.ipynb #d837620e
+def _shards(trainer, how, ranks):  # One rank's error is every rank's
+    from llm_workbook.shard import assert_sharding
+    look = lambda: assert_sharding(trainer.model_wrapped, how.strategy, ranks, how.group)
+    return together(look)[trainer.votes.rank] if trainer.votes else look()
+
 def _facts(start): return json.loads((Path(start) / 'facts.json').read_text()) if start else {}
 
-def _write(path, row):
-    with path.open('a') as file: file.write(json.dumps(row) + '\n')
-
-# %% ../nbs/chapters/37_training.ipynb #15f47e86
+# %% ../nbs/chapters/37_training.ipynb #ec5d8ebf
 def _evaluate(trainer, micro, path):
     "Write down the mean loss over the tokens of all held-out rows; a collective."
     import torch
-    from llm_workbook.slices import named
     votes, model, held, total, tokens = trainer.votes or Votes(), trainer.model_wrapped, trainer.held, 0.0, 0
     blank = held[0] | {'labels': [-100] * len(held[0]['input_ids'])}
     mine = [*held, *[blank] * (-len(held) % votes.ranks)][votes.rank::votes.ranks]
     model.eval()
-    with trainer.watch.paused() if trainer.watch else nullcontext(), torch.no_grad():
+    with torch.no_grad():
         for first in range(0, len(mine), micro):
+            if trainer.watch: trainer.watch.beat()  # Each batch is a sign of life
             batch = trainer._prepare_inputs(trainer.data_collator(mine[first:first + micro]))
             out = model(**batch, use_cache=False, fused_lm_head=True)
             total, tokens = total - float(out.log_probs.sum()), tokens + int(out.label_mask.sum())
     model.train(), named(model)  # Which puts the units of FSDP back into their parts
     total, tokens = map(sum, zip(*votes.gather((total, tokens))))
     row = {'step': trainer.state.global_step, 'loss': total / max(tokens, 1), 'rows': len(held), 'tokens': tokens}
-    if votes.rank == 0: _write(path, row)
+    if votes.rank == 0: write_line(path, row)
 
 # %% ../nbs/chapters/37_training.ipynb #5356cf0a
 _KINDS = ('input_ids', 'labels'), ('messages',), ('text',)  # what a row may hold; the first kind that it has counts
@@ -182,58 +185,45 @@ def make_trainer(
 # %% ../nbs/chapters/37_training.ipynb #1dcddc2e
 def _tokens(rows): return [{k: row[k] for k in ('input_ids', 'labels') if k in row} for row in rows or ()]
 
-# %% ../nbs/chapters/37_training.ipynb #89fc0435
+# %% ../nbs/chapters/37_training.ipynb #1d260a7b
 def train_rank(
     recipe: 'Recipe',  # The same on every rank
     directory: Path,   # Where the run writes
     rows: list[dict],  # Training rows, as `check_recipe` gives them
     start: Start = Start(),  # Where to begin, as `begin_run` says; that of rank 0 counts
     step_timeout_s: float | None = None,  # Longest time between two steps before the ranks that hang are named; None waits
+    held: list[dict] | None = None,  # Held-out rows, as `check_recipe` gives them; None reads them again
 ) -> dict:  # What this rank saw: shards, payload, memory, saved, seconds; or `preempted`: the step that is committed
     "Fine-tune on this rank, together with the others."
-    from llm_workbook.loop import train_loop
-    if recipe.model.head == 'classification': return train_loop(recipe, directory, rows, start, step_timeout_s)
-    with Preemption(): return _train(recipe, directory, rows, start, step_timeout_s)  # Before anything that takes time
+    if recipe.model.head == 'classification': return train_loop(recipe, directory, rows, start, step_timeout_s, held)
+    with Preemption(): return _train(recipe, directory, rows, start, step_timeout_s, held)  # Before anything that takes time
 
-# %% ../nbs/chapters/37_training.ipynb #2d68f684
-def _train(recipe, directory, rows, start, step_timeout_s):
-    from llm_workbook.adapters import save_adapters
+# %% ../nbs/chapters/37_training.ipynb #bd48994d
+def _train(recipe, directory, rows, start, step_timeout_s, held):
     from llm_workbook.loading import arriving
     from llm_workbook.gauges import memory_trace
     from llm_workbook.shard import cpu_fsdp
     from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar(), _without_compiler(recipe)
+    disable_progress_bar(), skip_compiler(recipe)
+    held = () if not recipe.intervals.evaluation else _rows(recipe)[1] if held is None else held
     with memory_trace() as memory, cpu_fsdp(), arriving(recipe) as model:
-        trainer = make_trainer(recipe, directory, rows, model, None, _rows(recipe)[1] if recipe.intervals.evaluation else ())
+        trainer = make_trainer(recipe, directory, rows, model, None, held)
         if recipe.sharding.loading == 'every_rank': trainer.base = _packed(trainer, recipe)
         preempted = guarded_train(trainer, directory, start, step_timeout_s)
         if not hasattr(trainer, 'shards'): return {'preempted': preempted}  # Before the first step
         before, after = trainer.base, _packed(trainer, recipe)
         if before != after: raise RuntimeError(f'training changed the 4-bit payload: {before} became {after}')
         if preempted is not None: return {'preempted': preempted}
-        full = recipe.method.kind == 'full'
-        with _whole(trainer, full):
-            saved = save_whole(trainer, directory) if full else save_adapters(trainer.model, directory / 'adapters')
-        if trainer.args.process_index == 0: mark_run(directory, 'finished', trainer.state.global_step)
+        saved = save_result(trainer, directory)
     return {'shards': trainer.shards, 'payload': after, 'memory': memory, 'saved': saved,
             'seconds': round(time.monotonic() - trainer.began, 3)}
 
-# %% ../nbs/chapters/37_training.ipynb #bdab3bc6
+# %% ../nbs/chapters/37_training.ipynb #2ce82d34
 def _packed(trainer, recipe):  # A digest of the 4-bit base, however it is spread; a collective
     from llm_workbook.checkpoint import base_digest
     from llm_workbook.quant import fingerprint
     if recipe.method.kind != 'qlora': return None
     return base_digest(trainer.model) if recipe.sharding.strategy.startswith('zero') else fingerprint(trainer.model).digest
-
-def _whole(trainer, full):  # ZeRO-3 gives what trains only while it is asked for
-    if full or not any(hasattr(p, 'ds_id') for p in trainer.model.parameters()): return nullcontext()
-    import deepspeed
-    return deepspeed.zero.GatheredParameters([p for p in trainer.model.parameters() if p.requires_grad])
-
-def _without_compiler(recipe):  # DeepSpeed would build an all-reduce through shared memory at its first use on a CPU
-    if recipe.cluster.device != 'cpu' or not recipe.sharding.strategy.startswith('zero'): return
-    from deepspeed.ops import __compatible_ops__
-    __compatible_ops__['deepspeed_shm_comm'] = False
 
 # %% ../nbs/chapters/37_training.ipynb #85754a18
 @dataclass(frozen=True)
@@ -281,21 +271,22 @@ def _shown(run):
     if run.evaluations: said += '; held-out rows: ' + ', '.join(f'{k} {v}' for k, v in run.evaluations[-1].items() if k != 'step')
     return f'<p>{escape(run.recipe.name)}: {said}</p>' + html_table(heads, rows)
 
-# %% ../nbs/chapters/37_training.ipynb #cdd6a00b
+# %% ../nbs/chapters/37_training.ipynb #a661f0de
 def fine_tune(
     recipe: 'Recipe',         # On one node
     directory: 'str | Path',  # Where to write; made if absent
-    timeout_s: float = 86_400,  # When to give up and name the ranks that hang, s; the default is a day
+    timeout_s: float | None = None,  # When to end the ranks without a save, and name those that hang, s; None never does
     live: bool = True,        # Whether to draw the loss while it runs
     resume: bool = False,     # Whether a run that is there goes on; else it is refused
-    step_timeout_s: float | None = None,  # Longest time for one step, s; None leaves it to `timeout_s`
+    step_timeout_s: float | None = 1200.0,  # Longest time between two steps before the ranks that hang are named, s; None waits
 ) -> Run:  # Of a run that finished on every rank, now or before
     "Check `recipe`, start its ranks from this cell, train or go on, and save what was trained; `Preempted` when told to stop."
     from llm_workbook.ranks import notebook_ranks
     from llm_workbook.shard import fsdp_env
-    rows, _ = check_recipe(recipe)
+    rows, held = check_recipe(recipe)
     nodes, directory = recipe.cluster.nodes, Path(directory)
-    if nodes > 1: raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone; set it to 1')
+    if nodes > 1: raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone. `submit` asks SLURM '
+                                   'for more, `render(head=…)` writes what starts a run on each, or set it to 1')
     if recipe.cluster.device == 'cuda' and not _cuda():
         raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: set it to 'cpu', or run where there is one")
     with run_lock(directory):
@@ -303,8 +294,8 @@ def fine_tune(
         if start.finished: return Run(recipe, directory, [])
         watch = LossCurve(directory / 'metrics.jsonl', recipe.optimizer.steps) if live else None
         if recipe.cluster.device == 'cpu': import peft, trl  # once, not in every rank; on GPUs it would open CUDA too early
-        task = recipe, directory, rows, start, step_timeout_s
-        ranks = notebook_ranks(train_rank, recipe.cluster.ranks, task, timeout_s, fsdp_env(recipe), watch)
+        task, most_s = (recipe, directory, rows, start, step_timeout_s, held), math.inf if timeout_s is None else timeout_s
+        ranks = notebook_ranks(train_rank, recipe.cluster.ranks, task, most_s, fsdp_env(recipe), watch)
     if 'preempted' in ranks[0]: raise Preempted(ranks[0]['preempted'])
     return Run(recipe, directory, ranks)
 
@@ -330,7 +321,7 @@ def main(
         return code
     with Preemption(): return _run_here(Recipe.load(asked.recipe), asked)
 
-# %% ../nbs/chapters/37_training.ipynb #390ebb87
+# %% ../nbs/chapters/37_training.ipynb #e37f200b
 def _run_here(recipe, asked):
     import torch.distributed as dist
     from llm_workbook.effective import check_launcher
@@ -343,12 +334,12 @@ def _run_here(recipe, asked):
                          f'--nnodes {recipe.cluster.nodes} --nproc-per-node {recipe.cluster.processes}, or change cluster')
     check_launcher(recipe, os.environ)
     finished = run_state(asked.directory)['state'] == 'finished'
-    rows = [] if finished else check_recipe(recipe)[0]
+    rows, held = ([], []) if finished else check_recipe(recipe)
     os.environ.update(fsdp_env(recipe))
     with run_lock(asked.directory) if rank == 0 else nullcontext():
         start = begin_run(recipe, asked.directory, resume=True) if rank == 0 else Start(finished=finished)
         if start.finished: return 0
-        told = train_rank(recipe, asked.directory, rows, start, asked.step_timeout)
+        told = train_rank(recipe, asked.directory, rows, start, asked.step_timeout, held)
         if dist.is_initialized(): dist.destroy_process_group()
     return EXIT_PREEMPTED if 'preempted' in told else 0
 

@@ -2,7 +2,7 @@
 import pytest
 from trouble import small_base
 
-from llm_workbook.classifier import class_rows, class_tokenizer, count_classes, judge_rows, load_classifier, make_loader, set_pad, token_rows
+from llm_workbook.classifier import class_rows, class_tokenizer, count_classes, judge_rows, load_classifier, make_loader, reload_classifier, set_pad, token_rows
 from llm_workbook.data import DatasetError
 from llm_workbook.document import RecipeError
 from llm_workbook.ranks import run_ranks
@@ -85,6 +85,19 @@ def test_every_row_is_counted_once_on_any_number_of_ranks(recipe, ranks, micro):
     one = run_ranks(judge, 1, (rows, 7), 120)[0]
     many = run_ranks(judge, ranks, (rows, micro), 120)
     assert all(scores.counts == one.counts and scores.rows == 7 and abs(scores.loss - one.loss) < 1e-5 for scores in many)
+
+
+def test_head_and_adapters_come_back_each_in_its_own_type(recipe, tmp_path):
+    import torch
+    from llm_workbook.adapters import add_adapters, save_adapters
+    tuned = add_adapters(load_classifier(recipe), recipe.method, recipe.seed)
+    for name, p in tuned.named_parameters():
+        if p.requires_grad: p.data = torch.randn_like(p).to(torch.float32 if 'score' in name else torch.bfloat16)
+    save_adapters(tuned, tmp_path/'adapters')
+    again, there = reload_classifier(recipe, tmp_path), dict(tuned.named_parameters())
+    kept = {name: p for name, p in again.named_parameters() if there[name].requires_grad}
+    assert {p.dtype for p in kept.values()} == {torch.float32, torch.bfloat16}
+    assert all(p.dtype == there[name].dtype and p.equal(there[name]) for name, p in kept.items())
 
 
 def test_f1_is_that_of_the_textbook():

@@ -1,7 +1,9 @@
 """The console: what it says of a run, of a job and of trouble, and how its widget follows; no browser, and no real run."""
+import gc
 import json
 import threading
 import time
+import weakref
 
 import pytest
 from trouble import wait_for
@@ -99,8 +101,8 @@ def test_the_console_follows_by_itself_until_the_end(run):
     console.tabs.selected_index = 1
     assert wait_for(lambda: 'two' in console.logs[1].value)
     run.texts, run.state = ['one, the end', 'two, the end'], 'finished'
-    assert wait_for(lambda: console.button.disabled)
-    assert 'finished' in console.line.value and 'one, the end' in console.logs[0].value and 'two, the end' in console.logs[1].value
+    assert wait_for(lambda: console._done.is_set())
+    assert console.button.disabled and 'finished' in console.line.value and 'one, the end' in console.logs[0].value and 'two, the end' in console.logs[1].value
 
 
 def test_stop_is_pressed_once_and_the_button_says_so(run):
@@ -136,6 +138,16 @@ def test_a_cell_that_runs_again_leaves_one_thread(run):
     assert wait_for(lambda: len([t for t in threading.enumerate() if t.name == 'console']) == 1)
     run.metrics = METRICS
     assert wait_for(lambda: 'step 4' in second.line.value) and 'step 4' not in first.line.value
+
+
+def test_a_run_that_nobody_holds_is_forgotten():
+    pytest.importorskip('ipywidgets')
+    run = Beside()
+    console, seen = Console(run), weakref.ref(run)
+    run.state = 'finished'
+    assert wait_for(lambda: console._done.is_set())
+    del run, console
+    assert wait_for(lambda: gc.collect() < 0 or seen() is None)
 
 
 def test_trouble_while_looking_is_shown_and_does_not_end_the_console(run):

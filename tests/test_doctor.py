@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llm_workbook import doctor, talks, witness
-from llm_workbook.doctor import judge, preflight
+from llm_workbook.doctor import assess, preflight
 from llm_workbook.ranks import free_port, run_ranks
 from llm_workbook.recipe import Recipe
 from llm_workbook.talks import Finding, Place, Talk, place_of
@@ -156,6 +157,48 @@ def test_an_interface_that_is_not_there(tmp_path):
     assert 'ib9 is not there, but lo' in found[0].what
 
 
+# Who is late, and who is not there
+
+def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
+    class Earlier(Talk):  # By 12 of its 14 seconds
+        def __init__(self, place, face, limit_s):
+            super().__init__(place, face, 15)
+            self.began, self.until = self.began - 12, self.until - 12
+    class Slow(doctor._Saved):
+        def run(self): time.sleep(3), super().run()
+    def disturb(rank):
+        if rank: doctor.Talk = Earlier
+        doctor._Saved = Slow
+        return {}
+    found, made = two(tmp_path, disturb)
+    assert found == [] and made['seconds'] > 3
+
+
+@pytest.mark.parametrize('wait_s, known', [(8, True), (0.1, False)])
+def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monkeypatch, wait_s, known):
+    class Late(doctor._Saved):
+        def __init__(self, recipe): super().__init__(recipe), made.append(self)
+        def run(self): time.sleep(5), super().run()
+    made, seen, links = [], [], Talk.links
+    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_Saved', Late)
+    monkeypatch.setattr(Talk, 'links', lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
+    env = {'RANK': '0', 'WORLD_SIZE': '1'}
+    found = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
+    assert not found.findings and seen == [known] and 5 < found.seconds < 20  # It counts in the end
+
+
+def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], 'preflight', partial(preflight, limit_s=9))
+    def hung(rank):
+        see = doctor.see
+        doctor.see = lambda *args: (time.sleep(60 * rank), see(*args))[1]
+        return {}
+    first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
+    finding, other = (only([Finding(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    assert finding.host == 'node2' and 'looking at files' in finding.what
+    assert other.what.startswith('still waiting for localhost') and second['seconds'] < 15
+
+
 # Who is not there
 
 def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
@@ -196,14 +239,14 @@ def test_two_that_are_both_rank_0(tmp_path):
 
 def test_two_nodes_that_are_one_host(tmp_path):
     finding = only(two(tmp_path, lambda rank: {'env': {'SLURMD_NODENAME': 'node1'}})[0], 'hosts')
-    assert (finding.host, finding.what) == ('node1', 'ranks 0, 1 are all on this node, and 2 nodes were asked for')
+    assert (finding.host, finding.what) == ('node1', 'ranks 0, 1 are all on this node, and the recipe is for 2 nodes')
 
 
 def test_two_worlds_of_one_node(tmp_path):
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURMD_NODENAME': 'node1'}
     made = preflight(TWO, tmp_path/'run', env, 'localhost', free_port())
     finding = only(made.problems, 'world')
-    assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 processes each' and '--nodes=2' in finding.mend
+    assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each' and '--nodes=2' in finding.mend
 
 
 def test_a_port_that_another_program_holds(tmp_path):
@@ -233,10 +276,10 @@ OTHER = FACT | {'rank': 1, 'host': 'node2'}
 
 @pytest.mark.parametrize('free_b, stops', [(0, True), (10**8 - 1, True), (10**8, False), (2 * 10**8 - 1, False)])
 def test_little_room(free_b, stops):
-    finding = only(judge(TWO, [FACT, OTHER | {'free_b': free_b}]), 'disk')
+    finding = only(assess(TWO, [FACT, OTHER | {'free_b': free_b}]), 'disk')
     assert finding.host == 'node2' and finding.stops is stops and f'{free_b:,} bytes are free' in finding.what
     assert 'checkpoints and result take 100,000,000' in finding.what
-    assert judge(TWO, [FACT, OTHER | {'free_b': 2 * 10**8}]) == []
+    assert assess(TWO, [FACT, OTHER | {'free_b': 2 * 10**8}]) == []
 
 
 def test_what_is_saved_is_what_the_ledger_plans():
@@ -244,24 +287,24 @@ def test_what_is_saved_is_what_the_ledger_plans():
     (saved := doctor._Saved(recipe)).join()
     lines = [x for x in doctor.memory(recipe).lines if (x.phase, x.place) == ('save', 'disk')]
     assert saved.size_b == sum(x.size_b * (2 if x.each else 1) for x in lines) > 10**6
-    assert not only(judge(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
+    assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
 
 
 @pytest.mark.parametrize('own, face, words', [('127.0.1.1', None, 'its own name leads to 127.0.1.1'), ('127.0.1.1', 'lo', None)])
 def test_a_name_that_leads_home(own, face, words):
-    found = judge(TWO.changed({'cluster.interface': face}), [FACT, OTHER | {'own': own}])
+    found = assess(TWO.changed({'cluster.interface': face}), [FACT, OTHER | {'own': own}])
     assert words is None and not found or only(found, 'names').host == 'node2' and words in found[0].what
 
 
 @pytest.mark.parametrize('there, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')])
 def test_a_neighbour_whose_name_leads_nowhere(there, words):
-    finding = only(judge(TWO, [FACT, OTHER | {'others': {'node1': there}}]), 'names')
+    finding = only(assess(TWO, [FACT, OTHER | {'others': {'node1': there}}]), 'names')
     assert (finding.host, finding.what) == ('node2', words)
 
 
 def test_too_few_gpus():
     recipe = TWO.changed({'cluster.device': 'cuda', 'cluster.processes': 4})
-    finding = only(judge(recipe, [FACT | {'gpus': 4}, OTHER | {'gpus': 3}]), 'GPUs')
+    finding = only(assess(recipe, [FACT | {'gpus': 4}, OTHER | {'gpus': 3}]), 'GPUs')
     assert (finding.host, finding.what) == ('node2', 'torch sees 3 GPUs for 4 processes')
 
 
@@ -273,9 +316,9 @@ LINK = {'hosts': ['node1', 'node2'], 'backend': 'gloo', 'bps': 1e9, 'wrong': 0, 
     ({'error': 'timed out'}, 'failed: timed out', True),
     ({'wrong': 5}, 'gave 5 wrong sums', True), ({'bps': None}, 'not timed', False)])
 def test_links_that_are_bad(change, words, stops):
-    finding = only(judge(TWO, [FACT, OTHER], [LINK | change]), 'links')
+    finding = only(assess(TWO, [FACT, OTHER], [LINK | change]), 'links')
     assert finding.host == 'node1 - node2' and words in finding.what and finding.stops is stops
-    assert judge(TWO, [FACT, OTHER], [LINK | {'planned': 1.9e9}]) == []
+    assert assess(TWO, [FACT, OTHER], [LINK | {'planned': 1.9e9}]) == []
 
 
 def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
@@ -287,7 +330,7 @@ def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
 
 
 def test_a_driver_may_differ():
-    finding = only(judge(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
+    finding = only(assess(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
     assert not finding.stops and finding.what == 'driver is absent on node1 and 550 on node2'
 
 
@@ -319,7 +362,7 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
     assert look_up('owner/name', kind='datasets')['later']
     there, absent = ({'sources': {'data': one}} for one in ({'said': 'commit 0'}, look_up('owner/name', kind='datasets')))
-    finding = only(judge(TWO, [FACT | there, OTHER | absent]), 'files')
+    finding = only(assess(TWO, [FACT | there, OTHER | absent]), 'files')
     assert (finding.host, finding.stops) == ('node2', False) and 'hf download' in finding.mend
 
 
@@ -358,6 +401,36 @@ def test_the_head_listens_on_one_address_alone(tmp_path):
     talk.join()
     here = {line.split()[1] for line in Path('/proc/net/tcp').read_text().splitlines()[1:] if line.split()[3] == '0A'}
     assert f'0100007F:{port:04X}' in here and f'{0:08X}:{port:04X}' not in here
+
+
+# GPUs
+
+@pytest.mark.parametrize('env, gpus, card', [({'LOCAL_RANK': '3'}, 4, 3), ({'SLURM_LOCALID': '2'}, 4, 2), ({}, 4, 0),
+                                             ({'SLURM_LOCALID': '2'}, 1, 0), ({'LOCAL_RANK': '1', 'SLURM_LOCALID': '0'}, 2, 1)])
+def test_every_process_of_a_node_takes_its_own_card(monkeypatch, env, gpus, card):
+    import torch
+    taken = []
+    for key in ('LOCAL_RANK', 'SLURM_LOCALID'): monkeypatch.delenv(key, raising=False)
+    for key, value in env.items(): monkeypatch.setenv(key, value)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda n: (taken.append(n), 1 / 0))
+    with pytest.raises(ZeroDivisionError): talks._probe(None, 'nccl', (0, 1), 0)
+    assert taken == [card]
+
+
+def test_a_torch_without_cuda_is_a_finding_of_the_link(monkeypatch):
+    import torch
+    def refuse(card): raise AssertionError('Torch not compiled with CUDA enabled')
+    monkeypatch.setattr(torch.cuda, 'set_device', refuse)
+    assert talks._probe(None, 'nccl', (0, 1), 0) == {'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
+
+
+def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeypatch):
+    import torch
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    with pytest.raises(RuntimeError, match='CUDA is initialised in this kernel.*python -m llm_workbook.doctor recipe.yaml'):
+        preflight(ONE.changed({'cluster.device': 'cuda'}), tmp_path/'run')
+    assert not preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run').problems
 
 
 # The program

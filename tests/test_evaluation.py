@@ -6,7 +6,8 @@ import signal
 import pytest
 from trouble import small_recipe
 
-from llm_workbook import training
+from llm_workbook import guards, training
+from llm_workbook.ranks import RankError
 from llm_workbook.resuming import Preempted, read_metrics
 
 SPARSE = {'intervals.logging': 3, 'intervals.evaluation': 2, 'optimizer.steps': 8, 'intervals.saving': 0}
@@ -98,3 +99,27 @@ def test_a_run_that_was_stopped_writes_the_same_lines(recipe, whole, tmp_path, m
 def test_without_held_out_rows_it_is_refused(recipe, tmp_path):
     rows = recipe.changed({'data.source': f'{recipe.data.source}/train.jsonl', 'data.test_share': 0.0})
     with pytest.raises(ValueError, match='intervals.evaluation is 2, and no row is held out'): training.check_recipe(rows)
+
+
+def test_a_rank_that_hangs_while_it_looks_at_held_out_rows_is_named(recipe, tmp_path, monkeypatch):
+    make = training.make_trainer
+    def make_hanging(*args):
+        import time
+        trainer = make(*args)
+        def hang(layer, inputs):
+            if not layer.training and os.environ['RANK'] == '1': time.sleep(1000)
+        trainer.model.model.layers[1].register_forward_pre_hook(hang)
+        return trainer
+    monkeypatch.setattr(training, 'make_trainer', make_hanging)
+    with pytest.raises(RankError) as caught: run(recipe, tmp_path/'run', step_timeout_s=10.0)
+    assert 'ranks [1] stuck' in caught.value.log and len(read_metrics(tmp_path/'run'/'metrics.jsonl')) == 1
+
+
+def test_every_batch_of_held_out_rows_is_a_sign_of_life(recipe, tmp_path, monkeypatch):
+    beat = guards.HangWatch.beat
+    def noted(watch):
+        with open(tmp_path/f'beats-{watch.rank}', 'a') as file: file.write('.')
+        beat(watch)
+    monkeypatch.setattr(guards.HangWatch, 'beat', noted)
+    run(recipe.changed({'optimizer.steps': 2}), tmp_path/'run')
+    assert len((tmp_path/'beats-0').read_text()) >= 1 + 2 + 12  # At the start, for each step, for each batch of its 12 rows

@@ -2,17 +2,20 @@
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from llm_workbook import jobs
+from llm_workbook.document import RecipeError
 from llm_workbook.jobs import Job, SlurmError, submit
 from llm_workbook.recipe import Recipe, shrink
 
 RECIPE = shrink(Recipe.named('reviews-qlora'))
 LINE = ('JobId={id} JobName=reviews-qlora-shrunk UserId=me(1000) GroupId=me(1000) MCS_label=N/A Priority=4294901759 Nice=0 '
-        'Account=(null) QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts={restarts} BatchFlag=1 '
+        'Account=(null) QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue={requeue} Restarts={restarts} BatchFlag=1 '
         'Reboot=0 ExitCode={code} RunTime=00:00:03 TimeLimit=01:00:00 ReqNodeList=(null) ExcNodeList=(null) NodeList={nodes} '
         'BatchHost=node1 NumNodes=2 NumCPUs=2 Command={script} WorkDir=/x JobState=COMPLETED Reason=y StdErr=/z StdOut=/z Power=')
 PROGRAMS = {
@@ -36,9 +39,9 @@ def slurm(tmp_path, monkeypatch):
     return seen
 
 
-def say(seen, job, state='RUNNING', reason='None', code='0:0', nodes='node[1-2]', restarts=0, script=None):
-    values = dict(id=job.id, state=state, reason=reason, code=code, nodes=nodes, restarts=restarts, script=script or job.script)
-    (seen/'job').write_text(LINE.format(**values) + '\n')
+def say(seen, job, state='RUNNING', **changes):
+    usual = dict(id=job.id, state=state, reason='None', code='0:0', nodes='node[1-2]', restarts=0, requeue=1, script=job.script)
+    (seen/'job').write_text(LINE.format(**usual | changes) + '\n')
 
 
 def asked(seen) -> list: return (seen/'asked').read_text().splitlines() if (seen/'asked').exists() else []
@@ -68,7 +71,7 @@ def test_a_job_inside_a_job_inherits_nothing_of_it(slurm, tmp_path, monkeypatch)
 
 def test_states_are_read_before_the_paths(slurm, tmp_path):
     job = submit(RECIPE, tmp_path/'a directory JobState=FAILED')
-    say(slurm, job, 'PENDING', 'Resources', nodes='')
+    say(slurm, job, 'PENDING', reason='Resources', nodes='')
     assert job.status().to_dict() == {'state': 'PENDING', 'reason': 'Resources', 'nodes': [], 'restarts': 0, 'exit_code': None,
                                       'run': 'none', 'step': 0, 'steps': RECIPE.optimizer.steps}
     say(slurm, job, restarts=2)
@@ -77,7 +80,7 @@ def test_states_are_read_before_the_paths(slurm, tmp_path):
     assert (status.nodes, status.restarts, status.step, status.ended) == (('node1', 'node2'), 2, 1, False)
     assert 'node1, node2' in status._repr_html_()
     for code, number in {'75:0': 75, '0:9': -9}.items():
-        say(slurm, job, 'FAILED', 'NonZeroExitCode', code)
+        say(slurm, job, 'FAILED', reason='NonZeroExitCode', code=code)
         assert (job.status().exit_code, job.status().ended) == (number, True)
 
 
@@ -111,11 +114,44 @@ def test_cancel_says_what_the_state_calls_for(slurm, tmp_path, state, save, comm
 
 def test_one_directory_has_one_job(slurm, tmp_path):
     job = submit(RECIPE, tmp_path/'run')
-    say(slurm, job, 'PENDING', 'Priority')
+    say(slurm, job, 'PENDING', reason='Priority')
     with pytest.raises(ValueError, match="job 17 is PENDING in 'run'"): submit(RECIPE, tmp_path/'run')
     with pytest.raises(TimeoutError, match='job 17 is PENDING after 0.1 s'): job.wait(0.1)
     say(slurm, job, 'CANCELLED')
     assert submit(RECIPE, tmp_path/'run') == replace(job, submitted=Job.of(tmp_path/'run').submitted)
+
+
+def test_of_two_kernels_that_submit_at_once_one_gets_the_job(slurm, tmp_path):
+    "sbatch takes half a second here; the later kernel has looked before, and looks again when it has the lock."
+    program = tmp_path/'bin/sbatch'
+    program.write_text(f'#!/bin/bash\nsleep 0.5; echo x >> "$SEEN/count"\n{PROGRAMS["sbatch"]}\n')
+    say(slurm, Job(tmp_path/'run', '17', RECIPE.name, 1, ''), 'PENDING')
+    with ThreadPoolExecutor(2) as pool: made = [pool.submit(submit, RECIPE, tmp_path/'run') for _ in range(2)]
+    (error,) = [str(one.exception()) for one in made if one.exception()]
+    assert 'job 17 is PENDING' in error and (slurm/'count').read_text() == 'x\n'
+
+
+def test_a_job_that_cannot_be_recorded_is_taken_back(slurm, tmp_path):
+    (tmp_path/'run/.job.json.part').mkdir(parents=True)
+    with pytest.raises(IsADirectoryError): submit(RECIPE, tmp_path/'run')
+    assert asked(slurm) == ['scancel 17']
+
+
+def test_what_this_version_does_not_run_is_not_submitted(slurm, tmp_path):
+    with pytest.raises(RecipeError, match=r'nothing was submitted\n  precision.reduce.*can be planned, not run'):
+        submit(RECIPE.changed({'precision.reduce': 'bfloat16'}), tmp_path/'run')
+    assert not (tmp_path/'run').exists() and not (slurm/'submitted').exists()
+
+
+@pytest.mark.parametrize(('requeue', 'looks', 'state'), [(1, 'PREEMPTED PREEMPTED', 'PREEMPTED'), (0, 'PREEMPTED', 'PREEMPTED'),
+                                                         (1, 'PREEMPTED PENDING', 'PENDING'), (1, 'LAUNCH_FAILED', 'LAUNCH_FAILED')])
+def test_a_preempted_job_is_over_if_it_stays_so(slurm, tmp_path, monkeypatch, requeue, looks, state):
+    job, looks = submit(RECIPE, tmp_path/'run'), looks.split()
+    say(slurm, job, looks.pop(0), requeue=requeue)
+    monkeypatch.setattr(jobs, 'time', SimpleNamespace(sleep=lambda s: say(slurm, job, looks.pop(0), requeue=requeue)))
+    status = job.status()
+    assert (status.state, status.ended, looks) == (state, state != 'PENDING', [])
+    assert (status.exit_code == 0) == status.ended
 
 
 @pytest.mark.parametrize(('text', 'said'), [

@@ -8,6 +8,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ from llm_workbook.resuming import Preempted, run_state
 @pytest.fixture(scope='module')
 def recipe(tmp_path_factory):
     "Two steps of a tiny full fine-tune on two ranks; it may be made longer without becoming another recipe."
-    return small_recipe(tmp_path_factory.mktemp('small'), **{'optimizer.steps': 2, 'optimizer.schedule': 'constant'})
+    return small_recipe(tmp_path_factory.mktemp('small'), **{'optimizer.steps': 2, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0})
 
 
 @pytest.fixture(scope='module')
@@ -73,13 +74,14 @@ def test_it_tells_how_it_stands(done, endless):
 
 def test_logs_stay_in_the_directory_and_are_read_from_their_end(done):
     assert sorted(path.name for path in (done.directory/'logs').iterdir()) == ['rank-0.log', 'rank-1.log']
-    assert 'rank 1 of 2' in done.log(1)
+    assert 'rank 1 of 2' in done.log(1) and 'rank 1 has returned' in done.log(1)
+    assert all(f'"step": {step}' in done.log() for step in (1, 2)) and 'Warning' not in done.log()
     with open(done.directory/'logs/rank-1.log', 'ab') as log:
         log.truncate(2**30)  # A sparse gigabyte
         log.seek(0, os.SEEK_END), log.write(b'\nthe last line\n')
     start = time.process_time()
     assert done.log(1) == 'the last line\n' and time.process_time() - start < 0.5
-    for rank in -1, 2:
+    for rank in -1, 2, 0.5:
         with pytest.raises(ValueError, match=f'rank {rank} is none of 0 to 1'): done.log(rank)
 
 
@@ -204,6 +206,24 @@ def test_a_run_whose_process_is_killed_says_so(endless, workers):
     below(workers)[0].kill()
     with pytest.raises(RuntimeError, match='exit code -9'): endless.wait(30)
     assert endless.state == 'failed' and below(workers) == []
+
+
+def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
+    box, sent = SimpleNamespace(lock=threading.RLock(), ready=threading.Event(), once=False, waits={'do': 'run'}), []
+    box.run = launching.Launched(None, None, SimpleNamespace(_box=box))
+    monkeypatch.setattr(launching, '_send', lambda box, **what: sent.append(what))
+    monkeypatch.setattr(launching, '_committed', lambda directory: 0)
+    ready, plain = threading.Thread(target=launching._hand_over, args=(box,)), launching._end_run
+    def end_late(*what): ready.start(), ready.join(0.3), plain(*what)  # The workers become ready at the worst of moments
+    monkeypatch.setattr(launching, '_end_run', end_late)
+    (run := box.run).stop(), ready.join(5)
+    assert run.state == 'preempted' and sent == [] and box.run is None and box.waits is None
+
+
+def test_a_nursery_takes_no_second_run():
+    nursery = launching._Nursery.__new__(launching._Nursery)
+    nursery.child = 1
+    with pytest.raises(RuntimeError, match='a run is there already'): nursery.fork({})
 
 
 def test_a_nursery_that_cannot_start_says_why(recipe, tmp_path, monkeypatch):

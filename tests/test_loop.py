@@ -15,7 +15,7 @@ from llm_workbook.data import load_rows
 from llm_workbook.document import asset
 from llm_workbook.ranks import RankError, notebook_ranks
 from llm_workbook.recipe import Recipe
-from llm_workbook.resuming import begin_run, read_metrics, run_state
+from llm_workbook.resuming import begin_run, mark_run, read_metrics, run_state
 from llm_workbook.shard import fsdp_env
 
 SLOW = pytest.mark.slow
@@ -186,3 +186,53 @@ def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(judge, tmp_path, c
             assert [a.shape for a in kept] == [b.shape for b in again] and all(map(torch.equal, kept, again))
     fresh = logits(load_classifier(recipe), make_loader(rows, tokenizer.pad_token_id, recipe.batch.micro))
     assert not any(map(torch.equal, fresh, again))
+
+
+# Odd recipes, and what is written once
+
+@pytest.mark.parametrize('zero', [False, pytest.param(True, marks=SLOW)])
+def test_a_constant_rate_with_its_warm_up_and_sparse_lines(judge, tmp_path, zero):
+    changes = {'optimizer.schedule': 'constant', 'optimizer.steps': 5, 'optimizer.warmup': 0.4, 'intervals.logging': 4, 'intervals.evaluation': 4}
+    recipe = judge.changed(changes | {'intervals.saving': 5} | ({'sharding.strategy': 'zero2'} if zero else {}))
+    train(recipe, tmp_path/'run')
+    rates = [(m['step'], m['learning_rate']) for m in lines(tmp_path/'run')]
+    assert rates == [(1, 0.0), (4, pytest.approx(3e-3)), (5, pytest.approx(3e-3))]
+    judged = lines(tmp_path/'run', 'evaluation.jsonl')
+    mark_run(tmp_path/'run', 'running', 5)  # As if it had been killed after the last save
+    again = train(recipe, tmp_path/'run', resume=True)
+    assert lines(tmp_path/'run', 'evaluation.jsonl') == judged and [m['step'] for m in judged] == [4, 5]
+    assert again[0]['scores']['rows'] == 7 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 5}
+
+
+def test_a_sharding_that_one_rank_lacks_is_told_to_all(judge, tmp_path):
+    from llm_workbook import shard
+    look = shard.assert_sharding
+    def other(*args):
+        if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
+        return look(*args)
+    said = []
+    def work(*args):
+        shard.assert_sharding = other
+        try: module.train_loop(*args)
+        except Exception as error: return f'{type(error).__name__}: {error}'
+    task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run')
+    said = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
+    assert said == ['CheckpointError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
+
+
+def test_a_rank_that_hangs_while_rows_are_judged_is_named(judge, tmp_path):
+    from llm_workbook import classifier
+    found = classifier.judge_rows
+    def hang(accelerator, model, batches, names):
+        def slow():
+            for i, batch in enumerate(batches):
+                if i and os.environ['RANK'] == '1': time.sleep(1000)
+                yield batch
+        return found(accelerator, model, slow(), names)
+    def work(*args):
+        classifier.judge_rows = hang
+        return module.train_loop(*args)
+    recipe = judge.changed({'optimizer.steps': 1})
+    task = recipe, tmp_path/'run', class_rows(judge)[0], begin_run(recipe, tmp_path/'run'), 10.0
+    with pytest.raises(RankError) as caught: notebook_ranks(work, 2, task, 120, fsdp_env(judge))
+    assert 'ranks [1] stuck' in caught.value.log, str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trouble import losses, small_recipe
+from trouble import launched, small_recipe
 
 from llm_workbook.document import RecipeError
 from llm_workbook.ranks import free_port
@@ -169,6 +169,9 @@ EDITS = {  # Recipe, file, text, new text, and what is said of it
     'half a file': ('zero3', 'deepspeed.json', '}\n}', '', 'cannot be read'),
     'another recipe': ('fsdp2', 'recipe.yaml', 'steps: 150', 'steps: 151', 'has changed'),
     'the script': ('fsdp2', 'job.sbatch', 'trap forward USR1', 'trap forward USR2', "'trap forward USR1': is missing")}
+OWNED = {'--job-name=full': ['--job-name=other', '-J x'], '--nodes=2': ['--nodes=4', '-N4', '--nodes 2', '--node=3'], '--gpus-per-node=2': [],
+         '--ntasks-per-node=1': ['--ntasks-per-node=2', '--ntasks=8'], '--requeue': ['--no-requeue'],
+         '--open-mode=append': ['--open-mode=truncate'], '--signal=B:USR1@300': ['--signal=USR1@300', '--time=9 --signal=B:USR1@1']}
 
 
 @pytest.mark.parametrize('what', EDITS)
@@ -178,6 +181,48 @@ def test_an_edit_that_would_be_ignored_is_refused(what):
     edit(f'runs/x/{file}', old, new)
     with pytest.raises(RecipeError) as caught: check_rendered('runs/x')
     assert said in str(caught.value) and file in str(caught.value)
+
+
+@pytest.mark.parametrize('order', OWNED)
+def test_a_directive_of_the_recipe_stands_once_and_where_slurm_reads_it(order):
+    recipe = WAYS['full'].changed({'cluster.device': 'cuda', 'cluster.hardware': '2x-rtx-3090'})
+    text = put(recipe).files['job.sbatch'].read_text()
+    script, line = Path('runs/x/job.sbatch'), f'#SBATCH {order}\n'
+    check_rendered('runs/x')
+    assert text.count(line) == 1
+    wrong = [text.replace(line, ''), text.replace(line, 2 * line), text.replace(line, '').replace('set -u\n', f'set -u\n{line}')]
+    for new in OWNED[order]: wrong += [text.replace(line, f'{line}#SBATCH {new}\n'), text.replace(line, f'#SBATCH {new}\n')]
+    for edited in wrong:
+        script.write_text(edited)
+        with pytest.raises(RecipeError, match='job.sbatch'): check_rendered('runs/x')
+
+
+def test_an_option_after_the_first_command_is_refused():
+    put(PLAIN)
+    edit('runs/x/job.sbatch', 'set -u', 'set -u\n#SBATCH --partition=gpu')
+    with pytest.raises(RecipeError, match='stands after the first command'): check_rendered('runs/x')
+
+
+def test_what_this_version_does_not_run_is_rendered_with_a_warning():
+    rendered = put(WAYS['70b-2x8-a100-80-full'])
+    assert len(rendered.warnings) == 1 and rendered.warnings[0].startswith('batch.packing')
+    assert 'batch.packing' in rendered._repr_html_() and 'batch.packing' in repr(rendered)
+    assert check_rendered('runs/x').warnings == rendered.warnings and put(PLAIN, 'runs/y').warnings == []
+
+
+@pytest.mark.parametrize('name', ['..', '', 'notes.txt', 'accelerate-nodex.yaml', '../job.sbatch', 3])
+def test_an_index_names_nothing_but_rendered_files(name):
+    index = put(PLAIN).files['rendered.yaml']
+    index.write_text(yaml.safe_dump({**(said := yaml.safe_load(index.read_text())), 'files': said['files'] | {name: {}}}))
+    with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'): put(PLAIN)
+
+
+def test_the_preflight_is_one_process_on_each_node():
+    first, second = put(WAYS['full']).commands['preflight']
+    assert ' '.join(second) == ('python3 -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 '
+                                '--nproc-per-node=1 -m llm_workbook.doctor runs/x/recipe.yaml --directory runs/x')
+    assert first == [word.replace('rank=1', 'rank=0') for word in second]
+    assert put(PLAIN, 'runs/y').commands['preflight'][0][3:5] == ['--standalone', '--nproc-per-node=1']
 
 
 def test_what_is_of_this_machine_may_be_edited():
@@ -313,7 +358,7 @@ def test_what_kubernetes_or_skypilot_would_read_otherwise_is_refused(text):
         with pytest.raises(ValueError, match='must match'): skypilot(big, *how)
 
 
-# Fields that no reader on this machine checks: Kubeflow Trainer 2.2 (trainjob_types.go), SkyPilot 0.11
+# Fields that no reader on this machine checks: Kubeflow Trainer 2.2 (trainjob_types.go), SkyPilot's documentation
 
 FIELDS = {'': {'apiVersion', 'kind', 'metadata', 'spec'}, 'spec': {'runtimeRef', 'trainer', 'runtimePatches', 'initializer', 'suspend'},
           'spec.trainer': {'image', 'command', 'args', 'env', 'numNodes', 'resourcesPerNode', 'numProcPerNode'},
@@ -355,23 +400,6 @@ def small(tmp_path_factory):
     return small_recipe(tmp_path_factory.mktemp('small'), **{'optimizer.steps': 2})
 
 
-FIRST = []
-
-
-def launched(recipe, kind, head=None, timeout=300):
-    "Run the commands of one kind, each in a process of its own; the losses."
-    rendered = render(recipe, 'runs/a b', head, python=sys.executable)
-    env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-    nodes = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for words in rendered.commands[kind]]
-    try: said = [node.communicate(timeout=timeout)[0] for node in nodes]
-    finally:
-        for node in nodes: node.kill()
-    assert [node.returncode for node in nodes] == [0] * recipe.cluster.nodes, '\n'.join(said)[-4000:]
-    FIRST.append(losses(Path('runs/a b'))[0])
-    assert len(losses(Path('runs/a b'))) == 2 and FIRST[-1] == pytest.approx(FIRST[0], abs=1e-5)
-    return rendered, '\n'.join(said)
-
-
 def test_accelerate_launches_two_nodes_of_fsdp2_by_a_file_for_each(small):
     spread = small.changed({'cluster.nodes': 2, 'cluster.processes': 1})
     launched(spread, 'accelerate', f'127.0.0.1:{free_port()}')  # The run itself proves that it is sharded
@@ -383,10 +411,3 @@ def test_accelerate_launches_zero3_with_its_json(small): launched(small.changed(
 
 def test_torchrun_launches_two_nodes_of_ddp(small):
     launched(small.changed({'cluster.nodes': 2, 'cluster.processes': 1, 'sharding.strategy': 'ddp'}), 'torchrun', f'127.0.0.1:{free_port()}')
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('way, kind', [('ddp', 'accelerate'), ('none', 'accelerate'), ('zero2', 'accelerate'), ('fsdp2', 'torchrun')])
-def test_the_other_ways_are_launched_too(small, way, kind):
-    batch = {'cluster.processes': 1, 'batch.accumulation': 2} if way == 'none' else {}
-    launched(small.changed({'sharding.strategy': way} | batch), kind)

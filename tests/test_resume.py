@@ -347,3 +347,13 @@ def test_a_finished_run_takes_no_more_steps(tmp_path):
     assert begin_run(recipe, tmp_path, resume=True).finished
     with pytest.raises(ValueError, match='finished at step 4: .* takes no more steps'):
         begin_run(recipe.changed({'optimizer.steps': 6}), tmp_path, resume=True)
+
+
+def test_more_steps_are_the_same_run_only_with_the_same_steps_of_warm_up(tmp_path):
+    recipe = Recipe.named('reviews-qlora').changed({'optimizer.steps': 100, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.1})
+    begin_run(recipe, tmp_path)
+    with pytest.raises(ValueError, match='optimizer.steps was 100 and is 200'):
+        begin_run(recipe.changed({'optimizer.steps': 200}), tmp_path, resume=True)
+    assert begin_run(recipe.changed({'optimizer.steps': 200, 'optimizer.warmup': 0.05}), tmp_path, resume=True) == Start(0)
+    with pytest.raises(ValueError, match='optimizer.warmup was 0.1 and is 0.2'):
+        begin_run(recipe.changed({'optimizer.warmup': 0.2}), tmp_path, resume=True)

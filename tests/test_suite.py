@@ -111,3 +111,10 @@ def test_the_summary_adds_up_what_pytest_said():
                                                 (5, 'no tests ran', False), (-9, '', False), (2, '', False)])
 def test_only_an_empty_selection_may_end_otherwise(status, said, well):
     assert suite.passed(Done(Job('x', 'pytest', ()), status, said, 1., 1.)) is well
+
+
+def test_a_job_that_hangs_is_named_and_ended(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(warm, 'LIMIT_S', .5)
+    done, = run_all([Job('that hangs', str(program(tmp_path, 'import time; time.sleep(60)')), ())], 1)
+    assert done.status == -signal.SIGKILL and done.wall_s < 20
+    assert 'that hangs has run for 0.5 s, and is killed' in capfd.readouterr().out

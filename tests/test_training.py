@@ -251,6 +251,38 @@ def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path
     assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'} and len(losses(tmp_path/'nan')) == 1
 
 
+def test_under_deepspeed_a_gradient_that_is_no_number_does_not_claim_whole_weights(recipe, tmp_path, monkeypatch):
+    make = training.make_trainer
+    def make_disturbed(*args):
+        trainer = make(*args)
+        trainer.model.model.layers[2].register_forward_hook(
+            lambda layer, inputs, output: output.register_hook(lambda gradient: gradient * float('nan')) and None)
+        return trainer
+    monkeypatch.setattr(training, 'make_trainer', make_disturbed)
+    zero = recipe.changed({'method.kind': 'full', 'precision.compute': 'float32', 'sharding.strategy': 'zero2'})
+    with pytest.raises(RankError, match=r'grad_norm (nan|inf) at step 1: nothing is saved \('): training.fine_tune(zero, tmp_path/'nan', 300, live=False)
+
+
+def test_a_sharding_that_one_rank_lacks_is_told_to_all(recipe, tmp_path, monkeypatch):
+    look = shard.assert_sharding
+    def other(*args):
+        if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
+        return look(*args)
+    monkeypatch.setattr(shard, 'assert_sharding', other)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match='ShardingMismatch: spoilt'): training.fine_tune(recipe, tmp_path/'run', 300, live=False)
+    assert time.monotonic() - begin < 120 and training.read_metrics(tmp_path/'run'/'metrics.jsonl') == []
+
+
+def test_a_run_has_no_limit_and_a_step_has_one():
+    from inspect import signature
+    from llm_workbook.launching import launch
+    for call in training.fine_tune, launch:
+        limits = {name: signature(call).parameters[name].default for name in ('timeout_s', 'step_timeout_s')}
+        assert limits == {'timeout_s': None, 'step_timeout_s': 1200.0}
+    with pytest.raises(ValueError, match='timeout_s must be more than 0'): launch(Recipe.named('reviews-qlora'), 'never', timeout_s=0)
+
+
 def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
     for rank in 0, 1: disturb(monkeypatch, (tmp_path/f'stepped-{rank}').touch, rank, 1)

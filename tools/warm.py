@@ -21,6 +21,9 @@ LIBRARIES = ('nbdev.test pytest matplotlib.pyplot matplotlib_inline.backend_inli
              'trl.trainer.sft_trainer').split()
 
 
+LIMIT_S = 900  # No job takes a third of that on two cores
+
+
 class Job(NamedTuple):
     "A program to run."
     name: str  # As the table of times shows it
@@ -86,8 +89,14 @@ def start(job: Job, warm: bool) -> tuple:
 
 
 def ended(running: dict) -> Done:
-    "Wait for one of the jobs that run."
-    pid, status, used = os.wait4(-1, 0)
+    "Wait for one of the jobs that run; end one that has hung."
+    while not (found := os.wait4(-1, os.WNOHANG))[0]:
+        for pid, (_, job, _, began) in running.items():
+            if time.monotonic() - began < LIMIT_S: continue
+            print(f'{job.name} has run for {LIMIT_S:.1f} s, and is killed', flush=True)
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    pid, status, used = found
     _, job, out, began = running.pop(pid)
     with out:
         out.seek(0)
@@ -96,7 +105,7 @@ def ended(running: dict) -> Done:
 
 def run_all(jobs: list[Job], width: int) -> Iterator[Done]:
     "Run the jobs, `width` at a time, and give each as it ends."
-    warm, waiting, running = imported(), list(jobs), {}
+    warm, waiting, running = not os.environ.get('COLD') and imported(), list(jobs), {}
     try:
         while waiting or running:
             while waiting and len(running) < width:

@@ -18,7 +18,7 @@ from llm_workbook.launching import Workers, launch
 from llm_workbook.resuming import Preempted, run_state
 
 RUNS, ALONE = 50, 4  # So many in all, and so many of them without workers
-STEADY = {'optimizer.schedule': 'constant'}  # May be made longer without becoming another recipe
+STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}  # May be made longer without becoming another recipe
 
 
 def held(process) -> tuple: return process.num_fds(), len(process.net_connections('inet')), process.num_threads()

@@ -72,7 +72,7 @@ def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
         except ValueError: continue
         assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0, script
         orders = [line for line in script.splitlines() if line.startswith('#SBATCH')]
-        assert len(orders) == 9 + (place == 'partition'), orders
+        assert len(orders) == 11 + (place == 'partition'), orders
         folder = tmp_path/str(number)
         folder.mkdir()
         job = start(folder, script)
@@ -147,6 +147,9 @@ def test_18_the_script_says_all_that_a_requeue_needs():
     script = sbatch(BASE, 'run', options={'time': '30', 'cpus-per-task': 8})
     for line in '#SBATCH --requeue', '#SBATCH --open-mode=append', '#SBATCH --signal=B:USR1@300', '#SBATCH --cpus-per-task=8':
         assert line in script.splitlines()
+    assert '--exclusive' not in script and '--mem' not in script
+    assert {'#SBATCH --exclusive', '#SBATCH --mem=0'} <= {*sbatch(BASE, 'run').splitlines()}
+    assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {*sbatch(BASE, 'run', options={'mem': '80G'}).splitlines()}
     assert '--rdzv-backend=c10d' in script and '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
     assert script.index('trap forward') < script.index('llm_workbook.doctor') < script.index('llm_workbook.training')
     assert script.count('scontrol requeue') == 1
@@ -163,3 +166,64 @@ def test_18_a_secret_is_handed_on_by_name(tmp_path, monkeypatch):
     assert f'HF_TOKEN={canary}' in (tmp_path/'seen/environment').read_text() and files(tmp_path/'place') == set()
     with pytest.raises(ValueError, match='never what is in them') as caught: sbatch(BASE, 'run', secrets=(canary,))
     assert canary not in str(caught.value)
+
+
+@pytest.mark.parametrize('limit, warning_s', [
+    ('2', 30), ('2:00', 30), ('0:02:00', 30), ('5', 75), ('19:59', 299), ('20', 300), ('1:00:00', 300), ('0-1', 300), ('1-0:00', 300)])
+def test_18_the_warning_leaves_three_quarters_of_a_short_limit_for_training(limit, warning_s):
+    assert f'#SBATCH --signal=B:USR1@{warning_s}\n' in sbatch(BASE, 'run', options={'time': limit})
+
+
+@pytest.mark.parametrize('limit', ['1', '0', '1:59', '0:01:59', '0-0', '0-0:01'])
+def test_18_a_limit_that_is_too_short_to_save_is_refused(limit):
+    with pytest.raises(ValueError, match='too short to start, train and save'): sbatch(BASE, 'run', options={'time': limit})
+
+
+def test_18_a_signal_that_comes_while_the_ranks_start_is_sent_again(tmp_path, monkeypatch):
+    "The worker ignores it for two seconds, as one that still imports torch."
+    monkeypatch.setenv('PYTHON', sys.executable)
+    script = sbatch(BASE, '.')
+    assert '((s % 10))' in script
+    late = 'touch early; trap "" USR1; sleep 2; ' + WORKER
+    job = start(tmp_path, script.replace('((s % 10))', '((s % 3))'), 1, late)
+    assert wait_for((tmp_path/'place/early').exists, 20)
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
+
+
+@pytest.mark.parametrize('signals, wanted', [(1, (75, ['4711'])), (0, (138, []))])
+def test_18_a_launcher_that_the_signal_kills_comes_back_only_if_it_was_sent(signals, wanted, tmp_path):
+    job = start(tmp_path, sbatch(BASE, '.'), 138, f'touch ready; sleep {2 * signals}')
+    assert wait_for((tmp_path/'place/ready').exists, 20)
+    for _ in range(signals): job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == wanted, said
+
+
+@pytest.mark.parametrize('steps, wanted', [((4, 4, 4, 4, 4), 3), ((4, 4, 4, 5, 5), 5), (('',) * 4, 3)])
+def test_18_a_job_that_gets_no_further_does_not_come_back_forever(steps, wanted, tmp_path):
+    for step in steps:
+        job = start(tmp_path, sbatch(BASE, '.'), 75, f'echo "{{\\"state\\": \\"preempted\\", \\"step\\": {step}}}" > run.json' if step else 'true')
+        said = job.communicate(timeout=20)[0]
+        assert job.returncode == 75
+    assert len(requeues(tmp_path)) == wanted
+    assert ('for the fourth time at step' in said) == (wanted == 3), said
+
+
+@pytest.mark.parametrize('shown, wanted', [(f'(sleep 2; {SAY % "preempted"}) &> /dev/null &', (75, ['4711'])), ('true', (1, []))])
+def test_18_a_file_that_the_network_shows_late_is_waited_for_when_the_job_was_asked(shown, wanted, tmp_path):
+    "torchrun ends with 1, and run.json is seen only afterwards, or never."
+    script = sbatch(BASE, '.')
+    assert '{1..19}' in script and 'sleep 5' in script
+    job = start(tmp_path, script.replace('sleep 5', 'sleep .25'), 1, f'touch ready; sleep 1; {shown}')
+    assert wait_for((tmp_path/'place/ready').exists, 20)
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=30)[0]
+    assert (job.returncode, requeues(tmp_path)) == wanted, said
+
+
+def test_18_more_processors_for_a_task_reach_srun(tmp_path, monkeypatch):
+    monkeypatch.setenv('SLURM_CPUS_PER_TASK', '8')
+    start(tmp_path, sbatch(BASE, '.', options={'cpus-per-task': 8})).communicate(timeout=20)
+    assert 'SRUN_CPUS_PER_TASK=8\n' in (tmp_path/'seen/environment').read_text()
