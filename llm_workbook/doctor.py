@@ -20,7 +20,7 @@ from .ledger import memory
 from .ranks import run_ranks
 from .recipe import Recipe, differences
 from .shard import transport_env
-from .talks import NUMBERS, Finding, NoAnswer, Talk, place_of
+from .talks import NUMBERS, Flaw, NoAnswer, Talk, place_of
 from .witness import TOKEN, see
 
 # %% ../nbs/chapters/52_doctor.ipynb #9dbf5e08
@@ -30,11 +30,11 @@ class Preflight:
     recipe: str  # Its name
     members: tuple  # Of every process that came: rank, host, address, GPUs, free bytes, clock and its error in s
     links: tuple  # Of every pair that was timed: hosts, backend, bytes/s of an all-reduce, and what the plan counts with
-    findings: tuple  # All that is wrong, as `Finding`
+    findings: tuple  # All that is wrong, as `Flaw`
     seconds: float  # Until the verdict
 
     @property
-    def problems(self) -> list[Finding]:  # Empty: go
+    def problems(self) -> list[Flaw]:  # Empty: go
         "List what must be mended before the run starts."
         return [f for f in self.findings if f.stops]
 
@@ -168,12 +168,12 @@ def assess(
     recipe: Recipe,  # As rank 0 has it
     facts: list[dict],  # What every process sees, as `see` says it, with `clock_s`, `error_s` and `planned_b`
     links: list[dict] = (),  # As `Talk.links` gives them, with `planned`
-) -> list[Finding]:  # Empty when nothing is wrong
+) -> list[Flaw]:  # Empty when nothing is wrong
     "Find everything that would make a run fail, hang or go wrong later."
     if not facts: raise ValueError('no facts: at least rank 0 sees something')
     checks = _world, _software, _clocks, _files, _disk, _names
     found = [*(x for check in checks for x in check(recipe, facts)), *_links(links)]
-    return list(dict.fromkeys(Finding(*one) for one in found))  # Ranks of one node see the same
+    return list(dict.fromkeys(Flaw(*one) for one in found))  # Ranks of one node see the same
 
 # %% ../nbs/chapters/52_doctor.ipynb #68f65d30
 _PLAN_S = 8  # How long clocks and links wait for the plan
@@ -244,15 +244,15 @@ def _attend(recipe, directory, place, limit_s):  # In a thread: a call into a de
             made.append(lead() if talk.leads else talk.hear(follow))
         except NoAnswer as stop: made.append(stop.finding)
         except Exception as error:
-            made.append(Finding('meeting', place.host, f'{talk.doing}: {error}', 'Look at this node first'))
+            made.append(Flaw('meeting', place.host, f'{talk.doing}: {error}', 'Look at this node first'))
     with patch.dict(os.environ, transport_env(recipe)):
         (thread := threading.Thread(target=attend, daemon=True)).start()
         while thread.is_alive() and (left := talk.until + 3 - time.monotonic()) > 0: thread.join(min(left, 1))
     late = f'still {talk.doing}, after {time.monotonic() - talk.began:.0f} s'
-    late = Finding('meeting', place.host, late, 'Look at the network between them')
+    late = Flaw('meeting', place.host, late, 'Look at the network between them')
     found = made[0] if made else late
-    if isinstance(found, Finding): return Preflight(recipe.name, (), (), (found,), time.monotonic() - talk.began)
-    return Preflight(**found | {'findings': tuple(Finding(**f) for f in found['findings'])})
+    if isinstance(found, Flaw): return Preflight(recipe.name, (), (), (found,), time.monotonic() - talk.began)
+    return Preflight(**found | {'findings': tuple(Flaw(**f) for f in found['findings'])})
 
 # %% ../nbs/chapters/52_doctor.ipynb #64619028
 def _check_fork(recipe):

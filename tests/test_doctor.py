@@ -15,7 +15,7 @@ from llm_workbook import doctor, talks, witness
 from llm_workbook.doctor import assess, preflight
 from llm_workbook.ranks import free_port, run_ranks
 from llm_workbook.recipe import Recipe
-from llm_workbook.talks import Finding, Place, Talk, place_of
+from llm_workbook.talks import Flaw, Place, Talk, place_of
 from llm_workbook.witness import look_up, same_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,16 +40,16 @@ def attend(recipe, directory, port, disturb=None, late=()):
     return preflight(own.get('recipe', recipe), own.get('directory', directory), env, 'localhost', port).to_dict()
 
 
-def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Finding], dict]:
+def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Flaw], dict]:
     "Run the doctor on two processes that say they are two nodes; both must come to the same verdict."
     start = time.monotonic()
     first, second = run_ranks(attend, 2, (recipe, tmp_path/'run', free_port(), disturb), timeout_s=50)
     assert time.monotonic() - start < 30
     assert first == second
-    return [Finding(**f) for f in first['findings']], first
+    return [Flaw(**f) for f in first['findings']], first
 
 
-def only(found: list[Finding], check: str) -> Finding:
+def only(found: list[Flaw], check: str) -> Flaw:
     "The one finding there is."
     assert [f.check for f in found] == [check], found
     return found[0]
@@ -194,7 +194,7 @@ def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_pa
         doctor.see = lambda *args: (time.sleep(60 * rank), see(*args))[1]
         return {}
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
-    finding, other = (only([Finding(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
     assert finding.host == 'node2' and 'looking at files' in finding.what
     assert other.what.startswith('still waiting for localhost') and second['seconds'] < 15
 
@@ -226,7 +226,7 @@ def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
         doctor.see = lambda *args: (time.sleep(6 * rank), see(*args))[1]
         return {}
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
-    finding, other = (only([Finding(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
     assert other.host in ('node2', 'localhost') and other.stops  # It wakes when all is over
     assert (finding.host, finding.what) == ('node2', 'no answer for 2 s, looking at files')
 
