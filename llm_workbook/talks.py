@@ -285,13 +285,18 @@ class Talk(_Linking):
     ) -> None:
         "End it, as rank 0: give all the same verdict, and stay until they have heard it, or 2 s."
         self.put('verdict', verdict)
-        end, came = time.monotonic() + 2, sum(self.store.add(f'claim/{i}', 0) for i in range(self.place.tasks))
-        while self.store.add('heard', 0) < came - 1 and time.monotonic() < end: time.sleep(0.01)
+        self._stay()
 
     def hear(self, work: Callable,  # What this process does before
     ) -> object:  # What rank 0 told
         "Take part, as another rank, until there is a verdict."
         with suppress(Over): work()
         heard = self.take('verdict', self.place.head, 'judging')
-        self.store.add('heard', 1)
+        self._stay(1)
         return heard
+
+    def _stay(self, heard=0):  # The store ends with the process that keeps it: perhaps another than the one that told
+        with suppress(RuntimeError):  # It has ended, with a process that had heard
+            end, came = time.monotonic() + 2, sum(self.store.add(f'claim/{i}', 0) for i in range(self.place.tasks))
+            self.store.add('heard', heard)
+            while self.store.add('heard', 0) < came - 1 and time.monotonic() < end: time.sleep(0.01)

@@ -9,9 +9,10 @@ os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 
 from llm_workbook.adapters import add_adapters
 from llm_workbook.document import resolve
+from llm_workbook.loop import skip_compiler
 from llm_workbook.quant import load_base
 from llm_workbook.ranks import RankError, notebook_ranks, run_ranks
-from llm_workbook.recipe import Data, Method, Model, Precision, Recipe, planned_only, rules
+from llm_workbook.recipe import Data, Method, Model, Precision, Recipe, planned_only, rules, shrink
 from llm_workbook.shard import cpu_fsdp, fsdp_env
 
 MEASURED = {rule.id for rule in rules() if rule.source.startswith('measured')}
@@ -145,6 +146,7 @@ def test_int8_under_fsdp2():
 def zero3(model, optimizer=None):
     import deepspeed
     import torch
+    skip_compiler(shrink(Recipe.named('7b-zero3-offload')))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer(trained) if optimizer else torch.optim.AdamW(trained, lr=1e-3)
     low = next(p.dtype for p in trained) == torch.bfloat16
