@@ -131,6 +131,7 @@ def test_another_recipe(tmp_path):
     assert finding.host == 'node1 and node2' and 'batch.micro is 1 and 2' in finding.what
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_another(tmp_path):
     (tmp_path/'alone').mkdir()
     finding = only(two(tmp_path, lambda rank: {'directory': tmp_path/'alone'} if rank else {})[0], 'directory')
@@ -174,6 +175,7 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
     assert found == [] and made['seconds'] > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('wait_s, known', [(8, True), (0.1, False)])
 def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monkeypatch, wait_s, known):
     class Late(doctor._Saved):
@@ -187,6 +189,7 @@ def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monk
     assert not found.findings and seen == [known] and 5 < found.seconds < 20  # It counts in the end
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], 'preflight', partial(preflight, limit_s=9))
     def hung(rank):
@@ -217,6 +220,7 @@ def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
     assert finding['host'] == 'localhost' and f'the head localhost does not answer on port {port} for 2 s' in finding['what']
 
 
+@pytest.mark.slow
 def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
     take = Talk.take
     monkeypatch.setattr(Talk, 'take', lambda self, key, host, doing, seconds=60., pause_s=0.005:
@@ -249,6 +253,7 @@ def test_two_worlds_of_one_node(tmp_path):
     assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each' and '--nodes=2' in finding.mend
 
 
+@pytest.mark.slow
 def test_a_port_that_another_program_holds(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as server:
         start = time.monotonic()
@@ -443,6 +448,7 @@ def program(recipe, tmp_path, *words, **env):
                           timeout=60)
 
 
+@pytest.mark.slow
 def test_the_program_on_the_ranks_of_torchrun(tmp_path):
     words = '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split()
     done = program(ONE, tmp_path, *words, f'127.0.0.1:{free_port()}', GLOO_SOCKET_IFNAME='lo')

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from trouble import later
 from trouble import small_recipe
 
 from llm_workbook import guards, training
@@ -56,7 +57,7 @@ def test_it_is_the_loss_that_transformers_gives(whole):
     assert (last['step'], last['tokens']) == (8, tokens) and last['loss'] == pytest.approx(total / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'zero3'])
+@pytest.mark.parametrize('strategy', ['ddp', later('zero3')])
 def test_other_strategies_give_the_same(recipe, whole, tmp_path, strategy):
     other = run(recipe.changed({'sharding.strategy': strategy}), tmp_path/'other').evaluations
     assert [row['loss'] for row in other] == pytest.approx([row['loss'] for row in whole.evaluations], rel=1e-4)
@@ -86,7 +87,7 @@ def lines(directory):
     return {name: [{key: value for key, value in row.items() if key != 'seconds'} for row in found] for name, found in rows.items()}
 
 
-@pytest.mark.parametrize('step', [4, 5])  # In the middle of a line, once with a look at the held-out rows, once without
+@pytest.mark.parametrize('step', [later(4), 5])  # In the middle of a line, once with a look at the held-out rows, once without
 def test_a_run_that_was_stopped_writes_the_same_lines(recipe, whole, tmp_path, monkeypatch, step):
     with monkeypatch.context() as patch, pytest.raises(Preempted, match=f'step {step}'):
         stop_after(patch, step)
@@ -101,6 +102,7 @@ def test_without_held_out_rows_it_is_refused(recipe, tmp_path):
     with pytest.raises(ValueError, match='intervals.evaluation is 2, and no row is held out'): training.check_recipe(rows)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_while_it_looks_at_held_out_rows_is_named(recipe, tmp_path, monkeypatch):
     make = training.make_trainer
     def make_hanging(*args):

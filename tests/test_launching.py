@@ -185,6 +185,7 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
 
 # Nothing stays
 
+@pytest.mark.slow
 def test_starts_and_stops_leave_nothing_behind(recipe, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     workers.ready()

@@ -38,6 +38,7 @@ def page():
     modules.fix_4bit_weight_quant_state_from_module = before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_three_ranks_the_last_of_them_and_another_length(page, name):
     trial = next(t for t in page.TRIALS if t.name == name)
@@ -108,6 +109,7 @@ def reduced(state, bucket):
     return future
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
 @pytest.mark.parametrize('how', [{}, {'checkpointing': 'full'}, {'accumulation': 3}])
 def test_nothing_is_found_where_nothing_is_wrong(page, method, how):

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds and makes a folder: here, once
 import torch.distributed as dist
+from trouble import later
 
 from llm_workbook import gauges, ranks
 from llm_workbook.gauges import memory_trace
 from llm_workbook.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
 
-both = pytest.mark.parametrize('launch', [run_ranks, notebook_ranks])
+both = pytest.mark.parametrize('launch', [run_ranks, later(notebook_ranks)])
 
 
 @pytest.fixture(autouse=True)

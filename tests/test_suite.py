@@ -82,7 +82,7 @@ def test_no_more_than_asked_run_at_once(tmp_path):
 
 
 def test_every_page_and_every_test_is_in_one_job():
-    jobs = suite.jobs()
+    jobs = suite.page_jobs() + suite.file_jobs()
     assert len({job.name for job in jobs}) == len(jobs) and {Path(job.name).stem for job in jobs} >= set(suite.COLD)
     assert all(Path(suite.ROOT/folder/job.name).exists() for job in jobs for folder in [('nbs' if job.name.endswith('.ipynb') else '')])
     files = {str(path.relative_to(suite.ROOT)) for path in (suite.ROOT/'tests').rglob('test_*.py')}
@@ -118,3 +118,9 @@ def test_a_job_that_hangs_is_named_and_ended(tmp_path, monkeypatch, capfd):
     done, = run_all([Job('that hangs', str(program(tmp_path, 'import time; time.sleep(60)')), ())], 1)
     assert done.status == -signal.SIGKILL and done.wall_s < 20
     assert 'that hangs has run for 0.5 s, and is killed' in capfd.readouterr().out
+
+
+def test_slow_tests_are_found_and_no_other_file_is_run_for_them():
+    chosen = {job.name for job in suite.file_jobs('slow') if suite.holds_slow(job)}
+    assert 'tests/fault' in chosen and 'tests/test_parity.py' in chosen and 'tests/test_house.py' not in chosen
+    assert all('slow' in job.arguments for job in suite.file_jobs('slow'))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from llm_workbook.document import asset
 from llm_workbook.recipe import Recipe
@@ -33,6 +34,11 @@ def ports(process=None) -> set:
     "Addresses on which a process listens, as (host, port); this one if none is named."
     found = (process or psutil.Process()).net_connections('inet')
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def later(*values):
+    "A case that takes long: `make test` leaves it out, `make test-fault` runs it."
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def files(directory: Path) -> set:

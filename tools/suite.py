@@ -55,14 +55,24 @@ COLD = {  # In an interpreter of its own, which has imported nothing yet
 }
 
 
-def jobs() -> list[Job]:
-    "Make a job of every page, of every file of tests, and of every folder of tests: its files share what is slow to make."
-    flags, nbs, tests = os.environ.get('FLAGS', ''), ROOT/'nbs', ROOT/'tests'
-    shown = [Job(str(page.relative_to(nbs)), str(BIN/'nbdev_test'), ('--path', str(page), '--flags', flags), page.stem in COLD)
-             for page in pages()]
-    files = sorted([*tests.glob('test_*.py'), *{path.parent for path in tests.glob('*/test_*.py')}])
-    how = *PYTEST[3:], '-p', 'no:cacheprovider'  # Jobs run side by side, and the cache is one
-    return shown + [Job(str(file.relative_to(ROOT)), 'pytest', (*how, str(file)), file.stem in COLD) for file in files]
+def file_jobs(marks: str = '') -> list[Job]:
+    "Make a job of every file of tests, and of every folder of tests: its files share what is slow to make."
+    files = sorted([*(ROOT/'tests').glob('test_*.py'), *{path.parent for path in (ROOT/'tests').glob('*/test_*.py')}])
+    how = *PYTEST[3:], '-p', 'no:cacheprovider', *(['-m', marks] if marks else [])  # Jobs run side by side, and the cache is one
+    return [Job(str(file.relative_to(ROOT)), 'pytest', (*how, str(file)), file.stem in COLD) for file in files]
+
+
+def page_jobs() -> list[Job]:
+    "Make a job of every page."
+    flags, nbs = os.environ.get('FLAGS', ''), ROOT/'nbs'
+    return [Job(str(page.relative_to(nbs)), str(BIN/'nbdev_test'), ('--path', str(page), '--flags', flags), page.stem in COLD)
+            for page in pages()]
+
+
+def holds_slow(job: Job) -> bool:
+    "Say whether the file of a job, or a file of its folder, has tests that `make test` leaves out."
+    path, words = ROOT/job.name, ('mark.slow', 'mark.fault', 'import later')
+    return any(word in file.read_text() for file in ([path] if path.is_file() else path.glob('*.py')) for word in words)
 
 
 def passed(done: Done) -> bool:
@@ -91,26 +101,31 @@ def table(ran: list[Done]) -> str:
                       f'   {sum(done.cpu_s for done in ran):7.1f} s of the processor for all {len(ran)} jobs'])
 
 
-def checks() -> None:
-    "Run every page and every file of tests: two jobs at a time, because some start two ranks."
+def run_jobs(name: str, jobs: list[Job]) -> None:
+    "Run jobs two at a time, because some start two ranks; end with an error if one has failed."
     start, ran = time.monotonic(), []
-    folders = [folder for page in pages() if not (folder := page.parent/'runs').exists()]
     os.environ.update(QUIET)
-    try:
-        for done in run_all(jobs(), max(2, (os.cpu_count() or 2) // 2)):
-            ran.append(done)
-            print(('' if passed(done) else done.said[-12_000:]) + f'   {done.job.name}: {done.wall_s:.1f} s', flush=True)
-    finally:
-        for folder in folders: shutil.rmtree(folder, ignore_errors=True)
+    for done in run_all(jobs, max(2, (os.cpu_count() or 2) // 2)):
+        ran.append(done)
+        print(('' if passed(done) else done.said[-12_000:]) + f'   {done.job.name}: {done.wall_s:.1f} s', flush=True)
     print(table(ran), flush=True)
-    part('pages and tests', start)
+    part(name, start)
     print(summary(ran), flush=True)
     sys.exit('failed: ' + ', '.join(failed) if (failed := [done.job.name for done in ran if not passed(done)]) else 0)
 
 
+def checks() -> None:
+    "Run every page and every file of tests."
+    folders = [folder for page in pages() if not (folder := page.parent/'runs').exists()]
+    try: run_jobs('pages and tests', page_jobs() + file_jobs())
+    finally:
+        for folder in folders: shutil.rmtree(folder, ignore_errors=True)
+
+
 def faults() -> None:
     "Run all that is broken on purpose, and every other test that takes long; `make test` runs what is quick."
-    sys.exit(subprocess.run([*PYTEST, '-m', '(fault or slow) and not (cluster or cuda or net)', 'tests'], cwd=ROOT).returncode)
+    jobs = [job for job in file_jobs('(fault or slow) and not (cluster or cuda or net)') if holds_slow(job)]
+    run_jobs('faults and slow tests', sorted(jobs, key=lambda job: (ROOT/job.name).is_file()))  # The folder first: it is the longest
 
 
 def cluster() -> None:

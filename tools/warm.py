@@ -21,7 +21,7 @@ LIBRARIES = ('nbdev.test pytest matplotlib.pyplot matplotlib_inline.backend_inli
              'trl.trainer.sft_trainer').split()
 
 
-LIMIT_S = 900  # No job takes a third of that on two cores
+LIMIT_S = 1500  # No job takes a half of that on two cores
 
 
 class Job(NamedTuple):
