@@ -127,6 +127,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, how, world):
     assert {n: tuple(size) for n, (size, _) in held.items()} == {n: tuple(t.shape) for n, t in kept(toy()).items()}
 
 
+@pytest.mark.slow
 def test_the_tiny_base_goes_on_bit_for_bit(tmp_path):
     (tmp_path / 'full').mkdir(), (tmp_path / 'qlora').mkdir()
     for kind in ('full', 'qlora'):

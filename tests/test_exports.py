@@ -106,6 +106,7 @@ def test_the_card_says_what_is_known_and_no_path(published, adapters, tmp_path):
     assert not [p.name for p in out.directory.iterdir() if str(tmp_path).encode() in p.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_relative_directory_will_do(adapters, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(adapters, tmp_path / 'run' / 'adapters').parent)
     out = export(RECIPE, 'adapters', 'out', facts=NO)
@@ -171,6 +172,7 @@ def test_a_file_that_is_not_what_was_meant_is_not_published(adapters, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_found_by_the_fresh_process(adapters, tmp_path, monkeypatch):
     def wrong(self, name, tensor, write=exports._File.add): write(self, name, tensor * 3 if 'layers.2.mlp.up' in name else tensor)
     monkeypatch.setattr(exports._File, 'add', wrong)

@@ -313,6 +313,7 @@ def test_memory_is_sampled_where_the_peak_cannot_be_reset():
         assert found == method and 95 < peak_mib < 110
 
 
+@pytest.mark.slow
 def test_the_kernel_survives_kill_hang_and_interrupt():
     nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
     cells = '''

@@ -277,7 +277,8 @@ def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, t
     assert not (tmp_path/'run').exists()
 
 
-@pytest.mark.parametrize('number', [signal.SIGUSR1, later(signal.SIGTERM)], ids=['SIGUSR1', 'SIGTERM'])
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGUSR1, signal.SIGTERM], ids=['SIGUSR1', 'SIGTERM'])
 def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, number):
     long = recipe.changed(PLAIN | {'optimizer.steps': 2000, 'optimizer.warmup': 0.0})
     long.save(tmp_path/'recipe.yaml')
@@ -311,6 +312,7 @@ def test_a_script_whose_ranks_know_no_signal_ends_of_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['there']
 
 
+@pytest.mark.slow
 def test_a_program_that_is_told_before_its_first_step_ends_with_75_and_goes_on_later(recipe, tmp_path):
     alone = recipe.changed(ALONE | PLAIN | {'optimizer.steps': 2})
     alone.save(tmp_path/'asked.yaml')
@@ -327,6 +329,7 @@ def test_a_program_that_is_told_before_its_first_step_ends_with_75_and_goes_on_l
     assert program(alone, tmp_path/'run').returncode == 0 and run_state(tmp_path/'run')['state'] == 'finished'
 
 
+@pytest.mark.slow
 def test_a_program_of_one_rank_needs_no_torchrun_to_shard(recipe, tmp_path):
     ended = program(recipe.changed({'cluster.processes': 1, 'optimizer.steps': 2}), tmp_path/'run')
     assert ended.returncode == 0 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}, ended.stderr
