@@ -141,7 +141,7 @@ def _players(recipe, gpu):  # What must know that it plays
     from llm_workbook.shard import cpu_fsdp
     with ExitStack() as stack:
         stack.enter_context(cpu_fsdp())
-        for where, name, new in [*_masks(recipe), *_kernels() * gpu]:
+        for where, name, new in [*_masks(recipe), *(_kernels() + _alone(recipe)) * gpu]:
             stack.enter_context(patch.object(where, name, new, create=True))
         yield
 
@@ -165,6 +165,12 @@ def _joined(plain):  # DDP that reduces its buckets itself: a pretended group gi
         return future
     def init(self, *args, **kwargs): plain(self, *args, **kwargs), self.register_comm_hook(None, reduce)
     return init
+
+def _alone(recipe):  # accelerate wraps a single process in DDP on a CPU, and not on a GPU
+    import torch.nn.parallel as where
+    class Bare(where.DistributedDataParallel):
+        def __new__(cls, module, **kwargs): return module
+    return [(where, 'DistributedDataParallel', Bare)] * (recipe.cluster.ranks == 1)
 
 # %% ../nbs/chapters/42_players.ipynb #d6888680
 def _kernels():  # TRL's Triton kernels work inside tensors that are there already; its products add to a sum without a copy
