@@ -11,7 +11,7 @@ from bench.record import RESULTS, ROOT, Skip, save
 # A line is the module of that name, with `measure() -> record`.
 LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_bytes', 'step_peak_error', 'published_error',
          'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'gpu_memory', 'nf4_quantise', 'sharded_load', 'sample_data',
-         'real_data', 'wire_bytes')
+         'real_data', 'wire_bytes', 'launch_table')
 
 
 def run_line(name: str, results: Path = RESULTS) -> dict | None:

@@ -11,7 +11,6 @@ import yaml
 from trouble import launched, small_recipe
 
 from llm_workbook.document import RecipeError
-from llm_workbook.ranks import free_port
 from llm_workbook.recipe import Recipe, recipe_names, shrink
 from llm_workbook.rendering import check_rendered, render
 from llm_workbook.scripts import sbatch, skypilot, trainjob
@@ -393,7 +392,7 @@ def test_a_task_of_skypilot_has_the_fields_of_its_schema_and_its_commands_run(pl
     with pytest.raises(ValueError, match='is for CPUs'): skypilot(PLAIN, '/m', 'v', 'H100')
 
 
-# Real launches: all begin with the same loss
+# Real launches
 
 @pytest.fixture(scope='session')
 def small(tmp_path_factory):
@@ -401,16 +400,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_accelerate_launches_two_nodes_of_fsdp2_by_a_file_for_each(small):
-    spread = small.changed({'cluster.nodes': 2, 'cluster.processes': 1})
-    launched(spread, 'accelerate', f'127.0.0.1:{free_port()}')  # The run itself proves that it is sharded
-    check_rendered('runs/a b')
-
-
-@pytest.mark.slow
-def test_accelerate_launches_zero3_with_its_json(small): launched(small.changed({'sharding.strategy': 'zero3'}), 'accelerate')
-
-
-@pytest.mark.slow
-def test_torchrun_launches_two_nodes_of_ddp(small):
-    launched(small.changed({'cluster.nodes': 2, 'cluster.processes': 1, 'sharding.strategy': 'ddp'}), 'torchrun', f'127.0.0.1:{free_port()}')
+@pytest.mark.parametrize('nodes, kind', [(1, 'accelerate'), (2, 'torchrun')])
+def test_launchers_start_ddp(nodes, kind, small):
+    "The strategy that none of the recipes of tests/test_table.py has."
+    launched(small.changed({'cluster.nodes': nodes, 'cluster.processes': 2 // nodes, 'sharding.strategy': 'ddp'}), kind)

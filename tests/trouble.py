@@ -122,17 +122,10 @@ def ended(process, seconds=90) -> int:
 FIRST = []  # Losses of the first step, by every launcher
 
 
-def launched(recipe, kind, head=None, timeout=300):
-    "Render, and run the commands of one kind, each in a process of its own; all begin with the same loss."
+def launched(recipe, kind):
+    "Render, and run the commands of one kind; all begin with the same loss."
     import pytest
-    from llm_workbook.rendering import render
-    rendered = render(recipe, 'runs/a b', head, python=sys.executable)
-    env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-    nodes = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for words in rendered.commands[kind]]
-    try: said = [node.communicate(timeout=timeout)[0] for node in nodes]
-    finally:
-        for node in nodes: node.kill()
-    assert [node.returncode for node in nodes] == [0] * recipe.cluster.nodes, '\n'.join(said)[-4000:]
+    from bench.launch_table import by_command
+    by_command(recipe, Path('runs/a b'), kind)
     FIRST.append(losses(Path('runs/a b'))[0])
     assert len(losses(Path('runs/a b'))) == 2 and FIRST[-1] == pytest.approx(FIRST[0], abs=1e-5)
-    return rendered, '\n'.join(said)

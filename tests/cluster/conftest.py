@@ -4,12 +4,13 @@ from pathlib import Path
 
 import cluster
 import pytest
+from bench import launch_table as table
 
 from llm_workbook.jobs import submit
-from llm_workbook.recipe import Recipe, shrink
+from llm_workbook.recipe import Recipe
 from llm_workbook.training import fine_tune
 
-PATIENCE_S = 300  # For what takes seconds on two quiet cores
+PATIENCE_S = table.PATIENCE_S
 
 
 def pytest_collection_modifyitems(items):
@@ -34,11 +35,9 @@ def slurm(tmp_path_factory):
 def idle_before(slurm): assert cluster.wait_for(lambda: cluster.nodes() == 'node1 idle, node2 idle', 60), cluster.nodes()
 
 
-def shrunk(name: str, processes=1, **changes) -> Recipe:
-    "A recipe at toy size over two nodes: a few short steps of the tiny base."
-    small = {'cluster.nodes': 2, 'cluster.processes': processes, 'batch.micro': 2, 'batch.length': 64, 'intervals.saving': 0,
-             'intervals.logging': 1, 'intervals.evaluation': 0}
-    return shrink(Recipe.named(name)).changed(small | {'optimizer.steps': 24} | changes)
+def toy(letter: str, processes=1, **changes) -> Recipe:
+    "A recipe of the table over two nodes."
+    return table.toy(letter, 2, processes).changed(changes)
 
 
 def start(recipe: Recipe, directory: Path, **options):
@@ -80,17 +79,16 @@ def places() -> dict:
     return found
 
 
-def alone(recipe: Recipe, directory: Path) -> list:
-    "Losses of the same first step in one process: as many micro-batches, one after the other."
-    one = {'cluster.nodes': 1, 'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank',
-           'sharding.activation_checkpointing': 'none', 'sharding.reentrant': False, 'batch.accumulation': recipe.cluster.ranks,
-           'optimizer.steps': 1}
-    fine_tune(recipe.changed(one), directory, timeout_s=PATIENCE_S, live=False)
-    return losses(directory)
+def as_alone(recipe: Recipe, job, directory: Path):
+    "The first loss is that of one process, and no rank held more than its part."
+    fine_tune(table.single(recipe), directory, timeout_s=PATIENCE_S, live=False)
+    assert table.well(cell := table.compare(recipe, job.directory, directory)), cell
 
 
 @pytest.fixture(scope='session')
-def full(): return shrunk('70b-2x8-a100-80-full', **{'precision.compute': 'float32'})
+def full():
+    "All losses can be compared to the last digits: float32, for 24 steps."
+    return toy('D', **{'precision.compute': 'float32', 'optimizer.steps': 24, 'intervals.saving': 0})
 
 
 @pytest.fixture(scope='session')

@@ -2,19 +2,18 @@
 import os
 
 import pytest
-from conftest import alone, finished, losses, places, shrunk, start, training, until
+from bench.launch_table import seen
+from conftest import as_alone, finished, start, toy, until
 
 from llm_workbook.commits import survey
 from llm_workbook.document import RecipeError
 from llm_workbook.jobs import Job, SlurmError, submit
 
-CLASSIFIER = '70b-2x4-h100-zero3-qlora-classifier'
-
 
 def test_the_full_recipe_trains_over_two_nodes(full, whole, tmp_path):
     job, where = whole
     assert where == {0: 'node1', 1: 'node2'}
-    assert losses(job.directory)[0] == pytest.approx(alone(full, tmp_path/'alone')[0], abs=1e-5)
+    as_alone(full, job, tmp_path/'alone')
     assert job.status().to_dict() == {'state': 'COMPLETED', 'reason': '', 'nodes': ['node1', 'node2'], 'restarts': 0,
                                       'exit_code': 0, 'run': 'finished', 'step': 24, 'steps': 24}
     assert Job.of(job.directory) == job
@@ -28,13 +27,13 @@ def test_each_node_saves_half(whole):
         assert len(sizes) == 2 and max(sizes.values()) < 0.6 * sum(sizes.values())
 
 
-def test_the_classifier_trains_on_two_nodes_of_two_processes(tmp_path):
-    recipe = shrunk(CLASSIFIER, processes=2, **{'optimizer.steps': 2})
-    job = start(recipe, tmp_path/'run')
-    training(job, 1)
-    assert places() == {0: 'node1', 1: 'node1', 2: 'node2', 3: 'node2'}
-    finished(job)
-    assert losses(job.directory)[0] == pytest.approx(alone(recipe, tmp_path/'alone')[0], abs=2e-3)  # bfloat16
+@pytest.mark.parametrize('letter, processes', [('A', 2), ('B2', 1), ('B3', 1), ('C', 1)])
+def test_the_other_recipes_train_over_two_nodes(letter, processes, tmp_path):
+    "A on two processes of each, so that the rank on a node is not the rank among all."
+    recipe = toy(letter, processes)
+    finished(job := start(recipe, tmp_path/'run'))
+    assert seen(job.directory)['hosts'] == ['node1'] * processes + ['node2'] * processes
+    as_alone(recipe, job, tmp_path/'alone')
 
 
 HOSTILE = ['x"; touch here; "', "x'; touch here; '", 'x\n#SBATCH --wrap="touch here"', 'x\ntouch here', '$(touch here)', '`touch here`']

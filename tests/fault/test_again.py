@@ -4,27 +4,30 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_resume import QUICK, SLOW, recipe, stopped_and_resumed, watched  # noqa: F401
-from test_resume import test_other_ranks_take_the_same_rows_and_nearly_the_same_steps as test_09_a_fine_tune_goes_on_with_half_the_ranks  # noqa: F401
+from test_resume import SLOW, other_ranks_take_the_same_rows_and_nearly_the_same_steps, recipe, stopped_and_resumed, watched  # noqa: F401
 
 from llm_workbook.checkpoint import load_checkpoint, save_checkpoint
 from llm_workbook.ranks import run_ranks
 
 OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}  # With DETAIL, DistributedDataParallel of torch 2.13 ends in a segmentation fault
-BOTH = {**QUICK, **SLOW}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how', BOTH)
+@pytest.mark.parametrize('how', SLOW)
 def test_25_a_run_that_was_stopped_within_an_epoch_is_the_run_that_was_not(how, recipe, watched, tmp_path, monkeypatch):  # noqa: F811
     "Loss, gradient norm, learning rate and rows of every step, with accumulation and dropout; in one process to the last digit."
-    changes, tolerance = BOTH[how]
+    changes, tolerance = SLOW[how]
     if how.split(',')[0] in ('ddp', 'one process'): monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')  # Accelerate takes DDP for one, too
     assert tolerance == (0 if 'one process' in how else 1e-6)
     stopped_and_resumed(recipe.changed(changes), watched, tmp_path, tolerance)
 
 
 # 9: another number of ranks
+
+@pytest.mark.slow
+def test_09_a_fine_tune_goes_on_with_half_the_ranks(recipe, watched, tmp_path):  # noqa: F811
+    other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path)
+
 
 def study(how, folder=None, other=None, steps=3):
     "Train a small model for some steps, from a checkpoint if there is one; save it, and give the loss of each step."
