@@ -23,19 +23,20 @@ def test_only_a_change_of_code_counts():
     assert code_hash(other) != code_hash(cells)
 
 
-CHAPTERS = [page.name for page in pages() if page.parent.name == 'chapters']
+TAUGHT = 'chapters', 'recipes'  # Folders whose pages follow each other
 BESIDE = {'next': 1, 'before': -1, 'last': -1}
 
 
 def misled(page: Path, text: str) -> list[str]:
     "Links and mentions in `text` that lead nowhere, or not where their words say."
-    found = [m[0] for m in re.finditer(r'(?<!\[)[Cc]hapter \d+', text) if page.name in CHAPTERS]  # By a link, or it is soon wrong
+    found = [m[0] for m in re.finditer(r'(?<!\[)[Cc]hapter \d+', text) if page.parent.name in TAUGHT]  # By a link, or it is soon wrong
+    row = [other.resolve() for other in pages() if other.parent == page.parent]
     for words, target in re.findall(r'\[([^]]*)\]\(([^)#:]+\.ipynb)', text):
         number = re.fullmatch(r'[Cc]hapter (\d+)', words)
         side = re.fullmatch(r'(?:the )?(?:(next|last) (?:page|chapter)|(?:page|chapter) (before))', words)
         if not (page.parent/target).exists(): found.append(target)
         elif number and int(number[1]) != int(Path(target).name[:2]): found.append(f'{words}: {target}')
-        elif side and CHAPTERS.index(Path(target).name) - CHAPTERS.index(page.name) != BESIDE[side[1] or side[2]]:
+        elif side and (page.parent/target).resolve() != row[(row.index(page) + BESIDE[side[1] or side[2]]) % len(row)]:
             found.append(f'{words}: {target}')
     return found
 
