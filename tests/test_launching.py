@@ -1,10 +1,8 @@
 """Runs beside the kernel: what comes back, what is refused, how they stop, and that nothing stays however they end."""
-import gc
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -184,24 +182,6 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
 
 
 # Nothing stays
-
-@pytest.mark.slow
-def test_starts_and_stops_leave_nothing_behind(recipe, workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
-    workers.ready()
-    gc.collect()
-    before = len(os.listdir('/proc/self/fd')), threading.active_count(), psutil.Process(workers._box.process.pid).num_fds()
-    launch(recipe, tmp_path/'run', workers).wait(120)
-    once = launch(recipe, tmp_path/'run-once')
-    once.wait(180)
-    assert repr(once.workers).startswith('Workers(ended')
-    gc.collect()
-    after = len(os.listdir('/proc/self/fd')), threading.active_count(), psutil.Process(workers._box.process.pid).num_fds()
-    assert all(now <= then for now, then in zip(after, before)), (before, after)
-    assert below(workers) == [] and [p.pid for p in psutil.Process().children()] == [workers._box.process.pid]
-    assert not [c for p in (psutil.Process(), psutil.Process(workers._box.process.pid)) for c in p.net_connections('inet')]
-    assert {path.name for path in tmp_path.iterdir()} == {'run', 'run-once'}
-
 
 def test_a_run_whose_process_is_killed_says_so(endless, workers):
     below(workers)[0].kill()

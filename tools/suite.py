@@ -55,11 +55,16 @@ COLD = {  # In an interpreter of its own, which has imported nothing yet
 }
 
 
-def file_jobs(marks: str = '') -> list[Job]:
+def file_jobs() -> list[Job]:
     "Make a job of every file of tests, and of every folder of tests: its files share what is slow to make."
     files = sorted([*(ROOT/'tests').glob('test_*.py'), *{path.parent for path in (ROOT/'tests').glob('*/test_*.py')}])
-    how = *PYTEST[3:], '-p', 'no:cacheprovider', *(['-m', marks] if marks else [])  # Jobs run side by side, and the cache is one
-    return [Job(str(file.relative_to(ROOT)), 'pytest', (*how, str(file)), file.stem in COLD) for file in files]
+    return [pytest_job(file) for file in files]
+
+
+def pytest_job(path: Path, *options: str) -> Job:
+    "Make a job of a file or a folder of tests."
+    how = *PYTEST[3:], '-p', 'no:cacheprovider', *options  # Jobs run side by side, and the cache is one
+    return Job(str(path.relative_to(ROOT)), 'pytest', (*how, str(path)), path.stem in COLD)
 
 
 def page_jobs() -> list[Job]:
@@ -69,10 +74,12 @@ def page_jobs() -> list[Job]:
             for page in pages()]
 
 
-def holds_slow(job: Job) -> bool:
-    "Say whether the file of a job, or a file of its folder, has tests that `make test` leaves out."
-    path, words = ROOT/job.name, ('mark.slow', 'mark.fault', 'import later')
-    return any(word in file.read_text() for file in ([path] if path.is_file() else path.glob('*.py')) for word in words)
+def fault_jobs() -> list[Job]:
+    "Make a job of every file that has tests which `make test` leaves out; those of faults first, which take longest."
+    tests = ROOT/'tests'
+    slow = [file for file in tests.glob('test_*.py') if re.search(r'mark\.slow|import later', file.read_text())]
+    return [pytest_job(file, '-m', '(fault or slow) and not (cluster or cuda or net)')
+            for file in [*sorted(tests.glob('fault/test_*.py')), *sorted(slow)]]
 
 
 def passed(done: Done) -> bool:
@@ -124,8 +131,7 @@ def checks() -> None:
 
 def faults() -> None:
     "Run all that is broken on purpose, and every other test that takes long; `make test` runs what is quick."
-    jobs = [job for job in file_jobs('(fault or slow) and not (cluster or cuda or net)') if holds_slow(job)]
-    run_jobs('faults and slow tests', sorted(jobs, key=lambda job: (ROOT/job.name).is_file()))  # The folder first: it is the longest
+    run_jobs('faults and slow tests', fault_jobs())
 
 
 def cluster() -> None:
