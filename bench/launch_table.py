@@ -95,12 +95,15 @@ def by_command(recipe, directory: Path, kind: str) -> None:
     render(recipe, directory, f'127.0.0.1:{free_port()}' if recipe.cluster.nodes > 1 else None, python=sys.executable)
     with tempfile.TemporaryDirectory() as temp:  # Launchers leave folders there
         env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TMPDIR': temp}
-        nodes = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                 for words in check_rendered(directory).commands[kind]]
-        try: said = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
+        logs = [open(f'{temp}/{i}.log', 'w+') for i in range(recipe.cluster.nodes)]  # A pipe that nobody reads stops who writes
+        nodes = [subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
+                 for words, log in zip(check_rendered(directory).commands[kind], logs, strict=True)]
+        try: failed = [node.wait(PATIENCE_S) for node in nodes]
         finally:
             for node in nodes: end(node)
-    if any(node.returncode for node in nodes): raise RuntimeError('\n'.join(said)[-4000:])
+        said = [log.seek(0) or log.read() for log in logs]
+        for log in logs: log.close()
+    if any(failed): raise RuntimeError('\n'.join(said)[-4000:])
 
 
 def by_slurm(recipe, directory: Path) -> None:

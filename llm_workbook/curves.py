@@ -22,8 +22,8 @@ def loss_figure(
     figure, span = canvas(2.6), max(1, steps // 20)
     axes, x, y = figure.subplots(), [m['step'] for m in metrics], [m['loss'] for m in metrics]
     near = [[b for a, b in zip(x, y) if end - span < a <= end] for end in x]
-    axes.plot(x, y, color='0.75', linewidth=.8, label='as written')
-    axes.plot(x, [sum(part) / len(part) for part in near], color='C0', linewidth=2, label=f'mean of {span} steps')
+    axes.plot(x, y, **(dict(color='0.75', linewidth=.8) if span > 1 else dict(color='C0', linewidth=2)), label='as written')
+    if span > 1: axes.plot(x, [sum(part) / len(part) for part in near], color='C0', linewidth=2, label=f'mean of {span} steps')
     points = [(row['step'], row['loss']) for row in held if 'loss' in row]
     if points: axes.plot(*zip(*points), 's--', color='C1', markersize=5, label='held-out rows')
     axes.set(xlabel='optimizer step', ylabel='loss, nats per trained token', xlim=(0, steps), ylim=(0, None))

@@ -191,8 +191,9 @@ class _Saved(threading.Thread):  # What the plan says of checkpoints and result,
 
 def _planned(recipe, link):  # Bytes per second, where the plan knows this link and this way to use it; else None
     if not recipe.cluster.hardware or (node := find_node(recipe.cluster.hardware)).backend != link['backend']: return None
-    way = node.network if len(set(link['hosts'])) > 1 else node.link
-    return way and (way.all_reduce_bps or way.bps)
+    far = len(set(link['hosts'])) > 1
+    way, sharers = (node.network, min(node.gpus, recipe.cluster.processes)) if far else (node.link, 1)
+    return way and (way.all_reduce_bps or way.bps) / max(1, sharers)  # One GPU of a node speaks: its part
 
 def _speakers(here):  # One process of every node; all of them where there is one node
     first = {}

@@ -268,7 +268,8 @@ def _shown(run):
     rows = [(i, f"{r['shards'].here_b:,} of {r['shards'].total_b:,}", r['payload'] or 'none',
              f"{r['memory'].peak.host_b / 2**20:,.0f} MiB") for i, r in enumerate(run.ranks)]
     said = f"{last['step']} steps in {last['seconds']:.0f} s, loss {first['loss']:.3f} to {last['loss']:.3f}"
-    if run.evaluations: said += '; held-out rows: ' + ', '.join(f'{k} {v}' for k, v in run.evaluations[-1].items() if k != 'step')
+    if run.evaluations:
+        said += '; held-out rows: ' + ', '.join(f'{k} {v:.3f}' for k, v in run.evaluations[-1].items() if isinstance(v, float))
     return f'<p>{escape(run.recipe.name)}: {said}</p>' + html_table(heads, rows)
 
 # %% ../nbs/chapters/37_training.ipynb #a661f0de

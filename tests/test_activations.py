@@ -69,6 +69,7 @@ def test_the_inventory_is_what_autograd_keeps(kind, changes):
     assert sum(item.size_b for item in saved(spec(config(kind)), made)) == hooked(model(kind, made), made)
 
 
+@pytest.mark.slow
 def test_the_allocator_of_a_real_process_agrees():
     row = step_peak_error.compare('words', step_peak_error.size(1, 256) | {'sharding.activation_checkpointing': 'full'})
     assert abs(row['error']) < 1

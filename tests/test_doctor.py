@@ -330,6 +330,8 @@ def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
     recipe = TWO.changed({'cluster.hardware': '8x-h100@infiniband-400', 'cluster.device': 'cuda'})
     assert doctor._planned(recipe, LINK) is None  # gloo: the plan counts with NCCL
     assert doctor._planned(recipe, LINK | {'backend': 'nccl'}) == pytest.approx(40e9)
+    eight = recipe.changed({'cluster.processes': 8})  # Of which one is timed
+    assert doctor._planned(eight, LINK | {'backend': 'nccl'}) == pytest.approx(5e9)
     assert doctor._planned(recipe, LINK | {'backend': 'nccl', 'hosts': ['a', 'a']}) > 1e11
     assert doctor._planned(TWO, LINK) is None
 

@@ -162,6 +162,7 @@ def test_an_inventory_agrees_with_a_model_that_has_numbers():
     assert spec(real.config.to_dict()).by_kind()['attention'] == 2 * (32 * 96 + 96 + 32 * 32 + 32)
 
 
+@pytest.mark.slow
 def test_the_largest_dense_model_is_cheap():
     program = ('''import time, torch, transformers
 from llm_workbook.model import coverage, spec

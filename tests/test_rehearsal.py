@@ -110,6 +110,7 @@ def test_a_process_that_is_a_rank_already_is_told_so(plain):
     finally: dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_no_fake_tensor_outlives_a_rehearsal():
     code = ('import gc; from llm_workbook import Recipe, rehearse, shrink; rehearse(shrink(Recipe.named("70b-2x24gb-qlora"))); '
             'gc.collect(); from torch._subclasses.fake_tensor import FakeTensor; '

@@ -169,6 +169,7 @@ def test_deepspeed_casts_the_payload(storage):
         assert (whole == partitioned) == (storage != 'float16'), 'a cast payload trains on another model'
 
 
+@pytest.mark.slow
 def test_zero3_checkpoints_adapters_either_way():
     def run(reentrant):
         import torch

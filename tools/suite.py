@@ -109,10 +109,10 @@ def table(ran: list[Done]) -> str:
 
 
 def run_jobs(name: str, jobs: list[Job]) -> None:
-    "Run jobs two at a time, because some start two ranks; end with an error if one has failed."
+    "Run jobs, three at a time on two cores: some wait, and some start two ranks. End with an error if one has failed."
     start, ran = time.monotonic(), []
     os.environ.update(QUIET)
-    for done in run_all(jobs, max(2, (os.cpu_count() or 2) // 2)):
+    for done in run_all(jobs, max(3, (os.cpu_count() or 2) // 2)):
         ran.append(done)
         print(('' if passed(done) else done.said[-12_000:]) + f'   {done.job.name}: {done.wall_s:.1f} s', flush=True)
     print(table(ran), flush=True)
