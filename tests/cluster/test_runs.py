@@ -22,7 +22,8 @@ def test_the_full_recipe_trains_over_two_nodes(full, whole, tmp_path):
 def test_each_node_saves_half(whole):
     "The trainer refuses to start unless what each rank holds is its share; here is what each wrote."
     job, _ = whole
-    assert [found.step for found in (kept := survey(job.directory).valid)] == [24, 12]
+    kept = survey(job.directory).valid
+    assert [found.step for found in kept] == [24, 12]
     for found in kept:
         sizes = {path.name: path.stat().st_size for path in found.folder.rglob('rank-*-of-00002.safetensors')}
         assert len(sizes) == 2 and max(sizes.values()) < 0.6 * sum(sizes.values())
