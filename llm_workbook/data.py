@@ -8,7 +8,7 @@ __all__ = ['DatasetError', 'detect_format', 'conversation', 'split_rows', 'load_
 
 # %% ../nbs/chapters/14_data.ipynb #63e2c9e5
 import csv, io, json, warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import glob
 from html import escape
 from itertools import groupby
@@ -100,8 +100,7 @@ _USUAL = {'prompt': ('prompt', 'question', 'query'), 'completion': ('completion'
 def _given(data) -> dict: return {role: column for role in _USUAL if (column := getattr(data, f'{role}_column')) is not None}
 
 def _columns(row, data) -> dict[str, object]:  # Find which column of `row` plays which role
-    usual = {role: next((n for n in names if n in row), names[0]) for role, names in _USUAL.items()}
-    return usual | _given(data)
+    return {role: next((n for n in names if n in row), names[0]) for role, names in _USUAL.items()} | _given(data)
 
 def detect_format(
     row: dict,  # First row of a file
@@ -334,6 +333,7 @@ class TokenReport:
     trained: int  # Tokens that carry the loss
     longest: int  # Tokens of the longest example
     cut: int  # Examples longer than the length asked for; they lose their end
+    made: list[tuple] = field(default_factory=list, repr=False, compare=False)  # Of each what `assistant_mask` gives
 
 def _fault(row, ids, mask, tokenizer, length) -> str:  # Say what is wrong with one tokenised row; '' when nothing is
     said = ' '.join(m['content'] for m in row['messages']) if 'messages' in row else row['text']
@@ -361,4 +361,4 @@ def check_rows(
         else: bad += [(number, fault) for fault in [_fault(row, *made[-1], tokenizer, length)] if fault]
     if bad: raise DatasetError('tokenised rows', bad)
     sizes, trained = [len(ids) for ids, _ in made], sum(sum(mask) for _, mask in made)
-    return TokenReport(len(rows), sum(sizes), trained, max(sizes, default=0), sum(size > length for size in sizes))
+    return TokenReport(len(rows), sum(sizes), trained, max(sizes, default=0), sum(size > length for size in sizes), made)

@@ -6,7 +6,8 @@
 __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'fine_tune', 'main']
 
 # %% ../nbs/chapters/37_training.ipynb #1650fa2d
-import argparse, json, math, os, sys, time
+import argparse, gc, json, math, os, sys, time
+from array import array
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -27,7 +28,7 @@ from .slices import named, together
 # %% ../nbs/chapters/37_training.ipynb #db3d86b3
 def check_recipe(
     recipe: 'Recipe',  # What to check
-) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them
+) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them; what is to be read with its tokens
     "Refuse everything that can be refused before a weight is loaded; give back the rows."
     from llm_workbook.adapters import check_targets
     from llm_workbook.shard import check_transport
@@ -58,9 +59,10 @@ def _rows(recipe):  # To train on and held out, each looked at
     from llm_workbook.data import check_rows, load_rows
     if recipe.model.head == 'classification': return class_rows(recipe)
     train, test = load_rows(recipe.data, recipe.seed)
-    for rows in (train, test) if recipe.intervals.evaluation else (train,):
-        check_rows(rows, _tokenizer(recipe.model), recipe.batch.length)
-    return train, test
+    look = lambda rows: zip(rows, check_rows(rows, _tokenizer(recipe.model), recipe.batch.length).made, strict=True)
+    marked = lambda ids, mask: array('i', [i if on else -100 for i, on in zip(ids, mask)])
+    read = lambda rows: [row | {'input_ids': array('i', ids), 'labels': marked(ids, mask)} for row, (ids, mask) in look(rows)]
+    return read(train), read(test) if recipe.intervals.evaluation else test
 
 def _tokenizer(base):
     from transformers import AutoTokenizer
@@ -166,14 +168,15 @@ def make_trainer(
     from llm_workbook.adapters import add_adapters, cast_adapters
     from transformers import PrinterCallback
     from trl import SFTTrainer
-    keys = next((kind for kind in _KINDS if rows and set(kind) <= rows[0].keys()), None)
+    keys = next((kind for kind in _KINDS if rows and all(set(kind) <= some[0].keys() for some in (rows, held) if some)), None)
     if not keys: raise ValueError(f'no trainable row in {rows[:1]!r:.60}: pass rows of messages, text, or input_ids and labels')
     adapted, tokenizer = recipe.method.kind != 'full', tokenizer or _tokenizer(recipe.model)
     datasets.disable_progress_bars()
     args = sft_config(recipe, directory)
     args.assistant_only_loss = keys == ('messages',)
     if adapted: model = add_adapters(model, recipe.method, recipe.seed)
-    kept, apart = (datasets.Dataset.from_list([{key: row[key] for key in keys} | {'row': i} for i, row in enumerate(some)])
+    plain = lambda value: value if isinstance(value, str) else list(value)  # Arrow does not know the arrays of `check_recipe`
+    kept, apart = (datasets.Dataset.from_list([{k: plain(row[k]) for k in keys} | {'row': i} for i, row in enumerate(some)])
                    if some else None for some in (rows, held))
     trainer = resumable(SFTTrainer)(model, args, train_dataset=kept, eval_dataset=apart, processing_class=tokenizer)
     trainer.facts, trainer.held = recipe_facts(recipe), _tokens(trainer.eval_dataset)
@@ -324,9 +327,12 @@ def main(
 
 # %% ../nbs/chapters/37_training.ipynb #e37f200b
 def _run_here(recipe, asked):
-    import torch.distributed as dist
-    from llm_workbook.effective import check_launcher
-    from llm_workbook.shard import fsdp_env
+    gc.disable()  # It would look through all that these bring again and again, which takes a sixth of the start
+    try:
+        import datasets, peft, transformers.trainer, torch.distributed as dist
+        from llm_workbook.effective import check_launcher
+        from llm_workbook.shard import fsdp_env
+    finally: gc.enable()
     if 'WORLD_SIZE' not in os.environ and recipe.cluster.ranks == 1:  # Nobody else has to be found: be torchrun
         os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('WORLD_SIZE', 1)))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trouble import disturb, losses
 
 from llm_workbook import adapters, loading, ranks, shard, training
+from llm_workbook.data import load_rows
 from llm_workbook.document import asset
 from llm_workbook.ranks import RankError, RankTimeout
 from llm_workbook.recipe import Recipe
@@ -46,6 +47,21 @@ def healthy(recipe, tmp_path_factory):
     begin = time.monotonic()
     run = training.fine_tune(recipe, tmp_path_factory.mktemp('healthy')/'run', 300, live=False)
     return run, time.monotonic() - begin
+
+
+@pytest.mark.parametrize('text', [False, True], ids=['conversations', 'text'])
+def test_the_tokens_of_the_check_are_those_that_trl_makes(recipe, tmp_path, text):
+    "Cut to the same length too; held-out rows that bring no tokens are tokenised with the others."
+    (tmp_path/'lines.txt').write_text(''.join(f'The answer of row {i} is {i * i}.\n' for i in range(12)))
+    asked = recipe.changed({'batch.length': 8 if text else 29, 'method.kind': 'full', 'precision.compute': 'float32'} | (
+        {'data.source': str(tmp_path/'lines.txt'), 'data.format': 'text'} if text else {}))
+    rows, plain = training.check_recipe(asked)[0], load_rows(asked.data, asked.seed)[0]
+    assert plain == [{key: row[key] for key in plain[0]} for row in rows] and len(rows) >= 10
+    base = AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
+    ours, trl, mixed = (training.make_trainer(asked, tmp_path, some, base, None, held).train_dataset
+                        for some, held in ((rows, []), (plain, []), (rows, plain)))
+    for key in 'input_ids', 'labels', 'row': assert list(ours[key]) == list(trl[key]) == list(mixed[key])
+    assert max(map(len, ours['input_ids'])) == asked.batch.length < max(len(row['input_ids']) for row in rows)
 
 
 # Refused before a weight is loaded

@@ -17,7 +17,7 @@ OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}  # With DETAIL, DistributedDataParallel
 def test_25_a_run_that_was_stopped_within_an_epoch_is_the_run_that_was_not(how, recipe, watched, tmp_path, monkeypatch):  # noqa: F811
     "Loss, gradient norm, learning rate and rows of every step, with accumulation and dropout; in one process to the last digit."
     changes, tolerance = SLOW[how]
-    if how.split(',')[0] in ('ddp', 'one process'): monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')  # Accelerate takes DDP for one, too
+    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')  # DETAIL ends DDP as below, and takes zero3 half as long again
     assert tolerance == (0 if 'one process' in how else 1e-6)
     stopped_and_resumed(recipe.changed(changes), watched, tmp_path, tolerance)
 

@@ -61,9 +61,9 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
 @pytest.mark.slow
 def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
     with Workers() as workers:
-        for i in range(10):
+        for i in range(6):
             run = launch(recipe.changed(STEADY | {'optimizer.steps': 5000}), tmp_path/f'run-{i}', workers)
-            time.sleep(i // 2 * 0.25), (run.stop if i % 2 else run.kill)()
+            time.sleep(i // 2 * 0.4), (run.stop if i % 2 else run.kill)()
             with pytest.raises(Preempted): run.wait(60)
             assert below(workers._box.process) == [] and os.listdir(workers._box.temp) == []
             steps = len(run.metrics) + 1
