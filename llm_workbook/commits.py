@@ -113,12 +113,12 @@ class Manifest(_Facts):
 def _digest(values): return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 # %% ../nbs/chapters/18_commits.ipynb #5cab05f5
-_OURS = re.compile(rf'{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\.part|{re.escape(_SAVING)}|\.nfs\w+|\.DS_Store')
+_OURS = re.compile(rf'{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\.part|\.nfs\w+|\.DS_Store')
 
 def _walk(folder, trust):  # Name -> what `lstat` says, of every file below; nothing but plain files of this user passes
     found, folders = {}, ['']
     for above in folders:
-        for entry in os.scandir(folder / above):
+        for entry in (e for e in os.scandir(folder / above) if e.name != _SAVING):  # That goes while others look
             name, info = above + entry.name, entry.stat(follow_symlinks=False)
             _mine(folder, info, trust, name)
             if stat.S_ISDIR(info.st_mode): folders.append(name + '/')
@@ -158,9 +158,10 @@ def _read(folder, trust):
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode): raise DamagedCheckpoint(folder, 'is a link or no folder')
     _mine(folder, info, trust)
+    begun = os.path.lexists(folder / _SAVING)  # Asked first: it goes when the manifest has come
     try: handle = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        begun = os.path.lexists(folder / _SAVING) or not os.listdir(folder)
+        begun = begun or not os.listdir(folder) or os.path.lexists(folder / _SAVING)
         why = 'a save began here and did not end' if begun else 'it has no manifest, so nobody vouches for it'
         raise DamagedCheckpoint(folder, why, interrupted=begun) from None
     with open(handle, 'rb') as file:
@@ -184,8 +185,7 @@ def check(folder: str | Path,  # A checkpoint
         for name, seal in manifest.files.items() if deep else ():
             if _hash(folder / name, seal.hashed_b) != seal.sha256:
                 raise DamagedCheckpoint(folder, f'is not what was committed (its first {seal.hashed_b:,} bytes)', name)
-    except OSError as error:
-        raise DamagedCheckpoint(folder, f'cannot be read: {error}') from None
+    except OSError as error: raise DamagedCheckpoint(folder, f'cannot be read: {error}') from None
     return manifest
 
 def _compare(folder, manifest, found):

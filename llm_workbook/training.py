@@ -160,7 +160,7 @@ def make_trainer(
     directory: 'str | Path',  # Where the metrics go
     rows: list[dict],         # Training rows, as `check_recipe` gives them, or ready `input_ids` and `labels`
     model: 'PreTrainedModel',  # The base, as `load_base` gives it; changed in place
-    tokenizer: 'PreTrainedTokenizerFast | None' = None,  # With a chat template; None takes the one of `recipe.model.source`
+    tokenizer: 'PreTrainedTokenizerFast | None' = None,  # For rows without tokens; None takes that of `recipe.model.source`
     held: list[dict] = (),    # Held-out rows, of the same kind, for `intervals.evaluation`
 ) -> 'SFTTrainer':  # Ready to train: float32 adapters on a frozen base, or all of `model`
     "Make the trainer of this rank around a base that is loaded."

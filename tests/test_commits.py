@@ -538,6 +538,28 @@ def test_pruning_and_looking_at_the_same_time(run):
     assert steps == sorted(steps) and len(set(steps)) > 5
 
 
+def test_a_commit_that_ends_while_somebody_looks_is_no_damage(run, monkeypatch):
+    "The mark of a save goes between the listing and the look, or the manifest comes between the look for it and for the mark."
+    folder = latest_valid(run)
+    def scandir(path, real=os.scandir):
+        seen = list(real(path))
+        (folder/'.llmw_saving').unlink(missing_ok=True)
+        return seen
+    def late(path, *how, real=os.open):
+        if Path(path) != folder/MANIFEST or not (folder/'.llmw_saving').exists(): return real(path, *how)
+        (folder/'.llmw_saving').unlink()
+        raise FileNotFoundError(path)
+    (folder/'.llmw_saving').touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'scandir', scandir)
+        assert latest_valid(run) == folder and not (folder/'.llmw_saving').exists()
+    (folder/'.llmw_saving').touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'open', late)
+        assert survey(run).found[0].state == 'interrupted'
+    assert latest_valid(run) == folder
+
+
 # The lock
 
 HOLD = """
