@@ -327,9 +327,11 @@ def main(
 
 # %% ../nbs/chapters/37_training.ipynb #e37f200b
 def _run_here(recipe, asked):
+    finished = run_state(asked.directory)['state'] == 'finished'
     gc.disable()  # It would look through all that these bring again and again, which takes a sixth of the start
     try:
-        import datasets, peft, transformers.trainer, torch.distributed as dist
+        import torch.distributed as dist
+        if not finished: import datasets, peft, transformers.trainer
         from llm_workbook.effective import check_launcher
         from llm_workbook.shard import fsdp_env
     finally: gc.enable()
@@ -340,7 +342,6 @@ def _run_here(recipe, asked):
         raise ValueError(f'the recipe is for {recipe.cluster.ranks} ranks and {ranks} run: start it with torchrun '
                          f'--nnodes {recipe.cluster.nodes} --nproc-per-node {recipe.cluster.processes}, or change cluster')
     check_launcher(recipe, os.environ)
-    finished = run_state(asked.directory)['state'] == 'finished'
     rows, held = ([], []) if finished else check_recipe(recipe)
     os.environ.update(fsdp_env(recipe))
     with run_lock(asked.directory) if rank == 0 else nullcontext():

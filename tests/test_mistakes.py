@@ -39,7 +39,7 @@ def page():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', NAMES[::2])  # The page shows all ten on two ranks
 def test_three_ranks_the_last_of_them_and_another_length(page, name):
     trial = next(t for t in page.TRIALS if t.name == name)
     wrong, right = ({'group': 2, 'spare': -1}, {'group': 3}) if 'mesh' in name else ({}, trial.right)
