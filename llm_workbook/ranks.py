@@ -149,7 +149,7 @@ class _OnCpu(pickle.Pickler):  # Else reading a result would open CUDA in the ke
     def reducer_override(self, value):
         return value.detach().cpu().__reduce_ex__(4) if getattr(value, 'is_cuda', None) is True else NotImplemented
 
-_LOST = re.compile('connection (was )?(closed|reset|refused)|closed by peer|broken pipe|ncclRemoteError', re.IGNORECASE)
+_LOST = re.compile('connection (was )?(closed|reset|refused)|closed by peer|broken pipe|ncclRemoteError|monitoredBarrier', re.I)
 
 def _report(job, rank, error):  # As text: not every exception survives pickling
     text = ''.join(traceback.format_exception(error.with_traceback(error.__traceback__.tb_next)))

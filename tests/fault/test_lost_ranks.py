@@ -106,6 +106,14 @@ def test_11_a_monitored_barrier_names_the_missing_rank():
     with pytest.raises(RankError, match='(?i)rank 0 failed.*rank 1 failed to pass monitoredBarrier'): run_ranks(wait, timeout_s=20)
 
 
+def test_05_who_waited_in_a_barrier_is_not_the_cause():
+    "Under TORCH_DISTRIBUTED_DEBUG=DETAIL the peers of a rank that leaves complain of a barrier, perhaps before it has gone."
+    def leave():
+        if dist.get_rank() == 0: raise RuntimeError('[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 100000 ms')
+        time.sleep(0.4), os._exit(1)
+    with pytest.raises(RankError, match='rank 1 left with exit code 1'): run_ranks(leave, timeout_s=20)
+
+
 def test_11_the_watch_beside_each_rank_ends_all_of_them(tmp_path):
     "What runs under torchrun, where nobody stands beside the ranks: within the limit, with stacks of all ranks."
     def watched():
