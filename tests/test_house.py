@@ -309,6 +309,15 @@ def test_the_tested_set_satisfies_every_requirement():
     assert not bad
 
 
+def test_the_tested_set_installs_on_the_first_python_that_is_promised():
+    "Debian 12 has Python 3.11.2, and a package may ask for 3.11.5: then pip says only that nothing can be resolved."
+    from importlib.metadata import distributions
+    from packaging.specifiers import SpecifierSet
+    first = f'{settings()["min_python"]}.0'
+    wanted = {d.metadata['Name']: d.metadata['Requires-Python'] for d in distributions()}
+    assert not {name: python for name, python in wanted.items() if python and not SpecifierSet(python).contains(first)}
+
+
 def test_flags_are_read_as_nbdev_reads_them():
     assert skipped('#| slow\nx = 1', set())
     assert not skipped('#| slow\nx = 1', {'slow'})
