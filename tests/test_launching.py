@@ -1,4 +1,5 @@
 """Runs beside the kernel: what comes back, what is refused, how they stop, and that nothing stays however they end."""
+import gc
 import os
 import signal
 import subprocess
@@ -199,6 +200,15 @@ def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
     monkeypatch.setattr(launching, '_end_run', end_late)
     (run := box.run).stop(), ready.join(5)
     assert run.state == 'preempted' and sent == [] and box.run is None and box.waits is None
+
+
+def test_what_a_nursery_has_imported_is_not_collected_again_in_every_child(monkeypatch):
+    monkeypatch.setattr(launching, '_HEAVY', []), monkeypatch.setattr(launching, '_OPENS_CUDA', ())
+    before = gc.get_freeze_count()
+    try:
+        launching._import_all()
+        assert gc.isenabled() and gc.get_freeze_count() > before + 100_000 and gc.get_count()[0] < 1000
+    finally: gc.unfreeze()
 
 
 def test_a_nursery_takes_no_second_run():
