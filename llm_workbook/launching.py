@@ -28,10 +28,10 @@ _HEAVY = ('torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp tor
 _OPENS_CUDA = 'bitsandbytes', 'transformers.trainer', 'peft', 'trl.trainer.sft_trainer'  # On GPUs, each rank imports these itself
 
 def _import_all():
-    gc.disable()  # It would look through all that these bring again and again, which takes a sixth of the time,
+    gc.disable()  # It would look again and again through all that these bring,
     from accelerate.utils import is_cuda_available
     for name in _HEAVY + ([] if is_cuda_available() else list(_OPENS_CUDA)): importlib.import_module(name)
-    gc.freeze(), gc.enable()  # and then once in every child, which copies the memory that it looks at
+    gc.freeze(), gc.enable()  # and later once in every child, which copies the memory that it looks at
 
 # %% ../nbs/chapters/54_launching.ipynb #7e9c2c23
 _LAST_S = 10  # How long a run may save once its kernel is gone

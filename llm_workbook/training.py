@@ -328,7 +328,7 @@ def main(
 # %% ../nbs/chapters/37_training.ipynb #e37f200b
 def _run_here(recipe, asked):
     finished = run_state(asked.directory)['state'] == 'finished'
-    gc.disable()  # It would look through all that these bring again and again, which takes a fifth of the start
+    gc.disable()  # It would look again and again through all that these bring
     try:
         import torch.distributed as dist
         if not finished: import datasets, peft, transformers.trainer
