@@ -6,7 +6,7 @@
 __all__ = ['Rendered', 'render', 'check_rendered']
 
 # %% ../nbs/chapters/49_rendering.ipynb #6ac7730a
-import hashlib, json, logging, os, re
+import hashlib, json, logging, os, re, threading
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -152,7 +152,7 @@ def render(
 # %% ../nbs/chapters/49_rendering.ipynb #211d6696
 def _put(file, text):  # Whole or not at all, and only where it says something else
     if file.exists() and file.read_bytes() == text.encode(): return
-    part = file.with_name(f'.{file.name}.part')
+    part = file.with_name(f'.{file.name}.{os.getpid()}.{threading.get_ident()}.part')  # Two may render at once
     part.write_text(text, 'utf-8', newline='\n')
     os.replace(part, file)
 

@@ -3,6 +3,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import yaml
 from trouble import launched, small_recipe
 
+from llm_workbook import rendering
 from llm_workbook.document import RecipeError
 from llm_workbook.recipe import Recipe, recipe_names, shrink
 from llm_workbook.rendering import check_rendered, render
@@ -404,3 +407,13 @@ def small(tmp_path_factory):
 def test_launchers_start_ddp(nodes, kind, small):
     "The strategy that none of the recipes of tests/test_table.py has."
     launched(small.changed({'cluster.nodes': nodes, 'cluster.processes': 2 // nodes, 'sharding.strategy': 'ddp'}), kind)
+
+
+def test_two_that_render_at_once_both_succeed(tmp_path, monkeypatch):
+    "Each has written its part of a file before either gives it its name."
+    together = threading.Barrier(2, timeout=20)
+    def replace(part, file, real=os.replace): together.wait(), real(part, file)
+    monkeypatch.setattr(os, 'replace', replace)
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(rendering._put, tmp_path/'a.yaml', 'a: 1\n') for _ in range(2)]: one.result()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [('a.yaml', 'a: 1\n')]
