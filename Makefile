@@ -30,7 +30,7 @@ help: ## List the commands
 quickstart: runs/quickstart/quickstart.ipynb ## Fine-tune the tiny model, sharded over two processes
 	@$(BIN)/python tools/page.py result $<
 
-runs/quickstart/quickstart.ipynb: nbs/chapters/00_quickstart.ipynb $(VENV)/.run $(PACKAGE)
+runs/quickstart/quickstart.ipynb: nbs/book/00_quickstart.ipynb $(VENV)/.run $(PACKAGE)
 	@$(BIN)/python tools/page.py run $< $@
 
 test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and every test, build the package

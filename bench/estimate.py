@@ -12,7 +12,7 @@ SPEC_GOAL_S, SPEC_GOAL_MB = 2.0, 500
 PROGRAM = '''
 import json, resource, time
 import torch, transformers
-from llm_workbook.model import spec
+from llm_workbook.model.spec import spec
 start = time.perf_counter()
 counted = spec("llama-3.1-405b")
 seconds = time.perf_counter() - start

@@ -64,7 +64,7 @@ def alone(recipe) -> dict:
     from contextlib import nullcontext
     from unittest.mock import patch
     from llm_workbook import cpu_fsdp, fake_ranks, fsdp_env, resolve
-    from llm_workbook.training import make_trainer
+    from llm_workbook.training.fine_tune import make_trainer
     from transformers import AutoTokenizer
     device, seen = recipe.cluster.device, {}
     words = fsdp_env(recipe) | {'ACCELERATE_USE_CPU': str(device == 'cpu').lower()}
@@ -142,7 +142,7 @@ def main() -> None:
     "Be the rank whose recipe comes on standard input, and print what was seen."
     warnings.filterwarnings('ignore')
     job = json.loads(sys.stdin.read())
-    import llm_workbook.quant, peft, torch, torch.distributed.fsdp, transformers, trl  # noqa: E401, F401
+    import llm_workbook.model.quantize, peft, torch, torch.distributed.fsdp, transformers, trl  # noqa: E401, F401
     from llm_workbook import Recipe
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1 if job['cluster']['device'] == 'cpu' else torch.get_num_threads())

@@ -27,7 +27,7 @@ PATIENCE_S = 300  # For what takes seconds on two quiet cores
 
 def toy(letter: str, nodes: int = 1, processes: int = 2):
     "Shrink a recipe to two steps of eight rows over so many processes; the last step is saved."
-    from llm_workbook.recipe import Recipe, shrink
+    from llm_workbook.config.recipe import Recipe, shrink
     return shrink(Recipe.named(RECIPES[letter])).changed({
         'cluster.nodes': nodes, 'cluster.processes': processes, 'batch.micro': 8 // (nodes * processes), 'batch.length': 64,
         'optimizer.steps': 2, 'intervals.saving': 2, 'intervals.logging': 1, 'intervals.evaluation': 0})
@@ -45,7 +45,7 @@ def single(recipe, autocast: bool = False):
 
 def seen(directory: Path) -> dict:
     "What a run says of itself: losses, and of each rank where it was and how many bytes of parameters it held."
-    from llm_workbook.resuming import read_metrics
+    from llm_workbook.training.resume import read_metrics
     told = json.loads((directory/'effective.json').read_text())
     strategy = next(row['found'] for row in told['settings'] if row['name'] == 'sharding.strategy')
     return {'losses': [row['loss'] for row in read_metrics(directory/'metrics.jsonl')], 'strategy': strategy,
@@ -77,7 +77,7 @@ def well(cell: dict) -> bool:
 
 def by_cell(recipe, directory: Path, workers=None) -> None:
     "Run as a notebook does."
-    from llm_workbook.launching import launch
+    from llm_workbook.launching.background import launch
     launch(recipe, directory, workers).wait(PATIENCE_S)
 
 
@@ -90,8 +90,8 @@ def end(node: subprocess.Popen) -> None:
 
 def by_command(recipe, directory: Path, kind: str) -> None:
     "Render, and run the commands of one kind at once, one for each node."
-    from llm_workbook.ranks import free_port
-    from llm_workbook.rendering import check_rendered, render
+    from llm_workbook.parallel.ranks import free_port
+    from llm_workbook.launching.render import check_rendered, render
     render(recipe, directory, f'127.0.0.1:{free_port()}' if recipe.cluster.nodes > 1 else None, python=sys.executable)
     with tempfile.TemporaryDirectory() as temp:  # Launchers leave folders there
         env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TMPDIR': temp}
@@ -108,7 +108,7 @@ def by_command(recipe, directory: Path, kind: str) -> None:
 
 def by_slurm(recipe, directory: Path) -> None:
     "Submit, and wait for the end."
-    from llm_workbook.jobs import submit
+    from llm_workbook.launching.slurm import submit
     job = submit(recipe, directory, options={'time': '30'}, python=sys.executable)
     if (status := job.wait(PATIENCE_S)).state != 'COMPLETED': raise RuntimeError(f'{status}\n{job.logs(60)}')
 
@@ -155,7 +155,7 @@ def slurm():
 
 def measure() -> dict:
     "Run the whole table; without a SLURM the record says why its row is missing."
-    from llm_workbook.launching import Workers
+    from llm_workbook.launching.background import Workers
     with tempfile.TemporaryDirectory() as name, Workers() as workers, slurm() as missing:
         folder, cells = Path(name), []
         for letter in RECIPES:

@@ -64,7 +64,7 @@ _BUCKETS = {'zero.reduce_bucket': 20_000, 'zero.allgather_bucket': 20_000, 'zero
 
 def case(name: str, folder: Path) -> tuple:
     "Make the recipe of one case; give it with the directory or name of its base."
-    from llm_workbook.recipe import Data, Model, Recipe
+    from llm_workbook.config.recipe import Data, Model, Recipe
     strategy, ranks, method, base, changes = CASES[name]
     source = str(make_base(BASES[base], folder/base)) if base in BASES else base
     attention = 'eager' if base == 'odd-gemma2' else 'sdpa'  # Its code caps the scores, which torch's own attention cannot
@@ -91,7 +91,7 @@ def planned(ledger, moment: str) -> Counter:
 
 def bytes_apart(recipe, results: list) -> dict:
     "Compare every rank with its ledger; give class -> largest difference in bytes, of the classes that differ."
-    from llm_workbook.ledger import memory
+    from llm_workbook.plan.ledger import memory
     apart = Counter()
     for rank, result in enumerate(results):
         ledger = memory(recipe, rank=rank)
@@ -105,7 +105,7 @@ def bytes_apart(recipe, results: list) -> dict:
 
 def sent_apart(recipe, results: list, trainer: bool = False) -> dict:
     "Compare the collectives of every rank with the plan's; give what one side alone has: (kind, bytes) -> how often."
-    from llm_workbook.traffic import step_traffic
+    from llm_workbook.plan.step_time import step_traffic
     plan, found = Counter(), [messages(result['collectives']) for result in results]
     for c in step_traffic(recipe, trainer=trainer).collectives:
         if trainer or c.moment != 'trainer': plan[c.kind, c.tensor_b] += c.count  # A bare loop gathers nothing for a log

@@ -19,7 +19,7 @@ def measure(repetitions: int = 9) -> dict:
     import torch
     from bitsandbytes.functional import quantize_4bit
 
-    from llm_workbook.nf4 import pack
+    from llm_workbook.model.nf4 import pack
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()

@@ -17,14 +17,14 @@ KINDS = {'_allgather_base_': 'all_gather', '_reduce_scatter_base_': 'reduce_scat
 def warm_up() -> None:
     "Import once, before ranks are forked, what every rank needs."
     os.environ.setdefault('DS_ACCELERATOR', 'cpu')
-    import llm_workbook.quant  # First: it silences bitsandbytes
+    import llm_workbook.model.quantize  # First: it silences bitsandbytes
     import deepspeed
     import peft
     import torch.distributed.fsdp
     import torch.distributed.tensor
     import transformers
     from deepspeed.ops import __compatible_ops__
-    assert llm_workbook.quant and peft
+    assert llm_workbook.model.quantize and peft
     transformers.utils.logging.disable_progress_bar()
     deepspeed.utils.logger.setLevel('ERROR')
     __compatible_ops__['deepspeed_shm_comm'] = False  # Else its first use compiles an all-reduce through shared memory
@@ -145,7 +145,7 @@ class Untracked:
 
 def shard_fsdp2(model, recipe, policy):
     "Shard with `shard_model`, or as it does where a mixed-precision policy or a mesh of groups is asked for: it takes neither."
-    from llm_workbook.shard import shard_model
+    from llm_workbook.parallel.shard import shard_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -209,7 +209,7 @@ class Torch:
 
 def engine_config(recipe) -> dict:
     "Say `recipe` in DeepSpeed's words, with an optimizer of its own: torch's AdamW, so that nothing is compiled."
-    from llm_workbook.shard import zero_config
+    from llm_workbook.parallel.shard import zero_config
     how = recipe.optimizer
     adamw = {'type': 'AdamW', 'params': {'lr': how.learning_rate, 'weight_decay': how.weight_decay, 'torch_adam': True}}
     return zero_config(recipe) | {'optimizer': adamw}
@@ -282,8 +282,8 @@ def loop_rank(recipe, base: str) -> dict:
     import warnings
     import torch
     import torch.distributed as dist
-    from llm_workbook.adapters import add_adapters
-    from llm_workbook.quant import load_base
+    from llm_workbook.model.adapters import add_adapters
+    from llm_workbook.model.quantize import load_base
     warnings.simplefilter('ignore')
     strategy = recipe.sharding.strategy
     model = load_base(base, recipe.method, recipe.precision, 'cpu', attention=recipe.model.attention)
@@ -302,7 +302,7 @@ def loop_rank(recipe, base: str) -> dict:
 def trainer_rank(recipe, folder: Path, rows: list) -> dict:
     "Run `recipe` on this rank with the library's own `train_rank`; watch its second step, up to the start of the third."
     import transformers.trainer
-    from llm_workbook.training import train_rank
+    from llm_workbook.training.fine_tune import train_rank
     seen, sent, counts, step = {}, [], {}, []
 
     class Watch(transformers.TrainerCallback):
@@ -330,7 +330,7 @@ RUN_ZERO = RUN_DDP | {'optimizer.kind': 'adamw', 'precision.reduce': None}
 
 def run_recipe(recipe, base: str) -> list:
     "Run `recipe` over `base` in a bare loop on as many ranks as it names; one result per rank."
-    from llm_workbook.ranks import run_ranks
+    from llm_workbook.parallel.ranks import run_ranks
     facts, strategy = recipe.facts(), recipe.sharding.strategy
     needed = RUN | {'fsdp2': {}, 'ddp': RUN_DDP}.get(strategy, RUN_ZERO)
     wrong = [f'{field} = {facts[field]!r}' for field, value in needed.items() if facts[field] != value]
@@ -342,9 +342,9 @@ def run_recipe(recipe, base: str) -> list:
 def run_trainer(recipe, folder: Path) -> list:
     "Run `recipe` with the library's trainer, which may write into `folder`; one result per rank."
     import trl
-    from llm_workbook.ranks import run_ranks
-    from llm_workbook.shard import fsdp_env
-    from llm_workbook.training import check_recipe
+    from llm_workbook.parallel.ranks import run_ranks
+    from llm_workbook.parallel.shard import fsdp_env
+    from llm_workbook.training.fine_tune import check_recipe
     warm_up()
     assert trl
     rows = check_recipe(recipe)[0][:recipe.global_batch * recipe.optimizer.steps]

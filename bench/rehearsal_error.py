@@ -78,8 +78,8 @@ def tracked(made, program, foreach: bool | None = None, cleared: bool = False) -
 def fake_model(made):
     "The model of a recipe, made of what tensors there are where this is called."
     import torch
-    from llm_workbook.architecture import configuration, skeleton
-    from llm_workbook.architecture import materialise
+    from llm_workbook.model.architecture import configuration, skeleton
+    from llm_workbook.model.architecture import materialise
     name, raw = configuration(made.model.source)
     dtype = made.precision.master if made.method.kind == 'full' else made.precision.compute
     model = materialise(skeleton(raw, name), getattr(torch, dtype)).train()
@@ -90,8 +90,8 @@ def fake_model(made):
 def trainer_program(made, foreach):
     "The library's own trainer, and its loss."
     import torch
-    from llm_workbook.document import resolve
-    from llm_workbook.training import make_trainer
+    from llm_workbook.config.document import resolve
+    from llm_workbook.training.fine_tune import make_trainer
     from transformers import AutoTokenizer
     row, tokenizer = [1] * made.batch.length, AutoTokenizer.from_pretrained(resolve('tiny-base'))
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def trainer_program(made, foreach):
 def plain_program(made, foreach):
     "A loop by hand over the same model and loss head, in the units of the trainer, but the last norm and head with the root."
     import torch
-    from llm_workbook.adapters import add_adapters
+    from llm_workbook.model.adapters import add_adapters
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     half, full = torch.bfloat16, made.method.kind == 'full'

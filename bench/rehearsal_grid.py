@@ -75,8 +75,8 @@ def moment(ledger) -> str:
 
 def row(preset: str, name: str) -> dict:
     "Plan one recipe and rehearse it."
-    from llm_workbook.ledger import memory
-    from llm_workbook.rehearsal import rehearse
+    from llm_workbook.plan.ledger import memory
+    from llm_workbook.rehearsal.step import rehearse
     made = recipe(preset, name)
     ledger, heard = memory(made), rehearse(made)
     plan_b, peak = ledger.total('step', level='allocated'), heard.timeline.peak

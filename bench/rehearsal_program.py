@@ -28,7 +28,7 @@ def outside(shape, dtype):
 def build(recipe, device: str = 'cpu', blank: bool = False):
     "A random model, or one of zeros, packed as `recipe` wants it; it waits outside where it will be sharded."
     import torch
-    from llm_workbook.architecture import configuration, skeleton
+    from llm_workbook.model.architecture import configuration, skeleton
     full, make = recipe.method.kind == 'full', outside if recipe.sharding.strategy == 'fsdp2' else torch.empty
     dtype = getattr(torch, recipe.precision.master if full else recipe.precision.compute)
     name, raw = configuration(recipe.model.source, recipe.model.revision)
@@ -96,10 +96,10 @@ def rows(recipe, vocab: int, steps: int = STEPS) -> list[dict]:
 def rank(job: dict) -> dict:
     "What this process saw: bytes held between steps, the most held, the collectives of one step and its FLOP."
     import torch
-    from llm_workbook.document import resolve
-    from llm_workbook.recipe import Recipe
-    from llm_workbook.shard import cpu_fsdp
-    from llm_workbook.training import make_trainer
+    from llm_workbook.config.document import resolve
+    from llm_workbook.config.recipe import Recipe
+    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.training.fine_tune import make_trainer
     from transformers import AutoTokenizer
     torch.set_num_threads(1)
     recipe, began = Recipe.model_validate(job), time.monotonic()
@@ -122,9 +122,9 @@ def main() -> None:
     "Run the recipe on its ranks and print what each saw."
     warnings.filterwarnings('ignore')
     job = json.loads(sys.stdin.read())
-    import llm_workbook.quant, peft, torch, torch.distributed.fsdp, transformers, trl  # noqa: E401, F401  once, before the fork
+    import llm_workbook.model.quantize, peft, torch, torch.distributed.fsdp, transformers, trl  # noqa: E401, F401  once, before the fork
     from llm_workbook import Recipe, fsdp_env
-    from llm_workbook.ranks import notebook_ranks
+    from llm_workbook.parallel.ranks import notebook_ranks
     transformers.logging.set_verbosity_error()
     recipe = Recipe.model_validate(job)
     print(json.dumps(notebook_ranks(rank, recipe.cluster.ranks, (job,), 300, fsdp_env(recipe))))

@@ -28,14 +28,14 @@ def recipe(name: str):
 
 def libraries() -> None:
     "Import what any fine-tune imports, which is no part of a rehearsal."
-    import llm_workbook.quant, accelerate, bitsandbytes, datasets, peft, torch, transformers, trl  # noqa: E401, F401
+    import llm_workbook.model.quantize, accelerate, bitsandbytes, datasets, peft, torch, transformers, trl  # noqa: E401, F401
     import torch.distributed.fsdp, torch.distributed.tensor, torch.testing._internal.distributed.fake_pg  # noqa: E401
     from trl import SFTTrainer  # noqa: F401  trl loads its parts when they are asked for
 
 
 def ours(name: str) -> dict:
     "Rehearse in this process, from cold."
-    from llm_workbook.rehearsal import rehearse
+    from llm_workbook.rehearsal.step import rehearse
     began = time.monotonic()
     made = rehearse(recipe(name), exact=JOBS[name][2])
     return {'total_s': time.monotonic() - began, 'step_s': made.step_s, 'peak_b': made.peak_b, 'layers': list(made.played),

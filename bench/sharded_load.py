@@ -20,7 +20,7 @@ EACH_B = 400_000_000  # Bytes of one shard file, about
 def make_checkpoint(folder: Path, layers: int) -> Path:
     "Write random bfloat16 weights of the configuration in several shard files, a tensor at a time."
     import torch
-    from llm_workbook.architecture import skeleton
+    from llm_workbook.model.architecture import skeleton
     from safetensors.torch import save_file
     config, shards, room = CONFIG | {'num_hidden_layers': layers}, [{}], EACH_B
     torch.manual_seed(0)
@@ -71,10 +71,10 @@ def load(recipe) -> dict:
     import torch
     import torch.distributed as dist
     from accelerate import Accelerator
-    from llm_workbook.adapters import add_adapters
-    from llm_workbook.loading import arriving
-    from llm_workbook.quant import fingerprint
-    from llm_workbook.shard import assert_sharding, cpu_fsdp
+    from llm_workbook.model.adapters import add_adapters
+    from llm_workbook.parallel.load import arriving
+    from llm_workbook.model.quantize import fingerprint
+    from llm_workbook.parallel.shard import assert_sharding, cpu_fsdp
     dist.barrier()
     with anonymous_trace() as memory, cpu_fsdp():
         begin = time.monotonic()
@@ -95,8 +95,8 @@ def warm_up() -> None:
     "Import once what every rank needs; ranks are forks of this process."
     import accelerate, bitsandbytes, peft, transformers  # noqa: E401, F401
     import torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
-    from llm_workbook.adapters import add_adapters
-    from llm_workbook.quant import load_nf4
+    from llm_workbook.model.adapters import add_adapters
+    from llm_workbook.model.quantize import load_nf4
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     add_adapters(load_nf4('tiny-base', device='cpu'))  # What this imports would else count as memory of the ranks
@@ -104,9 +104,9 @@ def warm_up() -> None:
 
 def measure(layers: int = 22, turns: tuple = ('sharded', 'every_rank', 'sharded'), ranks: int = 2) -> dict:
     "Load the same checkpoint in turns; ours before and after the peer."
-    from llm_workbook.ranks import run_ranks
-    from llm_workbook.recipe import Data, Method, Model, Recipe
-    from llm_workbook.shard import fsdp_env
+    from llm_workbook.parallel.ranks import run_ranks
+    from llm_workbook.config.recipe import Data, Method, Model, Recipe
+    from llm_workbook.parallel.shard import fsdp_env
     warm_up()
     runs = {turn: [] for turn in turns}
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ def highest_b() -> int:
 def build(job: dict, recipe):
     "A random model, packed and adapted as `recipe` wants it."
     import torch
-    from llm_workbook.adapters import add_adapters
+    from llm_workbook.model.adapters import add_adapters
     from transformers import AutoConfig, AutoModelForCausalLM
     made = dict(job['config'])
     config = AutoConfig.for_model(made.pop('model_type'), **made)
@@ -72,7 +72,7 @@ def pack(model, recipe, device: str = 'cpu') -> None:
     "Put an NF4 layer in the place of every linear layer but the head, one after the other, on `device`."
     import bitsandbytes as bnb
     import torch
-    from llm_workbook.quant import keep_payload
+    from llm_workbook.model.quantize import keep_payload
     method, compute = recipe.method, getattr(torch, recipe.precision.compute)
     names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not model.get_output_embeddings()]
     for name in names:
@@ -90,7 +90,7 @@ def pack(model, recipe, device: str = 'cpu') -> None:
 def held_b(model, optimizer) -> int:
     "Bytes of parameters, buffers, 4-bit statistics, optimizer states and DDP's buckets on this rank, each storage once."
     import torch
-    from llm_workbook.quant import payload_bytes
+    from llm_workbook.model.quantize import payload_bytes
     made = model._get_ddp_logging_data() if hasattr(model, '_get_ddp_logging_data') else {}
     buckets = made.get('rebuilt_bucket_sizes') or made.get('bucket_sizes', '')
     local = lambda t: getattr(t, '_local_tensor', t)
@@ -122,8 +122,8 @@ def rank(job: dict) -> dict:
     "What this process saw: bytes held between steps, and the most held in the first step and in the first two."
     import torch
     from accelerate import Accelerator
-    from llm_workbook.recipe import Recipe
-    from llm_workbook.shard import cpu_fsdp
+    from llm_workbook.config.recipe import Recipe
+    from llm_workbook.parallel.shard import cpu_fsdp
     torch.set_num_threads(1)
     recipe = Recipe.model_validate(job['recipe'])
     began = time.monotonic()
@@ -149,8 +149,8 @@ def main() -> None:
     warnings.filterwarnings('ignore')
     job = json.loads(sys.stdin.read())
     os.environ |= job['env']
-    import llm_workbook.quant, peft, torch, torch.distributed.fsdp, transformers  # noqa: E401, F401  once, before the fork
-    from llm_workbook.ranks import notebook_ranks
+    import llm_workbook.model.quantize, peft, torch, torch.distributed.fsdp, transformers  # noqa: E401, F401  once, before the fork
+    from llm_workbook.parallel.ranks import notebook_ranks
     transformers.logging.set_verbosity_error()
     ranks = job['recipe']['cluster']['processes']
     print(json.dumps(notebook_ranks(rank, ranks, (job,), 300) if ranks > 1 else [rank(job)]))

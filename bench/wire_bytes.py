@@ -26,7 +26,7 @@ def make_base(folder: Path) -> Path:
     "Write a random model of CONFIG, in float32, with the tokenizer of the tiny base."
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from llm_workbook.document import asset
+    from llm_workbook.config.document import asset
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.float32)
@@ -38,7 +38,7 @@ def make_base(folder: Path) -> Path:
 
 def recipe_for(strategy: str, base: Path):
     "A full fine-tune of `base` on two nodes of one process."
-    from llm_workbook.recipe import Recipe
+    from llm_workbook.config.recipe import Recipe
     return Recipe.named('reviews-qlora').changed({
         'name': f'wire-{strategy}', 'model': {'source': str(base)}, 'method.kind': 'full',
         'data': {'source': 'sample-conversations', 'format': 'messages'},
@@ -84,8 +84,8 @@ def start(recipe, folder: Path, nodes: list, head: str = ADDRESSES[0], timeout_s
 
 def compare(recipe, counted: list[dict]) -> dict:
     "Set what was counted beside what is planned for gloo, and for NCCL."
-    from llm_workbook.hardware import node
-    from llm_workbook.traffic import step_traffic
+    from llm_workbook.config.hardware import node
+    from llm_workbook.plan.step_time import step_traffic
     box = node('cpu')
     planned, nccl = (step_traffic(recipe, node=n, trainer=True).wire_b for n in (box, box.changed(backend='nccl')))
     made = {'strategy': recipe.sharding.strategy, 'planned_b': planned, 'planned_nccl_b': nccl, 'steps': STEPS,

@@ -10,19 +10,24 @@ import sys
 import tokenize
 from configparser import ConfigParser
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from page import ROOT, pages, skipped
 
-ORDER = ('document hardware architecture model recipe tape activations holdings intake ledger quant nf4 weights adapters data claims commits '
-         'gauges ranks shard messages traffic planner plans panel loading guards slices checkpoint resuming actual effective classifier '
-         'loop curves monitor training scores fakes stage timeline players rehearsal verdicts merge exports scripts rendering '
-         'talks witness doctor jobs launching console chat checks report').split()
+ROOMS = {  # Room, or module beside the rooms -> what it may import; each also imports from itself, without a circle
+    'config': '', 'model': 'config', 'plan': 'config model', 'parallel': 'config model',
+    'checkpoint': 'config model parallel', 'training': 'config model parallel checkpoint',
+    'rehearsal': 'config model parallel checkpoint training',
+    'launching': 'config model plan parallel checkpoint training',
+    'release': 'config model parallel checkpoint training',
+    'report': 'config model plan training rehearsal',
+    '__main__': 'config model plan parallel checkpoint training rehearsal launching release report'}
 HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
          'IPython ipywidgets').split()
-MODULES = sorted(p for p in (ROOT/'llm_workbook').glob('*.py') if p.name != '_modidx.py')
-PROGRAMS = [*MODULES, *sorted((ROOT/'tools').glob('*.py')), *sorted((ROOT/'bench').glob('*.py'))]
+MODULES = sorted(p for p in (ROOT/'llm_workbook').rglob('*.py') if p.name != '_modidx.py')
+PROGRAMS = [*MODULES, *sorted((ROOT/'tools').glob('*.py')), *sorted((ROOT/'bench').rglob('*.py'))]
 PAGES = pages()
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -88,6 +93,12 @@ def is_export(source: str) -> bool: return bool(re.match(r'#\|\s*exports?\b', so
 def name(path: Path) -> str: return str(path.relative_to(ROOT))
 
 
+def dotted(path: Path) -> str:
+    "Name of a module below the package, as in `plan.ledger`; empty for the package itself."
+    parts = path.relative_to(ROOT/'llm_workbook').with_suffix('').parts
+    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
 def fresh(program: str) -> str:
     "Run Python source in a new process and return what it prints."
     return subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -108,7 +119,7 @@ def test_import_is_quick_and_light():
 
 
 def test_every_module_is_light():
-    names = ', '.join(f'llm_workbook.{p.stem}' for p in MODULES if p.stem != '__init__') or 'llm_workbook'
+    names = ', '.join(f'llm_workbook.{dotted(p)}' for p in MODULES if dotted(p))
     assert not set(fresh(f'import sys, {names}; print(*sys.modules)').split()) & set(HEAVY)
 
 
@@ -116,12 +127,13 @@ def test_every_public_name_resolves_from_the_top():
     import llm_workbook
     owners = {}
     for path in MODULES:
-        module = llm_workbook if path.stem == '__init__' else importlib.import_module(f'llm_workbook.{path.stem}')
+        if path.stem == '__main__': continue  # A program
+        module = importlib.import_module(f'llm_workbook.{dotted(path)}'.strip('.'))
         for public_name in exported(path):
             assert getattr(llm_workbook, public_name) is getattr(module, public_name)
             assert public_name in dir(llm_workbook)
-            assert owners.setdefault(public_name, path.stem) == path.stem, f'{public_name} is in two modules'
-    assert not set(owners) & {p.stem for p in MODULES}, 'a name hides a module'
+            assert owners.setdefault(public_name, path) == path, f'{public_name} is in two modules'
+    assert not set(owners) & {dotted(p).split('.')[0] for p in MODULES}, 'a name hides a room'
 
 
 def test_a_missing_name_is_an_attribute_error_with_the_nearest():
@@ -244,28 +256,44 @@ def test_the_readme_is_the_index_page():
 # Order
 
 def imports(path: Path) -> list[tuple]:
-    "What a module imports from this package, anywhere in it, as (module, name or None)."
+    "What a module imports from this package, anywhere in it, as (module, name or None): ('plan.ledger', 'Ledger')."
+    package = ['llm_workbook', *path.relative_to(ROOT/'llm_workbook').parts[:-1]]
     found = []
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom):
-            where = (node.module or '').removeprefix('llm_workbook').strip('.')
-            if node.level or (node.module or '').split('.')[0] == 'llm_workbook':
-                found += [(where or alias.name, alias.name if where else None) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found += [(a.name.split('.')[1], None) for a in node.names if a.name.startswith('llm_workbook.')]
-    return found
+        if isinstance(node, ast.Import): found += [(a.name, None) for a in node.names]
+        if not isinstance(node, ast.ImportFrom): continue
+        base = package[:len(package) + 1 - node.level] if node.level else []
+        where = '.'.join([*base, *filter(None, [node.module])])
+        for alias in node.names:
+            is_module = (ROOT/where.replace('.', '/')/f'{alias.name}.py').exists()
+            found.append((f'{where}.{alias.name}', None) if is_module else (where, alias.name))
+    return [(where.removeprefix('llm_workbook.'), what) for where, what in found if where.split('.')[0] == 'llm_workbook']
 
 
-@pytest.mark.parametrize('path', [p for p in MODULES if p.stem != '__init__'], ids=name)
-def test_imports_go_from_later_to_earlier(path):
-    assert path.stem in ORDER, 'a new module: give it its place in ORDER'
-    late = [where for where, _ in imports(path) if where not in ORDER[:ORDER.index(path.stem)]]
-    assert not late
+BELOW = [path for path in MODULES if path.stem != '__init__']
+
+
+@pytest.mark.parametrize('path', BELOW, ids=name)
+def test_a_room_imports_only_rooms_below_it(path):
+    room = dotted(path).split('.')[0]
+    assert room in ROOMS, 'a new room: give it its place in ROOMS'
+    allowed = {room, *ROOMS[room].split()}
+    assert not [where for where, _ in imports(path) if where.split('.')[0] not in allowed]
+
+
+def test_rooms_have_an_order():
+    for place, below in enumerate(ROOMS.values()): assert set(below.split()) <= set(list(ROOMS)[:place])
+
+
+def test_no_circle_of_imports():
+    graph = {dotted(path): {where for where, _ in imports(path)} for path in BELOW}
+    assert sum(map(len, graph.values())) > 150
+    tuple(TopologicalSorter(graph).static_order())  # Raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize('path', MODULES, ids=name)
 def test_no_private_name_crosses_modules(path):
-    modules = {where for where, what in imports(path) if what is None}
+    modules = {where.rpartition('.')[2] for where, what in imports(path) if what is None}
     taken = [f'{where}.{what}' for where, what in imports(path) if what and what.startswith('_')]
     taken += [f'{n.value.id}.{n.attr}' for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)
               and isinstance(n.value, ast.Name) and n.value.id in modules and n.attr.startswith('_')]
@@ -279,7 +307,7 @@ BANNED = {'remote code': 'trust_remote' + r'_code\W{1,4}True', 'a shell': 'shell
           'an open address': r'(?<![\d.])0\.' + r'0\.0\.0(?![\d.])',
           'a token': 'hf' + '_[A-Za-z0-9]{20,}', 'a key': 'sk' + '-[A-Za-z0-9]{20,}',
           'a task left open': r'\b(TO' + r'DO|FIX' + r'ME)\b', 'a path of one machine': r'(?<![\w.~])/(home|root|work|Users)' + '/'}
-WHERE = ('llm_workbook/*.py llm_workbook/assets/**/*.yaml llm_workbook/assets/**/*.md tests/**/*.py tests/**/*.md tools/*.py bench/**/*.py '
+WHERE = ('llm_workbook/**/*.py llm_workbook/assets/**/*.yaml llm_workbook/assets/**/*.md tests/**/*.py tests/**/*.md tools/*.py bench/**/*.py '
          '.github/**/*.yml .ci/* *.md *.ini *.py *.toml Makefile').split()
 TEXTS = sorted(p for pattern in WHERE for p in ROOT.glob(pattern))
 

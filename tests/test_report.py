@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from llm_workbook.hardware import node
-from llm_workbook.holdings import Line
-from llm_workbook.ledger import Ledger, memory
-from llm_workbook.model import spec
-from llm_workbook.gauges import Bytes, MemoryTrace
-from llm_workbook.recipe import Recipe, recipe_names, shrink
-from llm_workbook.rehearsal import Rehearsal
+from llm_workbook.config.hardware import node
+from llm_workbook.plan.model_states import Line
+from llm_workbook.plan.ledger import Ledger, memory
+from llm_workbook.model.spec import spec
+from llm_workbook.training.memory_trace import Bytes, MemoryTrace
+from llm_workbook.config.recipe import Recipe, recipe_names, shrink
+from llm_workbook.rehearsal.step import Rehearsal
 from llm_workbook.report import CLASSES, Compared, Report, reconcile
-from llm_workbook.shard import ShardReport
-from llm_workbook.stage import Stage
-from llm_workbook.timeline import Span, Timeline
-from llm_workbook.traffic import step_traffic
-from llm_workbook.training import Run
+from llm_workbook.parallel.shard import ShardReport
+from llm_workbook.rehearsal.recorder import Stage
+from llm_workbook.rehearsal.timeline import Span, Timeline
+from llm_workbook.plan.step_time import step_traffic
+from llm_workbook.training.fine_tune import Run
 
 MIB = 2**20
 

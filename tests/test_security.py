@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from page import ROOT
 
-from llm_workbook.document import RecipeError, asset
-from llm_workbook.recipe import Recipe
+from llm_workbook.config.document import RecipeError, asset, resolve
+from llm_workbook.config.recipe import Recipe
 
 CALL = "os.system('touch planted')"
 
@@ -59,7 +59,7 @@ def test_a_recipe_is_data(text, tmp_path):
 @pytest.mark.parametrize('text', ['{{ 7 * 7 }}', '${HOME}', '$(touch planted)', '`touch planted`', "__import__('os')." + CALL[3:]])
 def test_what_stands_in_a_recipe_is_not_evaluated(text):
     with pytest.raises(RecipeError): Recipe(name=text)
-    with pytest.raises(ValueError, match='is no path here'): __import__('llm_workbook').document.resolve(text)
+    with pytest.raises(ValueError, match='is no path here'): resolve(text)
 
 
 # Bases: templates, code and pickles that come with a model
@@ -73,7 +73,7 @@ TEMPLATES = {'class': "{{ ''.__class__.__mro__[1].__subclasses__() }}", 'globals
 @pytest.mark.parametrize('where', ['chat_template.jinja', 'tokenizer_config.json'])
 @pytest.mark.parametrize('template', TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_is_rendered_in_a_sandbox(base, template, where):
-    from llm_workbook.training import check_recipe
+    from llm_workbook.training.fine_tune import check_recipe
     template = '{% generation %}x{% endgeneration %}' + template
     if where == 'chat_template.jinja': (base/where).write_text(template)
     else:
@@ -93,9 +93,9 @@ def with_code(base, **config):
 
 
 def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base):
-    from llm_workbook.model import spec
-    from llm_workbook.quant import load_base
-    from llm_workbook.training import check_recipe
+    from llm_workbook.model.spec import spec
+    from llm_workbook.model.quantize import load_base
+    from llm_workbook.training.fine_tune import check_recipe
     recipe = recipe_of(with_code(base))
     with pytest.raises(ValueError, match='custom code'): check_recipe(recipe)
     assert type(load_base(base, recipe.method, device='cpu')).__module__.startswith('transformers.'), 'the known class, not theirs'
@@ -105,8 +105,8 @@ def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base)
 
 
 def test_a_base_of_pickles_is_refused(base):
-    from llm_workbook.quant import load_base
-    from llm_workbook.weights import Weights
+    from llm_workbook.model.quantize import load_base
+    from llm_workbook.model.weight_files import Weights
     for file in base.glob('*.safetensors'): file.unlink()
     (base/'pytorch_model.bin').write_bytes(pickle.dumps(Payload()))
     with pytest.raises(OSError, match='safetensors'): load_base(base, recipe_of(base).method, device='cpu')
@@ -114,7 +114,7 @@ def test_a_base_of_pickles_is_refused(base):
 
 
 def test_adapters_that_are_pickles_are_refused(base, tmp_path):
-    from llm_workbook.adapters import load_adapters
+    from llm_workbook.model.adapters import load_adapters
     folder = tmp_path/'adapters'
     folder.mkdir()
     (folder/'adapter_config.json').write_text(json.dumps({'peft_type': 'LORA', 'r': 2, 'target_modules': ['q_proj'],
@@ -126,7 +126,7 @@ def test_adapters_that_are_pickles_are_refused(base, tmp_path):
 # Data
 
 def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
-    from llm_workbook.data import load_rows
+    from llm_workbook.training.data import load_rows
     folder = tmp_path/'rows'
     folder.mkdir()
     (folder/'rows.py').write_text(f'import os\n{CALL}\n')
@@ -141,7 +141,7 @@ def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
 # Checkpoints: the manifest is tested in test_commits.py, with the kinds of files that are programs
 
 def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
-    from llm_workbook.commits import MANIFEST, DamagedCheckpoint, begin_save, commit, latest_valid
+    from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, begin_save, commit, latest_valid
     facts = dict(ranks=1, strategy='ddp', method='full', recipe_hash='', versions={})
     for step in 1, 2:
         folder = begin_save(tmp_path, step)
@@ -157,7 +157,7 @@ def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
 # Tokens
 
 def test_a_token_in_the_environment_is_written_nowhere(tmp_path, monkeypatch, capfd):
-    from llm_workbook.training import fine_tune
+    from llm_workbook.training.fine_tune import fine_tune
     canary = 'hf' + '_' + 'Canary' * 6  # Put together here, so that this file holds no token
     for name in 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY': monkeypatch.setenv(name, canary)
     rows = tmp_path/'rows'
@@ -185,11 +185,11 @@ def called(path, function):
     return [ast.unparse(n) for n in tree if isinstance(n, ast.Call) and re.fullmatch(function, ast.unparse(n.func))]
 
 
-@pytest.mark.parametrize('path', sorted((ROOT/'llm_workbook').glob('*.py')), ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', sorted((ROOT/'llm_workbook').rglob('*.py')), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_sources_load_nothing_that_can_run(path):
     "Left out, `trust_remote_code` lets transformers ask at the keyboard; processes of one launch send each other pickles."
     assert not called(path, 'eval|exec|os.system|os.popen')
     assert [call for call in called(path, 'torch.load') if 'weights_only=True' not in call] == []
-    assert path.stem in ('ranks', 'launching') or not called(path, r'pickle\.\w+')
+    assert path.stem in ('ranks', 'background') or not called(path, r'pickle\.\w+')
     loads = [call for call in called(path, r'Auto\w+\.from_pretrained') if 'resolve(' in call and "'tiny-base'" not in call]
     assert [call for call in loads if 'trust_remote_code=False' not in call] == []

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llm_workbook.document import asset
-from llm_workbook.recipe import Recipe
+from llm_workbook.config.document import asset
+from llm_workbook.config.recipe import Recipe
 
 SAID = []  # Lines for the end of the report, whether tests pass or not
 CANARY = 'hf' + '_' + 'Canary' * 6  # Put together here, so that no file holds it
@@ -74,7 +74,7 @@ def small_recipe(folder: Path, rows=24, **changes) -> Recipe:
 
 def fine_tune(recipe: Recipe, directory: Path, **how):
     "Fine-tune without a picture; a hang ends it after two minutes."
-    from llm_workbook.training import fine_tune
+    from llm_workbook.training.fine_tune import fine_tune
     return fine_tune(recipe, directory, timeout_s=120, live=False, **how)
 
 
@@ -85,7 +85,7 @@ def losses(directory: Path) -> list:
 
 def disturb(monkeypatch, act, rank=1, passes=3):
     "Let one rank call `act` in the middle of a forward pass, the third if not said otherwise."
-    from llm_workbook import training
+    from llm_workbook.training import fine_tune as training
     make, seen = training.make_trainer, []
     def hook(*args):
         seen.append(1)
@@ -98,7 +98,7 @@ def disturb(monkeypatch, act, rank=1, passes=3):
     monkeypatch.setattr(training, 'make_trainer', make_disturbed)
 
 
-def torchrun(recipe, directory: Path, *options, program=('-m', 'llm_workbook.training'), words=()) -> subprocess.Popen:
+def torchrun(recipe, directory: Path, *options, program=('-m', 'llm_workbook', 'train'), words=()) -> subprocess.Popen:
     "Start two ranks by torchrun, as the job script does; what they say goes into `log` beside the directory."
     directory.parent.mkdir(exist_ok=True)
     recipe.save(directory.parent/'recipe.yaml')

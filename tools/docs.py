@@ -12,7 +12,10 @@ from pathlib import Path
 import yaml
 from page import ROOT
 
-SECTIONS = {'chapters': 'Chapters', 'recipes': 'Recipes', 'workbook': 'Workbook', 'answers': 'Answers', 'notes': 'Notes'}
+SECTIONS = {'book': 'Book', 'recipes': 'Recipes', 'config': 'config', 'model': 'model', 'plan': 'plan', 'parallel': 'parallel',
+            'checkpoint': 'checkpoint', 'training': 'training',
+            'rehearsal': 'rehearsal', 'launching': 'launching', 'release': 'release',
+            'package': 'The package', 'notes': 'Notes'}
 CONF = """
 project, html_title = 'llm-workbook', 'llm-workbook'
 extensions = ['myst_nb', 'sphinx-mathjax-offline']

@@ -47,18 +47,21 @@ def diff_free() -> None:
 
 COLD = {  # In an interpreter of its own, which has imported nothing yet
     '01_names': 'shows what an import does not load',
-    '19_gauges': 'measures the memory of its process',
-    '20_ranks': 'shows what may not be loaded before ranks start',
-    '54_launching': 'shows what may not be loaded before ranks start',
+    '03_memory_trace': 'measures the memory of its process',
+    '01_ranks': 'shows what may not be loaded before ranks start',
+    '07_background': 'shows what may not be loaded before ranks start',
     'test_house': 'shows what an import does not load',
     'test_install': 'shows what an import does not load',
 }
 
 
+SHARED = 'fault', 'cluster'  # Folders of tests whose files share what is slow to make
+
+
 def file_jobs() -> list[Job]:
-    "Make a job of every file of tests, and of every folder of tests: its files share what is slow to make."
-    files = sorted([*(ROOT/'tests').glob('test_*.py'), *{path.parent for path in (ROOT/'tests').glob('*/test_*.py')}])
-    return [pytest_job(file) for file in files]
+    "Make a job of every file of tests, and of each folder in SHARED."
+    files = {path.parent if path.parent.name in SHARED else path for path in (ROOT/'tests').rglob('test_*.py')}
+    return [pytest_job(file) for file in sorted(files)]
 
 
 def pytest_job(path: Path, *options: str) -> Job:
@@ -77,7 +80,8 @@ def page_jobs() -> list[Job]:
 def fault_jobs() -> list[Job]:
     "Make a job of every file that has tests which `make test` leaves out; those of faults first, which take longest."
     tests = ROOT/'tests'
-    slow = [file for file in tests.glob('test_*.py') if re.search(r'mark\.slow|import later', file.read_text())]
+    slow = [file for file in tests.rglob('test_*.py')
+            if file.parent.name not in SHARED and re.search(r'mark\.slow|import later', file.read_text())]
     return [pytest_job(file, '-m', '(fault or slow) and not (cluster or cuda or net)')
             for file in [*sorted(tests.glob('fault/test_*.py')), *sorted(slow)]]
 

@@ -6,9 +6,9 @@ import cluster
 import pytest
 from bench import launch_table as table
 
-from llm_workbook.jobs import submit
-from llm_workbook.recipe import Recipe
-from llm_workbook.training import fine_tune
+from llm_workbook.launching.slurm import submit
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.training.fine_tune import fine_tune
 
 PATIENCE_S = table.PATIENCE_S
 

@@ -5,9 +5,9 @@ import pytest
 from bench.launch_table import seen
 from conftest import as_alone, finished, start, toy, until
 
-from llm_workbook.commits import survey
-from llm_workbook.document import RecipeError
-from llm_workbook.jobs import Job, SlurmError, submit
+from llm_workbook.checkpoint.manifest import survey
+from llm_workbook.config.document import RecipeError
+from llm_workbook.launching.slurm import Job, SlurmError, submit
 
 
 def test_the_full_recipe_trains_over_two_nodes(full, whole, tmp_path):

@@ -6,7 +6,7 @@ import cluster
 import pytest
 from conftest import finished, losses, places, start, training, until
 
-from llm_workbook.commits import survey
+from llm_workbook.checkpoint.manifest import survey
 
 
 def committed(directory) -> list: return [commit.step for commit in survey(directory).valid]

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from test_resume import SLOW, other_ranks_take_the_same_rows_and_nearly_the_same_steps, recipe, stopped_and_resumed, watched  # noqa: F401
 
-from llm_workbook.checkpoint import load_checkpoint, save_checkpoint
-from llm_workbook.ranks import run_ranks
+from llm_workbook.checkpoint.save_load import load_checkpoint, save_checkpoint
+from llm_workbook.parallel.ranks import run_ranks
 
 OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}  # With DETAIL, DistributedDataParallel of torch 2.13 ends in a segmentation fault
 

@@ -17,13 +17,13 @@ import torch
 from test_security import TEMPLATES, YAML
 from trouble import disturb, files, fine_tune, losses
 
-from llm_workbook import training
-from llm_workbook.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from llm_workbook.claims import RunLocked, room, run_lock
-from llm_workbook.commits import MANIFEST, DamagedCheckpoint, latest_valid, survey
-from llm_workbook.ranks import RankError, run_ranks
-from llm_workbook.recipe import Recipe
-from llm_workbook.resuming import mark_run
+from llm_workbook.training import fine_tune as training
+from llm_workbook.checkpoint.save_load import CheckpointError, load_checkpoint, save_checkpoint
+from llm_workbook.checkpoint.disk import RunLocked, room, run_lock
+from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, latest_valid, survey
+from llm_workbook.parallel.ranks import RankError, run_ranks
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.training.resume import mark_run
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_07_any_damaged_file_of_the_newest_is_named_and_the_one_before_is_used(d
         shutil.copytree(copy/'checkpoint-6', copy/'spare')
         damage(copy/'checkpoint-6'/name)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, 'llm_workbook.commits'): found = latest_valid(copy, deep=True)
+        with caplog.at_level(logging.WARNING, 'llm_workbook.checkpoint.manifest'): found = latest_valid(copy, deep=True)
         assert found == copy/'checkpoint-4', name
         assert 'checkpoint-6' in caplog.text and (name in caplog.text or name == MANIFEST), caplog.text
         assert (copy/'checkpoint-6').is_dir()  # Nothing is deleted
@@ -135,7 +135,7 @@ def test_08_a_part_that_was_deleted_is_damage(part, copy, caplog):
 
 # 16: two runs in one directory
 
-HOLD = 'import sys, time; from llm_workbook.claims import run_lock\nwith run_lock(sys.argv[1]): print("held", flush=True), time.sleep(100)'
+HOLD = 'import sys, time; from llm_workbook.checkpoint.disk import run_lock\nwith run_lock(sys.argv[1]): print("held", flush=True), time.sleep(100)'
 
 
 def test_16_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(recipe, tmp_path):

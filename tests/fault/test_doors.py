@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from trouble import ports, wait_for
 
-from llm_workbook.ranks import notebook_ranks, run_ranks
+from llm_workbook.parallel.ranks import notebook_ranks, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,9 +6,11 @@ import signal
 import pytest
 from trouble import SAID, fine_tune, losses
 
-from llm_workbook import checkpoint, training
-from llm_workbook.commits import check, latest_valid
-from llm_workbook.ranks import RankError
+from llm_workbook.checkpoint import save_load as checkpoint
+
+from llm_workbook.training import fine_tune as training
+from llm_workbook.checkpoint.manifest import check, latest_valid
+from llm_workbook.parallel.ranks import RankError
 
 SEED = int(os.environ.get('LLMW_SEED', random.SystemRandom().randrange(10**6)))  # Printed at the end; set it to see it again
 CHAINS = [['step', 'save', 'resume', 'step', 'save'], ['save', 'step', 'resume', 'save', 'step'],

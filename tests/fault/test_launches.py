@@ -12,10 +12,10 @@ import psutil
 import pytest
 from trouble import SAID, children, wait_for
 
-from llm_workbook.claims import RunLocked
-from llm_workbook.commits import latest_valid
-from llm_workbook.launching import Workers, launch
-from llm_workbook.resuming import Preempted, run_state
+from llm_workbook.checkpoint.disk import RunLocked
+from llm_workbook.checkpoint.manifest import latest_valid
+from llm_workbook.launching.background import Workers, launch
+from llm_workbook.training.resume import Preempted, run_state
 
 RUNS, ALONE = 50, 4  # So many in all, and so many of them without workers
 STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}  # May be made longer without becoming another recipe
@@ -98,8 +98,8 @@ def test_two_workers_do_not_share_a_directory(recipe, tmp_path):
 KERNEL = '''
     import time
     from pathlib import Path
-    from llm_workbook.launching import Workers, launch
-    from llm_workbook.recipe import Recipe
+    from llm_workbook.launching.background import Workers, launch
+    from llm_workbook.config.recipe import Recipe
     workers = Workers()
     run = launch(Recipe.load('recipe.yaml'), 'run', workers)
     while len(run.metrics) < 3: time.sleep(0.05)
@@ -154,7 +154,7 @@ def test_where_there_is_a_gpu_the_nursery_imports_nothing_that_may_open_it():
     code = """
         import sys
         from unittest.mock import patch
-        from llm_workbook import launching
+        from llm_workbook.launching import background as launching
         with patch('accelerate.utils.is_cuda_available', lambda: True): launching._import_all()
         print(*sorted({'bitsandbytes', 'peft', 'trl', 'transformers', 'datasets'} & {*sys.modules}))
     """

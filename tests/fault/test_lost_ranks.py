@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from trouble import disturb, ended, files, fine_tune, torchrun
 
-from llm_workbook.guards import HangWatch
-from llm_workbook.ranks import RankError, RankTimeout, run_ranks
+from llm_workbook.training.watchdog import HangWatch
+from llm_workbook.parallel.ranks import RankError, RankTimeout, run_ranks
 
 
 def steps(act, at=5, rank=1, count=400):
@@ -48,7 +48,7 @@ def test_05_in_a_fine_tune_the_cause_comes_first_and_the_others_are_not_blamed(r
 BROKEN = """
 import os, resource, sys, time
 from torch.distributed.elastic.multiprocessing.errors import record
-from llm_workbook import training
+from llm_workbook.training import fine_tune as training
 import test_lost_ranks, trouble
 
 class Patch:

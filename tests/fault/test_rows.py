@@ -6,9 +6,9 @@ import warnings
 import pytest
 from test_data import anything
 
-from llm_workbook.data import DatasetError, check_rows, load_rows
-from llm_workbook.document import asset
-from llm_workbook.recipe import Data
+from llm_workbook.training.data import DatasetError, check_rows, load_rows
+from llm_workbook.config.document import asset
+from llm_workbook.config.recipe import Data
 
 GOOD = {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}]}
 TEXT = {'text': 'A line.'}

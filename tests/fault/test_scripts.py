@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trouble import files, wait_for
 
-from llm_workbook.scripts import sbatch
-from llm_workbook.recipe import Recipe
+from llm_workbook.launching.job_scripts import sbatch
+from llm_workbook.config.recipe import Recipe
 
 BASE = Recipe.named('70b-2x8-a100-80-full')
 PROGRAMS = {  # A pretended SLURM: what srun gets, every process of the step gets, as where SLURM tracks them by cgroup or by parent
@@ -19,8 +19,8 @@ tree() { for child in $(cat /proc/$1/task/$1/children); do tree $child; done; ki
 trap "tree $step" USR1
 until wait $step; ! kill -0 $step 2> /dev/null; do :; done; wait $step""",
     'scontrol': 'case "$1" in requeue) echo "$2" >> "$SEEN/requeued";; *) echo localhost;; esac',
-    'python3': """[ "$2" = llm_workbook.doctor ] || { printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; }
-[ "$2" != llm_workbook.doctor ] || { printf "%s\\0" "$@" > "$SEEN/preflight"; eval "$CHECK"; exit; }
+    'python3': """[ "$3" = preflight ] || { printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; }
+[ "$3" != preflight ] || { printf "%s\\0" "$@" > "$SEEN/preflight"; eval "$CHECK"; exit; }
 eval "$ACT"; exit "$CODE\""""}
 
 
@@ -138,7 +138,7 @@ def test_18_preflight_and_ranks_meet_at_the_same_node_on_ports_of_their_own(tmp_
     job = start(tmp_path, sbatch(BASE, '.'))
     job.communicate(timeout=20)
     check, train = ((tmp_path/'seen'/name).read_text().split('\0') for name in ('preflight', 'arguments'))
-    assert check[:4] == ['-m', 'llm_workbook.doctor', 'recipe.yaml', '--directory']
+    assert check[:5] == ['-m', 'llm_workbook', 'preflight', 'recipe.yaml', '--directory']
     assert check[check.index('--head') + 1] == 'localhost' and check[check.index('--port') + 1] == '24711'
     assert '--rdzv-endpoint=localhost:14711' in train and train[train.index('--step-timeout') + 1] == '1200'
 
@@ -151,7 +151,7 @@ def test_18_the_script_says_all_that_a_requeue_needs():
     assert {'#SBATCH --exclusive', '#SBATCH --mem=0'} <= {*sbatch(BASE, 'run').splitlines()}
     assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {*sbatch(BASE, 'run', options={'mem': '80G'}).splitlines()}
     assert '--rdzv-backend=c10d' in script and '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
-    assert script.index('trap forward') < script.index('llm_workbook.doctor') < script.index('llm_workbook.training')
+    assert script.index('trap forward') < script.index("llm_workbook preflight") < script.index("llm_workbook train")
     assert script.count('scontrol requeue') == 1
     assert max(n for n, line in enumerate(script.splitlines()) if line.startswith('#SBATCH')) < script.splitlines().index('set -u')
 

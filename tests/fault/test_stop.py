@@ -11,11 +11,13 @@ import pytest
 from test_scripts import PROGRAMS, requeues
 from trouble import CANARY, TOKENS, ended, files, fine_tune, losses, steps, torchrun, wait_for
 
-from llm_workbook import checkpoint, training
-from llm_workbook.commits import check, latest_valid, survey
-from llm_workbook.scripts import sbatch
-from llm_workbook.ranks import RankError
-from llm_workbook.resuming import Preempted, run_state
+from llm_workbook.checkpoint import save_load as checkpoint
+
+from llm_workbook.training import fine_tune as training
+from llm_workbook.checkpoint.manifest import check, latest_valid, survey
+from llm_workbook.launching.job_scripts import sbatch
+from llm_workbook.parallel.ranks import RankError
+from llm_workbook.training.resume import Preempted, run_state
 
 STEPS = 40
 

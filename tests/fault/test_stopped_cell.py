@@ -7,13 +7,13 @@ import threading
 import pytest
 from trouble import CANARY, TOKENS, losses, wait_for
 
-from llm_workbook.commits import latest_valid
+from llm_workbook.checkpoint.manifest import latest_valid
 
 CELLS = '''
     import os, psutil
-    from llm_workbook.commits import latest_valid
-    from llm_workbook.recipe import Recipe
-    from llm_workbook.training import fine_tune
+    from llm_workbook.checkpoint.manifest import latest_valid
+    from llm_workbook.config.recipe import Recipe
+    from llm_workbook.training.fine_tune import fine_tune
     recipe = Recipe.load('recipe.yaml')
     # %%
     print('interrupt me')

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from trouble import disturb, files, fine_tune, losses, small_base, small_recipe
 
-from llm_workbook.checkpoint import load_checkpoint, save_checkpoint, to_universal
-from llm_workbook.ranks import RankError, run_ranks
-from llm_workbook.resuming import Preempted
+from llm_workbook.checkpoint.save_load import load_checkpoint, save_checkpoint, to_universal
+from llm_workbook.parallel.ranks import RankError, run_ranks
+from llm_workbook.training.resume import Preempted
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 
@@ -18,7 +18,7 @@ os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs, before the first fork."
-    import llm_workbook.quant  # noqa: F401  First: it silences bitsandbytes
+    import llm_workbook.model.quantize  # noqa: F401  First: it silences bitsandbytes
     deepspeed = pytest.importorskip('deepspeed')
     from deepspeed.ops import __compatible_ops__
     deepspeed.utils.logger.setLevel('ERROR')
@@ -27,8 +27,8 @@ def imported():
 
 def engine(base, stage, universal=False):
     import deepspeed, torch  # noqa: E401
-    from llm_workbook.quant import load_base
-    from llm_workbook.recipe import Method
+    from llm_workbook.model.quantize import load_base
+    from llm_workbook.config.recipe import Method
     torch.set_num_threads(1)
     model = load_base(str(base), Method(kind='full'), device='cpu')
     config = {'train_micro_batch_size_per_gpu': 2, 'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3, 'torch_adam': True}},

@@ -1,0 +1,265 @@
+"""Hardware: figures have sources and sane sizes, machines are put together rightly, drivers and limits read rightly."""
+import importlib
+import pickle
+import sys
+import types
+
+import pytest
+from llm_workbook.config import hardware
+from llm_workbook.config.document import RecipeError
+from llm_workbook.config.hardware import Gpu, Link, Node, detect, gpu, gpus, link, links, measure, node, nodes, same_nodes
+
+FIGURES = {'name': 'x', 'memory_b': 2**34, 'bf16_flops': 1e14, 'fp16_flops': 1e14, 'fp32_flops': 1e13, 'bandwidth_bps': 1e12,
+           'power_w': 300, 'price_hour': 1}
+
+
+# The figures
+
+@pytest.mark.parametrize('card', [gpu(name) for name in gpus()], ids=lambda card: card.name)
+def test_a_gpu_has_sources_and_sane_ratios(card):
+    needed = {'memory_b', 'flops', 'bandwidth_bps', 'power_w', 'price_hour'} | ({'ceiling'} if card.ceiling else set())
+    assert needed == set(dict(card.sources)) and all(dict(card.sources).values())
+    assert card.bf16_flops >= card.fp16_flops >= card.fp32_flops
+    assert card.fp8_flops is None or 1.99 <= card.fp8_flops / card.bf16_flops <= 2.05
+    assert card.flops() <= card.bf16_flops and 0 < card.price_hour < 20
+    assert card.link in links() and card.host_link in links() and (card.nvlink or 'nvlink4') in links()
+    assert 30 < card.ridge < 500
+    if card.name != 'cpu':
+        assert card.memory_b % 2**20 == 0 and 20 * 2**30 < card.memory_b < 200 * 2**30
+        assert 3e10 < card.bf16_flops / card.power_w < 3e12
+        assert card.driver_names
+
+
+def test_the_gpus_the_book_promises_are_there():
+    promised = 'rtx-3090 rtx-4090 rtx-5090 rtx-a5000 a10g l4 l40s a100-40 a100-80 h100 h200 b200 mi300x cpu'
+    assert set(gpus()) >= set(promised.split())
+    drivers = [name for card in map(gpu, gpus()) for name in card.driver_names]
+    assert len(drivers) == len(set(drivers))
+
+
+def test_peaks_are_dense_and_accumulate_in_fp32():
+    advertised = {'rtx-3090': 142e12, 'rtx-4090': 330.3e12, 'rtx-5090': 419e12, 'rtx-a5000': 222.2e12, 'l4': 242e12,
+                  'a100-80': 624e12, 'h100': 1979e12, 'b200': 4500e12}
+    assert all(gpu(name).bf16_flops == pytest.approx(sheet / 2, rel=.001) for name, sheet in advertised.items())
+
+
+@pytest.mark.parametrize('way', [link(name) for name in links()], ids=lambda way: way.name)
+def test_a_link_has_a_source_and_sane_ratios(way):
+    assert way.source and 0 < way.bps <= way.nominal_bps
+    assert way.measured_bps is None or way.bps == way.measured_bps
+    assert way.latency_s < 1e-3 and way.hop_s < 1e-3
+
+
+def test_a_slot_of_half_the_lanes_has_half_the_rate():
+    for gen in (4, 5): assert link(f'pcie{gen}-x8').nominal_bps * 2 == link(f'pcie{gen}-x16').nominal_bps
+    assert link('pcie5-x16').nominal_bps == 2 * link('pcie4-x16').nominal_bps == 4 * link('pcie3-x16').nominal_bps
+
+
+# Machines
+
+@pytest.mark.parametrize('name', [*nodes(), *gpus(), *(f'{n}x-{g}' for g in gpus() for n in (1, 2, 16))])
+def test_every_machine_reads_back_equal(name):
+    machine = node(name)
+    assert Node.parse(machine.dump()) == machine == Node(**machine.to_dict())
+    assert pickle.loads(pickle.dumps(machine)) == machine and hash(machine) == hash(node(name))
+    assert machine.memory_b > 0 and machine.price_hour >= 0 and machine.total_gpu_b == machine.gpus * machine.gpu.memory_b
+    assert machine.backend == ('gloo' if machine.gpu.name == 'cpu' else 'nccl')
+
+
+def test_a_file_names_what_the_package_knows(tmp_path):
+    file = tmp_path/'lab.yml'
+    file.write_text('version: 1\nname: lab\ngpu: h200\ngpus: 4\nnetwork: infiniband-400\n')
+    machine = node(file)
+    assert machine.gpu == gpu('h200') and machine.link == link('nvlink4') and machine.network.bps == 40e9
+    assert machine.memory_b == 2 * 4 * gpu('h200').memory_b
+    assert node(str(file)).changed(name='4x-h200', network=None) == node('4x-h200')
+
+
+@pytest.mark.parametrize('name, words', [
+    ('2x-rtx-3900', "did you mean 'rtx-3090'"), ('h1000', "did you mean 'h100'"), ('0x-h100', '1 to 16'),
+    ('17x-h100', '1 to 16'),
+    ('-2x-h100', 'no machine'), ('', 'no machine'), ('dgx-h10', "did you mean 'dgx-h100'"), ('none.yaml', 'cannot be read'),
+    ('8x', 'no machine'), ('8x-', 'no figures'), ('99999999999x-cpu', '1 to 1024'), ('h100\nh100', 'no machine'),
+    (None, 'no machine')])
+def test_an_unknown_machine_says_what_was_meant(name, words):
+    with pytest.raises(ValueError, match=words): node(name)
+
+
+@pytest.mark.parametrize('field, value, words', [
+    ('memory_b', -1, 'greater than 0'), ('memory_b', 11 * 10**12, 'less than or equal to 10000000000000'),
+    ('bandwidth_bps', 0, 'greater than 0'),
+    ('bf16_flops', -1e12, 'greater than'), ('bf16_flops', 1e18, 'less than'), ('ceiling', 1.01, 'less than or equal to 1'),
+    ('power_w', 1e5, 'less than'), ('price_hour', -1, 'greater than'), ('fp32_flops', float('nan'), 'finite'),
+    ('memory_b', '24 GB', 'integer')])
+def test_absurd_figures_are_refused(field, value, words):
+    with pytest.raises(RecipeError, match=words): Gpu(**FIGURES | {field: value})
+    with pytest.raises(RecipeError, match=rf'gpu\.{field}'): Node(name='n', gpus=1, gpu=FIGURES | {field: value})
+
+
+def test_mistakes_in_a_file_come_together_with_their_lines():
+    text = 'version: 1\nname: lab\ngpu: h1000\ngpus: 0\nlink: nvlnk4\ndisk: 3\n'
+    with pytest.raises(RecipeError) as caught: Node.parse(text)
+    assert [p.line for p in caught.value.problems] == [3, 4, 5, 6]
+    assert all(word in str(caught.value) for word in ("'h100'", "'nvlink4'", 'unknown key'))
+
+
+def test_a_processor_is_shared_and_a_gpu_is_not():
+    two = node('2x-cpu')
+    one = two.using(1)
+    assert one.gpu.bf16_flops == 2 * two.gpu.bf16_flops and one.gpu.memory_b == two.memory_b
+    for n in (1, 2, 3, 4):
+        shared = two.using(n)
+        assert shared.gpus * shared.gpu.fp32_flops == pytest.approx(2 * two.gpu.fp32_flops)
+        assert shared.total_gpu_b <= two.memory_b and shared.price_hour == pytest.approx(two.price_hour)
+    assert node('8x-h100').using(4) == node('8x-h100')
+    with pytest.raises(ValueError, match='at most one each'): node('8x-h100').using(9)
+    with pytest.raises(ValueError, match='at least 1'): node('8x-h100').using(0)
+
+
+def test_rent_takes_the_place_of_prices():
+    assert node('2x-h100').price_hour == 2 * gpu('h100').price_hour
+    assert node('2x-h100').changed(rent_hour=0).price_hour == 0
+    assert node('2x-h100').changed({'gpu.price_hour': 1.5}).price_hour == 3
+
+
+def test_differing_machines_are_named():
+    a, b = node('8x-h100'), node('8x-a100-80').changed(name='old')
+    with pytest.raises(ValueError) as caught: same_nodes([a, a, b])
+    assert "8x-h100 and old differ in gpu.name ('h100' and 'a100-80'), link.name ('nvlink4' and 'nvlink3')" in str(caught.value)
+    assert 'bf16_flops' not in str(caught.value)
+    with pytest.raises(ValueError, match='network.name'): same_nodes([a, a.changed(network='efa-400')])
+    with pytest.raises(ValueError, match=r'gpu.price_hour \(3.49 and 1'): same_nodes([a, a.changed({'gpu.price_hour': 1})])
+    with pytest.raises(ValueError, match='gpus'): same_nodes([a, a.changed(gpus=4)])
+    with pytest.raises(ValueError, match='at least one'): same_nodes([])
+    less = a.changed(name='b', memory_b=a.memory_b - 2**20)
+    assert same_nodes([a]) == a and same_nodes([a, less]) == a.changed(memory_b=less.memory_b)
+
+
+def test_a_machine_shows_itself():
+    machine = node('p4d').changed(notes=['<b>'])
+    assert '&lt;b&gt;' in machine._repr_html_() and 'efa-400' in machine._repr_html_()
+    assert machine.plot()._repr_png_()[:4] == b'\x89PNG'
+
+
+# This machine. No GPU is where these tests run, so NVML is imitated: they check what is made of its answers, not the answers.
+
+class Fake(types.ModuleType):
+    "The part of NVML that is used, for `count` GPUs called `name`."
+    NVMLError = type('NVMLError', (Exception,), {})
+    NVML_NVLINK_MAX_LINKS, NVML_P2P_STATUS_OK, NVML_CLOCK_SM, NVML_CLOCK_MEM = 18, 0, 1, 2
+
+    def __init__(self, names, memory_mib, **facts):
+        super().__init__('pynvml')
+        self.names, self.memory_mib, self.open = names, memory_mib, 0
+        self.facts = {'gen': 4, 'width': 16, 'nvlinks': 0, 'peers': 0, 'able': (8, 6)} | facts
+
+    def nvmlInit(self): self.open += 1
+    def nvmlShutdown(self): self.open -= 1
+    def nvmlDeviceGetCount(self): return len(self.names)
+    def nvmlDeviceGetHandleByIndex(self, i): return i
+    def nvmlDeviceGetName(self, h): return self.names[h]
+    def nvmlDeviceGetMemoryInfo(self, h): return types.SimpleNamespace(total=self.memory_mib * 2**20)
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, h): return self.facts['gen']
+    def nvmlDeviceGetMaxPcieLinkWidth(self, h): return self.facts['width']
+    def nvmlDeviceGetP2PStatus(self, a, b, index): return 0 if self.facts['peers'] else 1
+    def nvmlDeviceGetNumGpuCores(self, h): return 10496
+    def nvmlDeviceGetMaxClockInfo(self, h, kind): return 1695 if kind == 1 else 9751
+    def nvmlDeviceGetMemoryBusWidth(self, h): return 384
+    def nvmlDeviceGetCudaComputeCapability(self, h): return self.facts['able']
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, h): return 350_000
+
+    def nvmlDeviceGetNvLinkState(self, h, number):
+        if number >= self.facts['nvlinks']: raise self.NVMLError
+        return 1
+
+
+def seen(monkeypatch, *args, **facts) -> Node:
+    "What `detect` makes of an imitated NVML, which must be closed again."
+    fake = Fake(*args, **facts)
+    monkeypatch.setitem(sys.modules, 'pynvml', fake)
+    try: return detect()
+    finally: assert fake.open == 0
+
+
+def test_known_gpus_are_recognised_and_keep_the_drivers_memory(monkeypatch):
+    machine = seen(monkeypatch, ['NVIDIA H100 80GB HBM3'] * 8, 81559, gen=5, nvlinks=18, peers=1)
+    same = {'name': 'n', 'memory_b': 1, 'disk_b': 1, 'notes': (), 'gpu.sources': {}}
+    assert machine.changed(same) == node('8x-h100').changed(same)
+    assert dict(machine.gpu.sources)['memory_b'] == 'the driver'
+    machine = seen(monkeypatch, [b'NVIDIA A100-SXM4-40GB'] * 4, 40536, nvlinks=12, peers=1)
+    assert machine.gpu.name == 'a100-40' and machine.gpu.memory_b == 40536 * 2**20 and machine.link == link('nvlink3')
+
+
+def test_a_desktop_is_read_slot_by_slot(monkeypatch):
+    names = ['NVIDIA GeForce RTX 3090'] * 2
+    apart = seen(monkeypatch, names, 24576, width=8)
+    assert (apart.gpus, apart.link, apart.host_link) == (2, link('pcie4-x8-host'), link('pcie4-x8'))
+    assert seen(monkeypatch, names, 24576, nvlinks=4).link == link('nvlink3-bridge')
+    assert seen(monkeypatch, names, 24576, peers=1).link == link('pcie4-x16')
+    assert seen(monkeypatch, names[:1], 24576).link == link('pcie4-x16')
+    odd = seen(monkeypatch, names, 24576, width=4, gen=3)
+    assert odd.link.name == 'pcie3-x4-host' and odd.link.nominal_bps == link('pcie3-x16').nominal_bps / 4 and odd.link.share == .5
+
+
+def test_an_unknown_gpu_is_derived_and_says_so(monkeypatch):
+    machine = seen(monkeypatch, ['NVIDIA Fancy 9000'], 12288)
+    card = machine.gpu
+    assert (card.name, card.memory_b, card.power_w) == ('NVIDIA Fancy 9000', 12288 * 2**20, 350)
+    assert card.fp32_flops == pytest.approx(gpu('rtx-3090').fp32_flops, rel=.01)  # Its cores and clocks were given
+    assert card.bf16_flops == pytest.approx(gpu('rtx-3090').bf16_flops, rel=.01)
+    assert card.bandwidth_bps == pytest.approx(gpu('rtx-3090').bandwidth_bps, rel=.01)
+    assert 'derived' in dict(card.sources)['flops'] and 'unknown' in dict(card.sources)['price_hour']
+    assert card.bf16 and card.fp8_flops is None
+    assert seen(monkeypatch, ['x'], 1024, able=(8, 9)).gpu.fp8_flops
+    old = seen(monkeypatch, ['x'], 1024, able=(7, 5)).gpu
+    assert not old.bf16 and old.flops('float16') > 0
+    with pytest.raises(ValueError, match='x has no bfloat16 units: compute in float16'): old.flops()
+    assert seen(monkeypatch, ['x', 'x'], 1024, nvlinks=6).link.nominal_bps == 150e9
+
+
+def test_mixed_gpus_are_refused(monkeypatch):
+    names = ['NVIDIA H100 80GB HBM3', 'NVIDIA L4']
+    with pytest.raises(ValueError, match='GPUs here differ .*h100.*l4'): seen(monkeypatch, names, 23034)
+
+
+def test_without_a_driver_it_is_the_processor(monkeypatch):
+    monkeypatch.setattr(hardware, '_cores', lambda: 8)
+    machine = seen(monkeypatch, [], 0)
+    assert (machine.gpus, machine.backend, machine.gpu.name) == (2, 'gloo', 'cpu')
+    assert machine.gpu.bf16_flops == 4 * gpu('cpu').bf16_flops and machine.gpu.memory_b == machine.memory_b // 2
+    monkeypatch.setitem(sys.modules, 'pynvml', None)
+    assert detect() == machine.changed(disk_b=detect().disk_b)
+    monkeypatch.setattr(hardware.Path, 'exists', lambda path: True)
+    with pytest.raises(ImportError, match='monitor'): detect()
+
+
+def test_a_real_nvml_has_the_functions_that_are_called():
+    real = pytest.importorskip('pynvml')
+    used = {name for name in dir(Fake) if name.startswith(('nvml', 'NVML'))}
+    assert not [name for name in used if not hasattr(real, name)]
+    assert (real.NVML_P2P_STATUS_OK, real.NVML_CLOCK_SM, real.NVML_CLOCK_MEM) == (0, 1, 2)
+
+
+@pytest.mark.parametrize('line, folder, file', [('0::/a/b', 'a', 'memory.max'), ('0::/', '', 'memory.max'),
+                                                ('4:memory:/a/b', 'memory/a/b', 'memory.limit_in_bytes')])
+def test_a_container_may_use_less_than_the_machine_has(tmp_path, line, folder, file):
+    (tmp_path/'proc/self').mkdir(parents=True)
+    (tmp_path/'proc/self/cgroup').write_text(f'3:cpu:/x\n{line}\n')
+    group = tmp_path/'sys/fs/cgroup'/folder
+    group.mkdir(parents=True)
+    (group/file).write_text('max\n' if file == 'memory.max' else '9223372036854771712\n')
+    assert hardware._host(tmp_path)['memory_b'] == hardware._host(tmp_path/'none')['memory_b']
+    (group/file).write_text('1073741824\n')
+    assert hardware._host(tmp_path)['memory_b'] == 2**30
+
+
+def test_measuring_changes_speeds_only():
+    machine = node('cpu')
+    timed = measure(machine, 256)
+    assert timed.changed({'gpu': 'cpu'}) == machine
+    assert timed.gpu.bf16_flops != machine.gpu.bf16_flops and timed.gpu.bandwidth_bps > 0
+
+
+def test_the_shelf_is_read_once():
+    assert gpu('h100') is gpu('H100') and importlib.import_module('llm_workbook.config.hardware').link('loopback') is link('loopback')
+    assert isinstance(link('loopback'), Link)

@@ -1,0 +1,178 @@
+"""The console: what it says of a run, of a job and of trouble, and how its widget follows; no browser, and no real run."""
+import gc
+import json
+import threading
+import time
+import weakref
+
+import pytest
+from trouble import wait_for
+
+from llm_workbook.launching.console import Console, ConsoleState, console_state
+
+METRICS = [{'step': n, 'loss': 3 / n, 'seconds': 2. * n} for n in range(1, 5)]
+
+
+class Beside:
+    "What `Launched` shows to a console."
+    def __init__(self, ranks=2):
+        self.recipe = type('Recipe', (), {'name': 'small', 'cluster': type('', (), {'ranks': ranks}), 'optimizer': type('', (), {'steps': 8})})
+        self.state, self.metrics, self.stopped, self.texts = 'running', [], 0, ['' for _ in range(ranks)]
+
+    def log(self, rank=0, most_b=2**16): return self.texts[rank][-most_b:]
+
+    def stop(self): self.stopped, self.state = self.stopped + 1, 'stopping'
+
+
+class Job:
+    "What a job shows to a console."
+    name, steps, metrics, said, stopped = 'big', 100, METRICS, ('PENDING', 'Priority', False), 0
+
+    def status(self):
+        if isinstance(self.said, Exception): raise self.said
+        return type('Status', (), dict(zip(('state', 'reason', 'ended'), self.said)))
+
+    def logs(self, lines=40): return 'from all ranks\n'
+
+    def cancel(self): self.stopped, self.said = 1, ('CANCELLED', '', True)
+
+
+@pytest.fixture
+def run():
+    made = Beside()
+    yield made
+    made.state = 'finished'
+    assert wait_for(lambda: not [t for t in threading.enumerate() if t.name == 'console'], 10)
+
+
+# Without a widget
+
+def test_a_moment_of_a_run_says_how_it_stands(run):
+    assert console_state(run).line == 'small: running, step 0 of 8' and not console_state(run).ended
+    run.metrics = METRICS
+    state = console_state(run)
+    assert state.line == 'small: running, step 4 of 8, loss 0.750, trained for 8 s, about 8 s left'
+    run.state = 'preempted'
+    assert console_state(run).line == 'small: preempted, step 4 of 8, loss 0.750, trained for 8 s' and console_state(run).ended
+    assert json.loads(json.dumps(state.to_dict()))['line'] == state.line == repr(state)
+    run.metrics = [{'step': 2}]  # A line without a loss
+    assert console_state(run).line == 'small: preempted, step 2 of 8'
+
+
+def test_a_moment_of_a_job():
+    job = Job()
+    state = console_state(job)
+    assert (state.state, state.ended, state.steps, [*state.logs]) == ('pending Priority', False, 100, ['all ranks'])
+    job.said = RuntimeError('squeue has not answered for 60 s')
+    state = console_state(job)
+    assert state.state == 'out of sight' and not state.ended and 'squeue has not answered' in state._repr_html_()
+
+
+def test_what_ranks_print_cannot_become_part_of_the_page(run):
+    run.texts = ['<script>alert(1)</script>\n\x1b[31mred\x1b[0m\n 10%|#  |\r100%|###|\n', 'x' * 10**6 + '\nlast\n/opt/env/lib/python3.11/site-packages/trl/x.py:1: Warning']
+    html = console_state(run)._repr_html_()
+    assert '<script' not in html and '&lt;script&gt;' in html and '\x1b' not in html and ' 10%' not in html and '100%' in html
+    assert '\ntrl/x.py:1: Warning' in html and len(html) < 100_000 and html.count('<details>') == 2
+    run.recipe.name = '<img src=x>'
+    assert '<img' not in console_state(run)._repr_html_()
+
+
+@pytest.mark.parametrize('ended, colour', [('finished', '009E73'), ('failed', 'D55E00'), ('preempted', 'E69F00')])
+def test_the_state_is_a_word_and_a_colour(ended, colour):
+    html = ConsoleState('small', ended, True, 8, (), {})._repr_html_()
+    assert ended in html and colour in html and 'role="status"' in html
+
+
+@pytest.mark.parametrize('wrong', [None, 'run', object()])
+def test_what_is_no_run_is_refused(wrong):
+    with pytest.raises(ValueError, match='no run that can be watched'): console_state(wrong)
+    with pytest.raises(ValueError, match='no run that can be watched'): Console(wrong)
+
+
+# The widget
+
+def test_the_console_follows_by_itself_until_the_end(run):
+    pytest.importorskip('ipywidgets')
+    console = Console(run)
+    assert console.tabs.titles == ('rank 0', 'rank 1') and console.curve.value == ''
+    run.metrics, run.texts = METRICS, ['one', 'two']
+    assert wait_for(lambda: 'step 4 of 8' in console.line.value and 'png' in console.curve.value and 'one' in console.logs[0].value)
+    assert 'two' not in console.logs[1].value  # Hidden, so it is not read
+    console.tabs.selected_index = 1
+    assert wait_for(lambda: 'two' in console.logs[1].value)
+    run.texts, run.state = ['one, the end', 'two, the end'], 'finished'
+    assert wait_for(lambda: console._done.is_set())
+    assert console.button.disabled and 'finished' in console.line.value and 'one, the end' in console.logs[0].value and 'two, the end' in console.logs[1].value
+
+
+def test_stop_is_pressed_once_and_the_button_says_so(run):
+    pytest.importorskip('ipywidgets')
+    console = Console(run)
+    console.button.click()
+    assert (run.stopped, console.button.disabled, console.button.description) == (1, True, 'Stopping')
+    assert 'stopping' in console.line.value
+    run.state = 'preempted'
+    assert wait_for(lambda: console.button.description == 'Ended')
+
+
+def test_a_stop_that_fails_is_told_and_can_be_repeated(run):
+    pytest.importorskip('ipywidgets')
+    def fail(): raise RuntimeError('scancel is not found')
+    run.stop = fail
+    console = Console(run)
+    console.button.click()
+    assert 'scancel is not found' in console.line.value and not console.button.disabled
+
+
+def test_the_button_of_a_job_cancels_it():
+    pytest.importorskip('ipywidgets')
+    console = Console(job := Job())
+    console.button.click()
+    assert job.stopped == 1 and console.button.description == 'Ended' and 'cancelled' in console.line.value
+
+
+def test_a_cell_that_runs_again_leaves_one_thread(run):
+    pytest.importorskip('ipywidgets')
+    first = Console(run)
+    second = Console(run)
+    assert wait_for(lambda: len([t for t in threading.enumerate() if t.name == 'console']) == 1)
+    run.metrics = METRICS
+    assert wait_for(lambda: 'step 4' in second.line.value) and 'step 4' not in first.line.value
+
+
+def test_a_run_that_nobody_holds_is_forgotten():
+    pytest.importorskip('ipywidgets')
+    run = Beside()
+    console, seen = Console(run), weakref.ref(run)
+    run.state = 'finished'
+    assert wait_for(lambda: console._done.is_set())
+    del run, console
+    assert wait_for(lambda: gc.collect() < 0 or seen() is None)
+
+
+def test_trouble_while_looking_is_shown_and_does_not_end_the_console(run):
+    pytest.importorskip('ipywidgets')
+    console = Console(run)
+    run.metrics = 3
+    assert wait_for(lambda: 'TypeError' in console.line.value)
+    run.metrics = METRICS
+    assert wait_for(lambda: 'step 4 of 8' in console.line.value)
+
+
+def test_a_look_that_takes_long_is_followed_by_a_pause(run):
+    pytest.importorskip('ipywidgets')
+    looks, plain = [], run.log
+    def slow(*words):
+        looks.append(time.monotonic()), time.sleep(0.2)
+        return plain(*words)
+    run.log = slow
+    console = Console(run)
+    assert wait_for(lambda: len(looks) >= 3, 20)
+    assert looks[2] - looks[1] > 1.8 and console.state.state == 'running'
+
+
+def test_the_console_travels_with_its_static_twin(run):
+    pytest.importorskip('ipywidgets')
+    run.metrics = METRICS
+    bundle = Console(run)._repr_mimebundle_()
+    assert 'application/vnd.jupyter.widget-view+json' in bundle and 'step 4 of 8' in bundle['text/html']

@@ -1,0 +1,214 @@
+"""Sharding through accelerate and TRL: the silent fall-back is caught, NF4 survives, the share law holds."""
+import json
+import os
+import tempfile
+
+import pytest
+
+from llm_workbook.model.adapters import add_adapters, cast_adapters, load_adapters, save_adapters
+from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
+from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
+from llm_workbook.config.document import asset
+from llm_workbook.config.recipe import Method, Recipe, Sharding, recipe_names, shrink
+from llm_workbook.parallel.shard import (ShardingMismatch, assert_sharding, check_transport, cpu_fsdp, fsdp_env, shard_model, transport_env,
+                                zero_config)
+
+os.environ.setdefault('DS_ACCELERATOR', 'cpu')
+RECIPE = Recipe.parse('{version: 2, name: test, model: {source: tiny-base}, data: {source: sample-conversations}}')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def imported():
+    "Import once what every rank needs; forks share it."
+    import accelerate, bitsandbytes, datasets, peft, transformers, trl  # noqa: E401, F401
+    import torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
+    from trl import SFTTrainer  # noqa: F401
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def adapted(storage='bfloat16'):
+    return add_adapters(load_nf4('tiny-base', Method(storage=storage), device='cpu'))
+
+
+def trainer(model, folder):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+    lines = (asset('sample-conversations') / 'train.jsonl').read_text().splitlines()[:12]
+    config = SFTConfig(output_dir=folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=1,
+                       learning_rate=1e-3, logging_steps=1, save_strategy='no', report_to=[], disable_tqdm=True,
+                       max_length=64,
+                       gradient_checkpointing=False, dataloader_pin_memory=False, log_level='error')
+    rows = Dataset.from_list([{'messages': json.loads(line)['messages']} for line in lines])
+    return SFTTrainer(model=model, args=config, train_dataset=rows,
+                      processing_class=AutoTokenizer.from_pretrained(asset('tiny-base')))
+
+
+def fine_tune(recipe, switched, folder):
+    "Train two steps with TRL; give the report, whether the fingerprint held, and what was saved."
+    from contextlib import nullcontext
+    model = adapted(recipe.method.storage)
+    before = fingerprint(model)
+    with cpu_fsdp() if switched else nullcontext(), tempfile.TemporaryDirectory() as out:
+        run = trainer(model, out)
+        assert cast_adapters(run.model) == 56, 'TRL no longer casts adapters: drop cast_adapters'
+        run.train()
+    report = assert_sharding(run.model_wrapped, recipe.sharding.strategy, 2)
+    return report, before == fingerprint(run.model), save_adapters(run.model, folder)
+
+
+def test_trl_shards_and_saves(tmp_path):
+    ranks = notebook_ranks(fine_tune, 2, args=(RECIPE, True, tmp_path), env=fsdp_env(RECIPE), timeout_s=180)
+    for report, same, moved in ranks:
+        assert same and len(moved) == 28
+        assert report.here_b <= report.total_b / 2 + report.largest_unit_b
+        assert all(whole[0] >= 2 * here[0] - 1 for _, _, whole, here, _, _ in report.rows)
+    assert load_adapters('tiny-base', tmp_path, device='cpu')
+
+
+def test_activation_checkpointing_saves_adapters_too(tmp_path):
+    recipe = RECIPE.changed({'sharding.activation_checkpointing': 'full'})
+    ranks = notebook_ranks(fine_tune, 2, args=(recipe, True, tmp_path), env=fsdp_env(recipe), timeout_s=180)
+    assert len(ranks[0][2]) == 28
+
+
+def test_silent_fallback_to_ddp_raises(tmp_path):
+    with pytest.raises(RankError, match='94 of 94 parameters are not DTensors.*Parallel is whole on every rank'):
+        notebook_ranks(fine_tune, 2, args=(RECIPE, False, tmp_path), env=fsdp_env(RECIPE), timeout_s=180)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ddp_that_was_asked_for_passes(tmp_path):
+    recipe = RECIPE.changed({'sharding.strategy': 'ddp'})
+    report = notebook_ranks(fine_tune, 2, args=(recipe, False, tmp_path), env=fsdp_env(recipe), timeout_s=180)[0][0]
+    assert report.here_b == report.total_b
+
+
+def sharded(storage):
+    model = adapted(storage)
+    before = fingerprint(model)
+    return before, fingerprint(shard_model(model)), assert_sharding(model)
+
+
+@pytest.mark.parametrize('ranks', [2, 3])
+def test_fingerprint_is_bit_identical(ranks):
+    whole = fingerprint(load_nf4('tiny-base', device='cpu'))
+    for before, after, report in run_ranks(sharded, ranks, args=('bfloat16',), timeout_s=120):
+        assert before == after == whole and after.differences(before) == []
+        assert report.here_b <= report.total_b / ranks + report.largest_unit_b
+
+
+def test_three_ranks_do_not_divide():
+    reports = [report for _, _, report in run_ranks(sharded, 3, args=('bfloat16',), timeout_s=120)]
+    assert any(first[3] != last[3] for first, last in zip(reports[0].rows, reports[2].rows))
+    for rows in zip(*(report.rows for report in reports)):
+        assert sum(row[3][0] for row in rows) == rows[0][2][0]
+    assert sum(report.here_b for report in reports) == reports[0].total_b
+
+
+def left_out():
+    import torch
+    model = adapted()
+    layer = model.base_model.model.model.layers[0]
+    shard_model(model)
+    layer.register_parameter('stowaway', torch.nn.Parameter(torch.ones(3)))
+    return assert_sharding(model)
+
+
+def test_one_parameter_left_out_raises():
+    with pytest.raises(RankError, match='1 of 95 parameters are not DTensors, first .*layers.0.stowaway'):
+        run_ranks(left_out, 2, timeout_s=120)
+
+
+def test_activation_checkpointing_and_resharding_change_no_loss():
+    def loss(**sharding):
+        import torch
+        model = shard_model(load_base('tiny-base', Method(kind='full'), device='cpu'), Sharding(**sharding))
+        ids = torch.arange(5, 69).view(2, 32)
+        value = model.train()(input_ids=ids, labels=ids).loss
+        value.backward()
+        grads = [p.grad for p in model.parameters()]
+        return value.item(), torch.nn.utils.get_total_norm(grads).full_tensor().item()
+
+    def losses(): return [loss(), loss(activation_checkpointing='full'), loss(reshard_after_forward=False)]
+    plain, checkpointed, kept = run_ranks(losses, 2, timeout_s=120)[0]
+    assert plain == kept == pytest.approx(checkpointed, rel=1e-6)
+
+
+def test_one_process():
+    model = adapted()
+    with pytest.raises(ShardingMismatch, match='is whole on every rank'): assert_sharding(model, 'fsdp2')
+    with pytest.raises(ShardingMismatch, match='2 ranks were asked for'): assert_sharding(model, 'none', 2)
+    assert assert_sharding(model, 'none').ranks == 1
+
+
+# What the recipe says to DeepSpeed, gloo and NCCL
+
+def zero(**changes):
+    return zero_config(RECIPE.changed({'sharding.strategy': 'zero3'} | {key.replace('__', '.'): value for key, value in changes.items()}))
+
+
+def test_offload_is_said_with_who_steps():
+    away = zero(sharding__offload_parameters='cpu', sharding__offload_optimizer='cpu', sharding__pin_memory=False)
+    kept = {'device': 'cpu', 'pin_memory': False}
+    assert (away['zero_optimization']['offload_param'], away['zero_optimization']['offload_optimizer']) == (kept, kept)
+    assert away['zero_force_ds_cpu_optimizer'] is False, 'on CPU ranks nothing is to be compiled'
+    gpus = {'cluster__device': 'cuda', 'sharding__offload_optimizer': 'cpu'}
+    assert zero(**gpus)['zero_force_ds_cpu_optimizer'] is True
+    assert zero(**gpus, optimizer__kind='sgd')['zero_force_ds_cpu_optimizer'] is False, 'accelerate would make it an Adam'
+    assert 'offload' not in str(zero()) and 'zero_force_ds_cpu_optimizer' not in zero()
+    with pytest.raises(ValueError, match="aio operator: set it to 'cpu'"): zero(sharding__offload_optimizer='nvme')
+
+
+def test_accelerate_would_make_an_adam_of_any_offloaded_optimizer(monkeypatch):
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+    ops = pytest.importorskip('deepspeed.ops.adam')
+    monkeypatch.setattr(ops, 'DeepSpeedCPUAdam', lambda groups, **how: how)  # Not compiled
+    made = map_pytorch_optim_to_deepspeed(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=.1))
+    assert made['adamw_mode'] is False
+
+
+def test_half_precision_is_rendered():
+    half = zero(cluster__device='cuda', precision__compute='float16', precision__loss_scale='dynamic', method__storage='float16',
+                precision__reduce='float16')
+    assert half['fp16'] == {'enabled': True, 'loss_scale': 0} and half['bf16'] == {'enabled': False}
+    assert half['communication_data_type'] == 'fp16' and not {'fp16', 'communication_data_type'} & zero().keys()
+
+
+@pytest.mark.parametrize('name', [n for n in recipe_names() if Recipe.named(n).sharding.strategy.startswith('zero')])
+def test_deepspeed_takes_every_key(name):
+    config = pytest.importorskip('deepspeed.runtime.config')
+    for recipe in Recipe.named(name), shrink(Recipe.named(name)):
+        said = zero_config(recipe)
+        read = config.DeepSpeedConfig({'train_batch_size': said['train_micro_batch_size_per_gpu'] * said['gradient_accumulation_steps'], **said})
+        assert read.zero_config.stage == int(recipe.sharding.strategy[4:])
+        offloads = [getattr(place, 'device', 'none') for place in (read.zero_config.offload_param, read.zero_config.offload_optimizer)]
+        assert [str(getattr(o, 'value', o)) for o in offloads] == [recipe.sharding.offload_parameters, recipe.sharding.offload_optimizer]
+        assert set(said['zero_optimization']) <= {field.alias or key for key, field in type(read.zero_config).model_fields.items()}
+        assert read.float16_config.enabled == (recipe.precision.compute == 'float16')
+        assert not read.float16_config.enabled or read.float16_config.loss_scale == 0 and read.float16_config.initial_scale_power == 16
+
+
+def test_an_interface_that_is_not_here_is_refused_by_name(monkeypatch):
+    here = RECIPE.changed({'cluster.interface': 'lo', 'cluster.variables': {'NCCL_DEBUG': 'INFO', 'OMP_NUM_THREADS': '3'}})
+    env = {'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo', 'NCCL_DEBUG': 'INFO', 'OMP_NUM_THREADS': '3'}
+    assert transport_env(here) == env and env.items() <= fsdp_env(here).items() and transport_env(RECIPE) == {}
+    monkeypatch.setenv('OMP_NUM_THREADS', '3')
+    check_transport(here)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    with pytest.raises(ValueError, match='OMP_NUM_THREADS=3, and this process started with 1'): check_transport(here)
+    with pytest.raises(ValueError, match=r"'ib7' is not on \S+, which has (\S+, )*lo\b"): check_transport(here.changed({'cluster.interface': 'ib7'}))
+
+
+def test_gloo_takes_the_interface():
+    def address():
+        import torch
+        import torch.distributed as dist
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return os.environ['GLOO_SOCKET_IFNAME'], total.item()
+    env = fsdp_env(RECIPE.changed({'cluster.interface': 'lo'}))
+    assert run_ranks(address, 2, env=env, timeout_s=60) == [('lo', 2.)] * 2
+    with pytest.raises(RankError, match='no-such'): run_ranks(address, 2, env=env | {'GLOO_SOCKET_IFNAME': 'no-such'}, timeout_s=60)

@@ -1,0 +1,202 @@
+"""Messages against formulas and real ranks, FLOPs against torch's counter, and seconds that move the right way."""
+import json
+import time
+
+import pytest
+
+from llm_workbook.config.document import asset
+from llm_workbook.config.hardware import node
+from llm_workbook.plan.collectives import collective_s, machine, step_messages, wire_bytes
+from llm_workbook.model.spec import spec
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.plan.step_time import step_traffic
+
+TINY = json.loads((asset('tiny-base') / 'config.json').read_text())
+MODELS = {'tied': TINY, 'grouped': TINY | {'num_key_value_heads': 2, 'tie_word_embeddings': False},
+          'qwen3': {'model_type': 'qwen3', 'hidden_size': 52, 'intermediate_size': 100, 'num_hidden_layers': 3, 'num_attention_heads': 3,
+                    'num_key_value_heads': 1, 'head_dim': 20, 'vocab_size': 107, 'tie_word_embeddings': True},
+          'gemma2': {'model_type': 'gemma2', 'hidden_size': 44, 'intermediate_size': 76, 'num_hidden_layers': 2, 'num_attention_heads': 2,
+                     'num_key_value_heads': 1, 'head_dim': 18, 'vocab_size': 109, 'sliding_window': 64, 'tie_word_embeddings': True}}
+SMALL = Recipe.parse('''{version: 2, name: small, model: {source: tiny-base, attention: eager}, method: {kind: full},
+  data: {source: sample-conversations}, cluster: {processes: 1, hardware: cpu}, sharding: {strategy: none}, batch: {micro: 2, length: 32}}''')
+LARGE = Recipe.parse('''{version: 2, name: large, model: {source: llama-3.1-8b}, method: {kind: full}, data: {source: sample-conversations},
+  cluster: {processes: 8, nodes: 2, device: cuda, hardware: p4de}, sharding: {activation_checkpointing: full}, batch: {length: 4096}}''')
+
+
+def sent(recipe, **more) -> list:
+    large, small = step_messages(recipe, **more)
+    return [c for x in large for part in (x.ahead, x.again, x.grads) for c in part] + [c for c in small if c.moment != 'trainer']
+
+
+# Messages
+
+@pytest.mark.parametrize('ranks', range(2, 9))
+def test_ring_factors(ranks):
+    size = 840 * ranks
+    assert wire_bytes('all_gather', size, ranks) == wire_bytes('reduce_scatter', size, ranks) == 840 * (ranks - 1)
+    assert wire_bytes('all_reduce', size, ranks) == wire_bytes('reduce_scatter', size, ranks, 'gloo') == 2 * 840 * (ranks - 1)
+    assert wire_bytes('all_gather', size, ranks, 'gloo') == wire_bytes('all_gather', size, ranks)
+
+
+def test_one_rank_sends_nothing():
+    assert wire_bytes('all_reduce', 10**9, 1) == 0 and collective_s('all_reduce', 10**9, 1, node('p4de')) == 0
+    assert step_messages(SMALL)[1] == () and not sent(SMALL)
+    with pytest.raises(ValueError, match='over 0 ranks'): wire_bytes('all_gather', 8, 0)
+
+
+def test_a_network_is_never_faster_than_the_node_and_an_all_reduce_crosses_it_once():
+    box = node('p4de')
+    assert collective_s('all_gather', 10**9, 16, box, 2) > collective_s('all_gather', 10**9, 8, box)
+    slow = box.changed(network={'name': 'slow', 'nominal_bps': 1e9})
+    ring = 2 * 15 / 16 * 10**9 / slow.network.bps
+    crossed = collective_s('all_reduce', 10**9, 16, slow, 2)
+    assert crossed == pytest.approx(10**9 / slow.network.bps, rel=0.01) and crossed < ring
+    assert collective_s('all_reduce', 10**9, 2, box, 2, crowd=8) > 7 * collective_s('all_reduce', 10**9, 2, box, 2)
+
+
+@pytest.mark.parametrize('group', [2, 4, 8])
+def test_hybrid_groups(group):
+    made = sent(LARGE.changed({'sharding.group': group}))
+    whole = sent(LARGE)
+    assert {c.group for c in made if c.kind in ('all_gather', 'reduce_scatter')} == {group}
+    reduced = [c for c in made if c.kind == 'all_reduce' and c.moment == 'backward']
+    assert {c.group for c in reduced} == {16 // group} and len(reduced) == 2
+    scattered = {c.tensor_b for c in made if c.kind == 'reduce_scatter'}
+    assert {group * c.tensor_b for c in reduced} == scattered  # The slices that one group is left with
+    assert not [c for c in whole if c.kind == 'all_reduce' and c.moment == 'backward']
+
+
+def test_an_even_model_sends_the_textbook_bytes():
+    model, layers = spec('llama-3.1-8b'), 32
+    rest = model.units[-1].parameters
+    gathers = sum(c.count * c.tensor_b for c in sent(LARGE) if c.kind == 'all_gather')
+    assert gathers == 2 * (2 * (model.parameters - rest) + rest)  # Two bytes a parameter; what is outside the layers once
+    assert sum(c.count for c in sent(LARGE) if c.kind == 'all_gather') == 2 * layers + 1
+    kept = sent(LARGE.changed({'sharding.reshard_after_forward': False}))
+    assert sum(c.count * c.tensor_b for c in kept if c.kind == 'all_gather') == 2 * model.parameters
+
+
+def test_accumulation_gathers_again_and_reduces_once():
+    count = lambda recipe, kind: sum(c.count for c in sent(recipe) if c.kind == kind)
+    more = LARGE.changed({'batch.accumulation': 4})
+    assert count(more, 'all_gather') == 4 * count(LARGE, 'all_gather')
+    assert count(more, 'reduce_scatter') == count(LARGE, 'reduce_scatter')
+    zero = lambda stage, steps: count(LARGE.changed({'sharding.strategy': f'zero{stage}', 'batch.accumulation': steps}), 'all_reduce')
+    assert zero(1, 4) == zero(1, 1) < zero(2, 4)
+
+
+def test_qlora_gathers_the_payload_and_reduces_adapters():
+    lora = LARGE.changed({'method.kind': 'qlora', 'method.rank': 16})
+    reduced = sum(c.count * c.tensor_b for c in sent(lora) if c.kind == 'reduce_scatter')
+    assert reduced == 4 * 41_943_040  # Adapters of rank 16 on all linear layers, float32
+    gathered = lambda recipe: sum(c.count * c.tensor_b for c in sent(recipe) if c.moment == 'backward' and c.kind == 'all_gather')
+    assert gathered(lora) < 0.3 * gathered(LARGE)
+
+
+@pytest.mark.parametrize('strategy', ['fsdp2', 'fsdp1', 'ddp', 'zero1', 'zero2', 'zero3'])
+def test_every_strategy_reduces_every_gradient(strategy):
+    made = sent(LARGE.changed({'sharding.strategy': strategy}))
+    reduced = sum(c.count * c.tensor_b for c in made if c.moment == 'backward' and c.kind in ('reduce_scatter', 'all_reduce'))
+    size = 4 if strategy == 'ddp' else 2
+    assert reduced == pytest.approx(size * spec('llama-3.1-8b').parameters, rel=1e-6)
+
+
+def test_the_machine_must_have_room():
+    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'): machine(LARGE, node('4x-a100-80'))
+    with pytest.raises(ValueError, match='no network'): step_traffic(LARGE, node=node('p4de').changed(network=None))
+
+
+# FLOPs
+
+def counted(recipe, config) -> int:
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from llm_workbook.model.adapters import add_adapters
+    made = CONFIG_MAPPING[config['model_type']].from_dict(dict(config))
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation='eager').train()
+    if recipe.method.kind != 'full': model = add_adapters(model, recipe.method)
+    layers = model.get_decoder().layers
+    if recipe.sharding.activation_checkpointing == 'full':
+        for i, layer in enumerate(layers): layers[i] = checkpoint_wrapper(layer)
+    ids = torch.randint(5, 100, (2, 32))
+    with FlopCounterMode(display=False) as flops: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return flops.get_total_flops()
+
+
+@pytest.mark.parametrize('again', ['none', 'full'])
+@pytest.mark.parametrize('kind', ['full', 'lora'])
+@pytest.mark.parametrize('name', MODELS)
+def test_flops_are_those_that_torch_counts(name, kind, again):
+    recipe = SMALL.changed({'method.kind': kind, 'sharding.activation_checkpointing': again})
+    made = step_traffic(recipe, spec=spec(MODELS[name]))
+    assert made.flops_executed == counted(recipe, MODELS[name])
+    assert made.flops_model == made.flops_executed if again == 'none' else made.flops_model < made.flops_executed
+
+
+def test_model_flops_are_six_per_parameter_and_four_for_frozen_ones():
+    eight = spec('llama-3.1-8b')
+    tokens, matrices = LARGE.global_batch * 4096, eight.parameters - 128_256 * 4096 - 65 * 4096
+    attention = 12 * 32 * 4096 * 4096
+    assert step_traffic(LARGE).flops_model == tokens * (6 * matrices + attention)
+    frozen = step_traffic(LARGE.changed({'method.kind': 'lora', 'method.rank': 1})).flops_model
+    assert frozen == pytest.approx(tokens * (4 * matrices + attention), rel=4e-3)
+
+
+def test_fused_attention_runs_half_a_forward_pass_more():
+    fused = step_traffic(SMALL.changed({'model.attention': 'sdpa'}))
+    attention = 4 * 2 * 32 * 32 * 4 * 64 * 4  # Two products of 2 T T d, four heads of 64, four layers, two rows
+    assert fused.flops_executed - fused.flops_model == attention // 2
+
+
+# Seconds
+
+@pytest.mark.parametrize('path', ['link.measured_bps', 'network.nominal_bps', 'gpu.bandwidth_bps', 'gpu.bf16_flops', 'host_link.measured_bps'])
+@pytest.mark.parametrize('changes', [{}, {'sharding.group': 8}, {'sharding.strategy': 'ddp'}, {'sharding.strategy': 'zero3'},
+                                     {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
+                                     {'method.kind': 'qlora'}])
+def test_faster_is_never_slower(path, changes):
+    box, recipe = node('p4de'), LARGE.changed(changes)
+    part, field = path.split('.')
+    now = getattr(getattr(box, part), field) or getattr(box, part).bps
+    times = [step_traffic(recipe, node=box.changed({path: now * factor})).step_s for factor in (.25, 1, 4)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_parts_add_up_and_utilisation_is_below_one():
+    made = step_traffic(LARGE)
+    parts = dict(made.parts)
+    assert made.step_s == pytest.approx(sum(parts.values())) and made.exposed_s <= made.comm_s + 1e-9
+    assert 0 < made.mfu < made.hfu < 1 and made.bound in parts
+    assert made.tokens_per_s == pytest.approx(made.tokens / made.step_s)
+    assert made.cost == pytest.approx(2 * made.hours * node('p4de').price_hour)
+    assert json.loads(json.dumps(made.to_dict()))['tokens'] == made.tokens
+
+
+def test_nothing_hides_on_cpu_ranks():
+    made = step_traffic(SMALL.changed({'cluster.processes': 2, 'sharding.strategy': 'fsdp2'}))
+    assert made.exposed_s == pytest.approx(made.comm_s)
+
+
+def test_offload_costs_copies_and_dequantisation_costs_time():
+    plain = step_traffic(LARGE)
+    away = step_traffic(LARGE.changed({'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}))
+    packed = step_traffic(LARGE.changed({'method.kind': 'qlora'}))
+    assert dict(plain.parts)['copies'] == 0 < dict(away.parts)['copies'] and away.step_s > plain.step_s
+    assert dict(plain.parts)['dequantise'] == 0 < dict(packed.parts)['dequantise']
+
+
+def test_a_plan_is_quick():
+    model, box = spec('llama-3.1-8b'), node('p4de')
+    step_traffic(LARGE, model, box)
+    start = time.process_time()
+    for _ in range(50): step_traffic(LARGE, model, box)
+    assert (time.process_time() - start) / 50 < 1.5e-3
+
+
+def test_fp8_speeds_up_products_alone():
+    box, pair = node('8x-h100'), {'cluster.nodes': 1, 'cluster.hardware': '8x-h100'}
+    parts = lambda **more: dict(step_traffic(LARGE.changed(pair | more), node=box).parts)
+    plain, quick = parts(), parts(**{'precision.compute': 'fp8'})
+    assert quick['matmul'] < 0.6 * plain['matmul'] and quick['attention'] == plain['attention']
