@@ -15,7 +15,9 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, model_validator
 
-from .document import Count, Document, Name, Part, Problem, Real, RecipeError, Share, asset, html_table, nearest, versioned
+from .document import Count, Document, Name, Part, Problem, Real, RecipeError, Share, versioned
+from ..files import asset
+from ..display import html_table, nearest
 
 # %% ../../nbs/config/03_recipe.ipynb #1ba6a091
 def _pairs(value):
