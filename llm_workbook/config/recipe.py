@@ -141,7 +141,7 @@ class Sharding(Part):
     activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # Recompute, not keep
     reentrant: bool = False  # Which of torch's two implementations of checkpointing
     loading: Literal['every_rank', 'rank0',
-                     'sharded'] = 'every_rank'  # Who reads the base: all ranks, one, or each its part
+                     'sharded'] = 'every_rank'  # Who reads the base: all ranks, one, each its part
 
 # %% ../../nbs/config/03_recipe.ipynb #b786cdda
 class Zero(Part):
@@ -167,7 +167,7 @@ class Batch(Part):
 class Optimizer(Part):
     "The optimizer and its schedule."
     kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw',
-                  'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # fused takes no temporary copies
+                  'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # fused: no temporary copies
     learning_rate: Real = 2e-4  # Highest value, after the warm-up
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # After the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
