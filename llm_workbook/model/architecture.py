@@ -25,7 +25,7 @@ class Preset(NamedTuple):
     published: int  # What the source counts; `source` explains a difference
     source: str  # Who published the count
     config: dict  # As in config.json
-    also: dict  # Other names on the Hub with the same shapes -> fields of the configuration that differ
+    also: dict  # Other names on the Hub with the same shapes -> fields that differ
 
 @cache
 def presets() -> dict[str, Preset]:  # Name -> preset, in the order of the file
@@ -39,7 +39,7 @@ def presets() -> dict[str, Preset]:  # Name -> preset, in the order of the file
 
 # %% ../../nbs/model/01_architecture.ipynb #b825cc7a
 @cache
-def _presets_by_hub_name() -> dict[str, tuple[str, dict]]:  # Lower-case owner/name -> (preset, fields)
+def _presets_by_hub_name() -> dict[str, tuple[str, dict]]:  # owner/name -> (preset, fields)
     table = {}
     for name, preset in presets().items():
         for hub, changes in ({preset.hub: {}} | preset.also).items():
@@ -59,7 +59,7 @@ def _from_hub(name, revision) -> dict:
 
 # %% ../../nbs/model/01_architecture.ipynb #fe13b334
 def configuration(
-    source: 'str | Path | dict',  # Preset, Hub name, packaged name, directory, or config.json's content
+    source: 'str | Path | dict',  # Preset, Hub or packaged name, directory, or content of config.json
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
 ) -> tuple[str, dict]:  # A name to show, and the fields as they are written
     "Find the configuration that `source` means."
@@ -90,13 +90,15 @@ def _model_type(fields, name) -> str:
     known = list(CONFIG_MAPPING.keys())
     kind = fields.get('model_type') if isinstance(fields, dict) else None
     if not kind:
-        raise ValueError(f"{name} is no configuration of a model: it has no model_type, as in 'llama'")
+        raise ValueError(f"{name} is no configuration of a model: "
+                         "it has no model_type, as in 'llama'")
     if kind in known: return kind
     near = get_close_matches(str(kind), known, 1)
-    hint = f'did you mean {near[0]!r}?' if near else 'code that comes with a model is never run here'
+    hint = 'code that comes with a model is never run here'
+    if near: hint = f'did you mean {near[0]!r}?'
     raise ValueError(f'{name}: transformers has no model_type {kind!r}; {hint}')
 
-def _refuse_extremes(fields, name):  # A slip of the pen would ask for more shapes than memory has room for
+def _refuse_extremes(fields, name):  # A slip of the pen would ask for shapes beyond all memory
     for field, value in [*fields.items(), *(fields.get('text_config') or {}).items()]:
         if field not in _LIMITS or type(value) is not int: continue
         if not 1 <= value <= _LIMITS[field]:
@@ -116,7 +118,7 @@ def _parsed(fields, name) -> 'PreTrainedConfig':
 _EXPERT_FIELDS = 'num_local_experts', 'n_routed_experts', 'num_experts'  # One fact, three spellings
 
 def _check_model(config, name, classes):
-    "Raise unless `config` is a causal language model; `classes`: transformers' classes for its head."
+    "Raise unless `config` is a causal language model that has a class for its head in `classes`."
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
     kind = config.model_type
     is_decoder = getattr(config, 'is_decoder', True) is not False
@@ -138,12 +140,14 @@ def _check_numbers(config, name):
     experts = next(filter(None, counts), None)
     chosen = getattr(text, 'num_experts_per_tok', None) or 0
     if experts and chosen > experts:
-        raise ValueError(f'{name}: num_experts_per_tok = {chosen} is more than all {experts} experts')
+        raise ValueError(f'{name}: num_experts_per_tok = {chosen} is more than all '
+                         f'{experts} experts')
 
 # %% ../../nbs/model/01_architecture.ipynb #091f537b
 def _checked_heads(head, classes):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    heads = {'causal_lm': AutoModelForCausalLM, 'classification': AutoModelForSequenceClassification}
+    heads = {'causal_lm': AutoModelForCausalLM,
+             'classification': AutoModelForSequenceClassification}
     if head not in heads: raise ValueError(f"head {head!r} must be 'causal_lm' or 'classification'")
     if type(classes) is not int or classes < 2:
         raise ValueError(f'classes = {classes}: a classification needs at least 2')
@@ -201,8 +205,8 @@ WEIGHT_KINDS = ('embedding', 'attention', 'mlp', 'expert', 'router', 'norm', 'he
 
 class Weight(NamedTuple):
     "One parameter of a model."
-    name: str  # Relative to its layer, as in 'self_attn.q_proj.weight'; the whole path outside the layers
-    shape: tuple[int, ...]  # As stored: (out, in) for a linear layer, (experts, out, in) for most fused experts
+    name: str  # Relative to its layer, as in 'self_attn.q_proj.weight'; the whole path outside layers
+    shape: tuple[int, ...]  # As stored: (out, in), or (experts, out, in) for most fused experts
     kind: str  # One of `WEIGHT_KINDS`
     linear: bool  # The weight of an nn.Linear, an output layer included
     module: str  # Last part of the module's path, as in 'q_proj'
@@ -214,11 +218,13 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def path(self) -> str:  # As in 'self_attn.q_proj', or 'mlp.experts.down_proj' for a parameter of its own
+    def path(self) -> str:  # As in 'self_attn.q_proj'
         "Name the module, or the parameter where no module has it as its weight."
         return self.name.removesuffix('.weight')
 
 # %% ../../nbs/model/01_architecture.ipynb #9f29a0ac
+_MLP_WORDS = 'mlp', 'ffn', 'feed_forward', 'expert'
+
 def _kind(path, module, in_decoder, head) -> str:
     parts, class_name = path.split('.'), type(module).__name__
     if module is head or parts[0] == 'score': return 'head'
@@ -229,7 +235,7 @@ def _kind(path, module, in_decoder, head) -> str:
         'expert': 'experts' in parts,
         'router': 'Router' in class_name or parts[-2].endswith(('gate', 'router')),
         'attention': any('attn' in part or 'attention' in part for part in parts),
-        'mlp': any(word in part for part in parts for word in ('mlp', 'ffn', 'feed_forward', 'expert'))}
+        'mlp': any(word in part for part in parts for word in _MLP_WORDS)}
     return next((kind for kind, holds in is_kind.items() if holds), 'other')
 
 # %% ../../nbs/model/01_architecture.ipynb #0250316d

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
 
-logging.getLogger('bitsandbytes.backends.cpu.ops').setLevel(logging.ERROR)  # It warns of an optional kernel
+# At import it warns of an optional kernel
+logging.getLogger('bitsandbytes.backends.cpu.ops').setLevel(logging.ERROR)
 
 # %% ../../nbs/model/03_quantize.ipynb #25a781fc
 def _defaults(method, precision):
@@ -22,8 +23,8 @@ def _defaults(method, precision):
 
 # %% ../../nbs/model/03_quantize.ipynb #d8ca7ff5
 def nf4_config(
-    method: 'Method | None' = None,  # `storage` and `double_quant` are read; None means its defaults
-    precision: 'Precision | None' = None,  # A recipe's `Precision`: `compute` is read; None: its defaults
+    method: 'Method | None' = None,  # `storage` and `double_quant` are read; None: its defaults
+    precision: 'Precision | None' = None,  # `compute` is read; None: its defaults
 ) -> 'BitsAndBytesConfig':  # What `from_pretrained` takes as `quantization_config`
     "Say NF4 in transformers' words, with the storage dtype of `method`."
     import torch
@@ -86,7 +87,7 @@ def _pretrained(base, method, precision, device):
 
 def load_base(
     source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
-    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
+    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in fp32
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
@@ -119,7 +120,8 @@ def load_nf4(
 ) -> 'PreTrainedModel':  # Linear layers in NF4 but for the head, never to be repacked
     "Load `source` with its linear layers packed in NF4."
     method, precision = _defaults(method, precision)
-    if method.kind != 'qlora': raise ValueError(f"method {method.kind!r} does not quantise: use `load_base`")
+    if method.kind != 'qlora':
+        raise ValueError(f"method {method.kind!r} does not quantise: use `load_base`")
     return load_base(source, method, precision, device, revision)
 
 # %% ../../nbs/model/03_quantize.ipynb #e865acc9
