@@ -2,6 +2,7 @@
 import ast
 import re
 import shlex
+import sys
 from collections import Counter
 from functools import cache
 
@@ -95,7 +96,8 @@ def project(tmp_path, monkeypatch):
     tests = {'sees': 'add(1, 2) == 3', 'blind': 'add(2, 2) == 4', 'broken': 'add(1, 1) == 3',
              'hangs': 'add(1, 2) == 3 or __import__("time").sleep(60)'}
     for name, test in tests.items():
-        (mutants.ROOT/f'tests/test_{name}.py').write_text(body + test + '\n')
+        text = f'{body}{test}\nif __name__ == "__main__": test_add()\n'
+        (mutants.ROOT/f'tests/test_{name}.py').write_text(text)
     return mutants.ROOT
 
 
@@ -138,5 +140,6 @@ def test_a_test_that_is_not_there_is_no_catch(project, tmp_path):
 
 
 def test_a_test_that_never_ends_has_noticed_something(project, tmp_path, monkeypatch):
-    monkeypatch.setattr(mutants, 'LIMIT_S', 4)
+    monkeypatch.setattr(mutants, 'LIMIT_S', 1.5)
+    monkeypatch.setattr(mutants, 'command', lambda test: [sys.executable, test])  # Quicker
     assert ran(tmp_path, 'hangs')[0].by == 'tests/test_hangs.py'

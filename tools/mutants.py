@@ -164,13 +164,15 @@ class Runner:
             process = subprocess.Popen(command(test), cwd=tree, env=env, start_new_session=True,
                                        **silent)
             self.running.add(process)
-        try: return process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired: return None
+        try: code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired: code = None
         finally:
             kill_group(process)
             self.running.discard(process)
             shutil.rmtree(tree/'tmp', ignore_errors=True)
             (tree/'tmp').mkdir(exist_ok=True)
+        if self.ended: raise KeyboardInterrupt  # It was killed, and has noticed nothing
+        return code
 
     def fails(self, row: dict, test: str, tree: Path) -> bool:
         "Say whether a test notices what is in the tree now."
