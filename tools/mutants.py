@@ -256,4 +256,6 @@ if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try: sys.exit(main(os.environ.get('ONLY', ''), int(os.environ.get('JOBS') or 2)))
     except RowError as error: sys.exit(f'{error}')
-    except KeyboardInterrupt: sys.exit(130)
+    except KeyboardInterrupt:
+        print('interrupted; nothing is left behind', file=sys.stderr)
+        sys.exit(130)
