@@ -193,6 +193,17 @@ def test_a_save_may_hold_two_weights_and_no_more(most, count):
     assert [f.evidence for f in verdicts._saves(seen)] == [{'save_b': most, 'whole_b': 60}] * count
 
 
+def test_the_costliest_of_several_comes_first(monkeypatch):
+    def finds(*sizes): return lambda seen: [verdicts.Finding(f'costs {size}', 'mend it', size, {}) for size in sizes]
+    monkeypatch.setattr(verdicts, '_Seen', lambda *what: None)
+    for name in '_whole _wraps _graphs _logits _steps _again _saves'.split(): monkeypatch.setattr(verdicts, name, finds())
+    monkeypatch.setattr(verdicts, '_wraps', finds(3, 1)), monkeypatch.setattr(verdicts, '_saves', finds(7))
+    stage = SimpleNamespace(places=SimpleNamespace(names={1: 'a'}))
+    assert [f.size_b for f in verdicts.findings(stage, torch.nn.Linear(1, 1))] == [7, 3, 1]
+    with pytest.raises(verdicts.StageProblem, match=r'costs 7; mend it \(and 2 more\)'):
+        verdicts.check_stage(stage, torch.nn.Linear(1, 1))
+
+
 def test_a_gate_names_the_costliest(page):
     from llm_workbook.stage import staged
     from llm_workbook.verdicts import StageProblem, check_stage
