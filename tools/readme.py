@@ -1,5 +1,6 @@
 """Write README.md from nbs/index.ipynb, without Quarto; `readme.text()` is what the house test compares."""
 import json
+import re
 
 from page import ROOT
 
@@ -9,7 +10,8 @@ NOTE = '<!-- Written by `make readme` from nbs/index.ipynb: edit that. -->'
 def shown(cell: dict) -> list[str]:
     "Return the blocks a reader sees of one cell: its text, or its code and what it printed."
     source = ''.join(cell['source']).strip()
-    if cell['cell_type'] == 'markdown': return [source]
+    if cell['cell_type'] == 'markdown':  # The pages lie one folder below the README
+        return [re.sub(r'\]\(([\w/]+\.ipynb)', r'](nbs/\1', source)]
     lines = source.splitlines()
     directives = [line.removeprefix('#|').strip() for line in lines if line.startswith('#|')]
     if 'hide' in directives: return []
