@@ -6,7 +6,14 @@
 __all__ = ['main']
 
 # %% ../nbs/package/03_command.ipynb #62a2810c
+import argparse
 import sys
+from pathlib import Path
+
+from .config.recipe import Recipe
+from .launching.preflight import preflight_command
+from .training.fine_tune import train_here
+from .training.resume import run_status
 
 # %% ../nbs/package/03_command.ipynb #f24d948f
 def main(
@@ -16,11 +23,26 @@ def main(
     verb, *rest = sys.argv[1:] if words is None else words
     if verb == 'train':
         from torch.distributed.elastic.multiprocessing.errors import record
-
-        from llm_workbook.training.fine_tune import main as train
-        return record(train)(rest)
-    from llm_workbook.launching.preflight import preflight_command
+        return record(_train)(rest)  # `record` hands the error of a rank to torchrun, which prints it
     return preflight_command(rest)
+
+# %% ../nbs/package/03_command.ipynb #ca264116
+def _train(words):
+    "Train or go on in this process, as one of those that torchrun or srun has started."
+    parser = argparse.ArgumentParser(prog='python -m llm_workbook train', description=_train.__doc__)
+    parser.add_argument('recipe', help='YAML file')
+    parser.add_argument('--directory', required=True, type=Path,
+                        help='where the run writes; holds at most one run')
+    parser.add_argument('--step-timeout', type=float, default=1200, metavar='S',
+                        help='longest time between two steps; then the ranks that hang are named')
+    parser.add_argument('--status', action='store_true',
+                        help='train nothing: say how the run stands, in words and by exit code')
+    arguments = parser.parse_args(words)
+    if arguments.status:
+        code, text = run_status(arguments.directory)
+        print(text)
+        return code
+    return train_here(Recipe.load(arguments.recipe), arguments.directory, arguments.step_timeout)
 
 # %% ../nbs/package/03_command.ipynb #5279ffda
 if __name__ == '__main__' and '__file__' in globals():  # As a program; a kernel has no file

@@ -14,6 +14,7 @@ from trouble import later
 
 from llm_workbook.model import adapters
 
+from llm_workbook.__main__ import main as command
 from llm_workbook.training import resume as resuming
 
 from llm_workbook.training import fine_tune as training
@@ -222,7 +223,7 @@ def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(re
         with pytest.raises(Preempted, match='preempted before its first step') as told: run(recipe, tmp_path/'run')
     assert told.value.step == 0 and run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
     assert read_metrics(tmp_path/'run/metrics.jsonl') == [] and survey(tmp_path/'run').found == ()
-    assert training.main(['no.yaml', '--directory', str(tmp_path/'run'), '--status']) == 75
+    assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == 75
     assert 'preempted at step 0; no step is committed; no run holds it' in capsys.readouterr().out
     assert len(run(recipe, tmp_path/'run', resume=True).metrics) == 8
 
@@ -269,14 +270,14 @@ def program(recipe, directory, *words, ranks=1, **how):
 def test_the_status_says_by_its_code_what_to_do(recipe, tmp_path):
     for state, code in (None, 1), ('running', 1), ('preempted', 1), ('finished', 0):
         if state: begin_run(recipe, tmp_path/'run', resume=True), resuming.mark_run(tmp_path/'run', state, 3)
-        assert training.main(['no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
+        assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
 
 
 def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, tmp_path):
     asked = recipe.changed({'cluster.processes': 8})
     asked.save(tmp_path/'asked.yaml')
     with pytest.raises(ValueError, match='for 8 ranks and 1 run: start it with torchrun --nnodes 1 --nproc-per-node 8'):
-        training.main([str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')])
+        command(['train', str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')])
     assert not (tmp_path/'run').exists()
 
 
