@@ -13,7 +13,7 @@ from pathlib import Path
 from .config.recipe import Recipe
 from .launching.preflight import preflight_command
 from .training.fine_tune import train_here
-from .training.resume import run_status
+from .training.run_directory import run_status
 
 # %% ../nbs/package/03_command.ipynb #f24d948f
 def main(

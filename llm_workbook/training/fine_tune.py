@@ -23,8 +23,9 @@ from .loop import skip_compiler, train_loop, write_line
 from ..parallel.ranks import free_port
 from ..parallel.shard import fsdp_env
 from ..config.recipe import Recipe, planned_only
-from .resume import (Preempted, Start, begin_run, guarded_train, rate_course, read_metrics, recipe_facts, resumable,
-                                   run_state, save_result)
+from .resume import Preempted, guarded_train, resumable, save_result
+from .run_directory import (RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts,
+                                                 run_state)
 from ..checkpoint.sharded_files import named, together
 
 # %% ../../nbs/training/10_fine_tune.ipynb #db3d86b3
@@ -93,6 +94,7 @@ def sft_config(
         gradient_checkpointing=recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.strategy != 'fsdp2',
         gradient_checkpointing_kwargs={'use_reentrant': recipe.sharding.reentrant},
         average_tokens_across_devices=True, assistant_only_loss=True, dataloader_num_workers=0, dataloader_pin_memory=not cpu,
+        remove_unused_columns=False,
         save_strategy='steps' if recipe.intervals.saving else 'no', save_steps=recipe.intervals.saving or 1,
         logging_steps=1, logging_nan_inf_filter=False, report_to='none', disable_tqdm=True)
 
