@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ..checkpoint.manifest import MANIFEST, check, prune
-from ..checkpoint.save_load import (finish_saving, load_checkpoint, random_state, save_checkpoint,
-                                               set_random_state)
+from ..checkpoint.save_load import (
+    finish_saving, load_checkpoint, random_state, save_checkpoint, set_random_state)
 from ..checkpoint.sharded_files import export_full, listed, together
 from ..model.adapters import save_adapters
 from .run_directory import RunFiles, Start, mark_run, read_metrics
@@ -38,29 +38,30 @@ class _Resuming:
             Path(folder, 'trainer_state.json').write_text(json.dumps(state))
             return super().train(folder, **options)
 
-    # Private: `on_train_begin` would serve to load, but before it the trainer has looked for DeepSpeed's own files
+    # Private: `on_train_begin` could load, but the trainer would have looked for its own files
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if self.start is None: return prepared
         with self._unwatched():
-            facts = load_checkpoint(self.start, self.model_wrapped, self.optimizer, self.lr_scheduler,
-                                    any_ranks=True)
+            facts = load_checkpoint(
+                self.start, self.model_wrapped, self.optimizer, self.lr_scheduler, any_ranks=True)
         self._total_train_tokens = facts['tokens']  # TRL's count
         self._random = random_state()
         return prepared
 
-    # Private: before the model is wrapped, the trainer looks for weights in the folder, and there are none
+    # Private: before it wraps the model, the trainer looks for weights in the folder, in vain
     def _load_from_checkpoint(self, *folder_and_model): pass
 
-    # Private: nothing public comes after the rows that were seen are passed over and before the next step
+    # Private: no callback comes between the passing over of rows and the next step
     def _load_rng_state(self, folder): set_random_state(self._random)
 
     # Private: `on_save` comes after the trainer has written a checkpoint of its own
     def _save_checkpoint(self, model, trial):
         self.settle()
         state = dataclasses.replace(self.state, log_history=self.state.log_history[-1:])
-        facts = self.facts | {'step': state.global_step, 'tokens': getattr(self, '_total_train_tokens', 0),
-                              'trainer': dataclasses.asdict(state)}
+        tokens = getattr(self, '_total_train_tokens', 0)
+        facts = self.facts | {
+            'step': state.global_step, 'tokens': tokens, 'trainer': dataclasses.asdict(state)}
         folder = RunFiles(self.args.output_dir).checkpoint(state.global_step)
         with self._unwatched():
             save_checkpoint(folder, self.model_wrapped, self.optimizer, self.lr_scheduler, facts,
@@ -78,7 +79,7 @@ class _Resuming:
 
 # %% ../../nbs/training/04_resume.ipynb #c989ffbb
 class _Guarded:
-    "Goes before a trainer's class: rows bring their numbers, and loss and norm are checked before the update."
+    "Goes before a trainer's class: rows bring their numbers, and no update uses a NaN."
     votes = None  # Made when the ranks are joined; without it nothing is compared
 
     def __init__(self, *args, **options):
@@ -99,7 +100,7 @@ class _Guarded:
 
     def compute_loss(self, *args, **options):
         loss = super().compute_loss(*args, **options)
-        if self.is_deepspeed_enabled and self.accelerator.sync_gradients:  # Its backward pass updates the weights
+        if self.is_deepspeed_enabled and self.accelerator.sync_gradients:  # `backward` will update
             self._check_finite(loss=float(self._tr_loss + loss.detach()))
         return loss
 
@@ -119,10 +120,11 @@ class _Guarded:
 
 # %% ../../nbs/training/04_resume.ipynb #b9504198
 def resumable(
-    kind: type,  # `SFTTrainer`, or another that is made like transformers' `Trainer`; its rows may have a number in `row`
+    kind: type,  # `SFTTrainer`, or another kind of `Trainer`; rows may have a number in `row`
 ) -> type:  # The same, with our checkpoints in place of its own, and with guards
     "Teach a kind of trainer to go on where it was, and to stop before it spoils anything."
-    if not hasattr(kind, '_save_checkpoint'): raise ValueError(f'{kind!r} is no trainer of transformers')
+    if not hasattr(kind, '_save_checkpoint'):
+        raise ValueError(f'{kind!r} is no trainer of transformers')
     return type(f'Resumable{kind.__name__}', (_Guarded, _Resuming, kind), {})
 
 # %% ../../nbs/training/04_resume.ipynb #fea3d6e3
@@ -140,8 +142,8 @@ def guarded_train(
     trainer: 'Trainer',  # As a `resumable` class makes it; all ranks call this together
     directory: str | Path,  # Of the run
     start: Start = Start(),  # Where to begin; that of rank 0 counts
-    step_timeout_s: float | None = None,  # Longest time between two steps before the ranks that hang are named; None waits
-) -> int | None:  # The step that is committed if the ranks were told to stop; None at the end of the training
+    step_timeout_s: float | None = None,  # Longest time between two steps, s; None waits for ever
+) -> int | None:  # The committed step if the ranks were told to stop; None at the end
     "Train from `start`, under guards."
     if not isinstance(trainer, _Resuming):
         raise ValueError(f'{type(trainer).__name__} cannot resume: make it of a `resumable` class')
@@ -150,12 +152,10 @@ def guarded_train(
     trainer.start, trainer.preempted = start.checkpoint, None
     _read_converted(trainer)
     trainer.began = time.monotonic() - _seconds_before(directory, start)
-    hangs = nullcontext()
-    if step_timeout_s: hangs = HangWatch(directory, step_timeout_s, votes.rank, votes.ranks, hosts=votes.hosts())
-    with Preemption(votes) as preemption, hangs as watch:
-        trainer.watch = watch
+    watch = _hang_watch(directory, step_timeout_s, votes)
+    with Preemption(votes) as preemption, watch as trainer.watch:
         trainer.add_callback(_callback(trainer, preemption))
-        if preemption.agreed(): trainer.preempted = start.step  # While libraries or weights were loaded
+        if preemption.agreed(): trainer.preempted = start.step  # Told while weights were loaded
         else: _train(trainer)
         _report_end(trainer, directory)
     return trainer.preempted
@@ -180,17 +180,23 @@ def _callback(trainer, preemption):
             if trainer.watch: trainer.watch.beat()
             if not preemption.agreed(): return
             control.should_save = True
-            if state.global_step >= state.max_steps: return  # All is done but the saving of the result
+            if state.global_step >= state.max_steps: return  # Only the result is to be saved
             trainer.preempted = state.global_step
             control.should_training_stop = True
 
     return Boundary()
 
 # %% ../../nbs/training/04_resume.ipynb #ac6b3870
+def _hang_watch(directory, timeout_s, votes):
+    "Watch the steps where a limit is set; else a block that does nothing."
+    if not timeout_s: return nullcontext()
+    return HangWatch(directory, timeout_s, votes.rank, votes.ranks, hosts=votes.hosts())
+
 def _read_converted(trainer):
     "Tell DeepSpeed that its checkpoint was converted for another number of ranks."
     if trainer.start is None or not check(trainer.start).strategy.endswith('-universal'): return
-    trainer.accelerator.state.deepspeed_plugin.deepspeed_config['checkpoint'] = {'load_universal': True}
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    config['checkpoint'] = {'load_universal': True}
 
 def _seconds_before(directory, start):
     "Say how long the run has trained in its earlier starts, as its metrics say."
@@ -209,20 +215,23 @@ def _report_end(trainer, directory):
 # %% ../../nbs/training/04_resume.ipynb #65ecdd9a
 def save_result(
     trainer: 'Trainer',  # Of a `resumable` class, at its last step; all ranks call this together
-    directory: str | Path,  # Of the run; the result goes into its folder `adapters` or `model`
+    directory: str | Path,  # Of the run; the result is written to `adapters` or `model` there
 ) -> dict:  # Name -> how far each adapter moved, or shape of each tensor of a whole model
-    "Write what was trained so that peft or plain transformers loads it, and mark the run as finished."
+    "Write what was trained as peft or plain transformers loads it, and mark the run as finished."
     if not hasattr(trainer, 'facts') or isinstance(trainer, type):
-        raise ValueError(f'{type(trainer).__name__} has nothing to save: pass a `resumable` trainer')
+        name = type(trainer).__name__
+        raise ValueError(f'{name} has nothing to save: pass a `resumable` trainer')
     files = RunFiles(directory)
     if trainer.facts['method'] == 'full': saved = _save_model(trainer, files)
     else:
-        with _whole_tensors(trainer.model): saved = save_adapters(trainer.model, files.adapters)
-    if trainer.args.process_index == 0: mark_run(directory, 'finished', trainer.state.global_step)
+        with _whole_tensors(trainer.model):
+            saved = save_adapters(trainer.model, files.adapters)
+    if trainer.args.process_index == 0:
+        mark_run(directory, 'finished', trainer.state.global_step)
     return saved
 
 def _whole_tensors(model):
-    "Gather the tensors that train for as long as the block lasts, which only ZeRO-3 needs."
+    "Gather the tensors that train while the block lasts, which only ZeRO-3 needs."
     if not any(hasattr(p, 'ds_id') for p in model.parameters()): return nullcontext()
     import deepspeed
     return deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad])
@@ -241,17 +250,19 @@ def _save_model(trainer, files):
 def _make_folder(trainer, folder):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for part in (trainer.model.config, trainer.processing_class): part.save_pretrained(folder / 'source')
+    for part in (trainer.model.config, trainer.processing_class):
+        part.save_pretrained(folder / 'source')
 
 # %% ../../nbs/training/04_resume.ipynb #63d2be8c
 def _write_from_slices(trainer, files, folder):
-    "Assemble the model from the checkpoint of the last step, which is made where it was not to be saved."
+    "Assemble the model from the checkpoint of the last step; make one where none was saved."
     checkpoint = files.checkpoint(trainer.state.global_step)
     if not together((checkpoint / MANIFEST).exists)[0]:
         checkpoint = folder / checkpoint.name
         save_checkpoint(checkpoint, trainer.model_wrapped, facts=trainer.facts)
     size_b = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    return export_full(checkpoint, folder / 'model', str(folder / 'source'), load=size_b <= 2 * 10**9)
+    source = str(folder / 'source')
+    return export_full(checkpoint, folder / 'model', source, load=size_b <= 2 * 10**9)
 
 def _write_gathered(trainer, files, folder):
     "Gather the model on rank 0."
@@ -260,13 +271,15 @@ def _write_gathered(trainer, files, folder):
         trainer.model.save_pretrained(folder / 'model', state_dict=state)
         trainer.processing_class.save_pretrained(folder / 'model')
     together(lambda: None)  # Until rank 0 has written
-    shapes = together(lambda: {name: tuple(shape) for name, (shape, _) in listed(folder / 'model').items()})
+    shapes = together(lambda: {
+        name: tuple(shape) for name, (shape, _) in listed(folder / 'model').items()})
     return shapes[0]
 
 def _publish(trainer, files, folder):
     "Give the written model its name, as transformers names its files."
     model = folder / 'model'
-    if trainer.model.can_generate(): trainer.model.generation_config.save_pretrained(model)
+    if trainer.model.can_generate():
+        trainer.model.generation_config.save_pretrained(model)
     only = model / 'model-00001-of-00001.safetensors'
     if only.exists():
         only.rename(model / 'model.safetensors')

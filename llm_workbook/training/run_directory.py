@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ..checkpoint.manifest import check, latest_valid, survey
@@ -29,10 +30,10 @@ class RunFiles:
         self.recipe = self.directory / 'recipe.yaml'  # What was asked
         self.state = self.directory / 'run.json'  # How far the run says it is: see `run_state`
         self.metrics = self.directory / 'metrics.jsonl'  # One line per logged step
-        self.evaluations = self.directory / 'evaluation.jsonl'  # One line per look at the held-out rows
-        self.effective = self.directory / 'effective.json'  # The settings that were in force at the first step
+        self.evaluations = self.directory / 'evaluation.jsonl'  # One line per held-out loss
+        self.effective = self.directory / 'effective.json'  # Settings in force at the first step
         self.adapters = self.directory / 'adapters'  # The result, as peft loads it,
-        self.model = self.directory / 'model'  # or as transformers loads it after a full fine-tune
+        self.model = self.directory / 'model'  # or as transformers loads it after a full one
 
     def checkpoint(self,
         step: int,  # Optimizer steps done
@@ -43,8 +44,8 @@ class RunFiles:
 # %% ../../nbs/training/11_run_directory.ipynb #0c13fe6f
 def run_state(
     directory: str | Path,  # Of a run, or where one may begin
-) -> dict:  # `state`: 'none', 'running', 'preempted' or 'finished'; `step`: the last that it was marked at
-    "Read how far the run of `directory` says it is; one that was killed still says that it is running."
+) -> dict:  # `state`: 'none', 'running', 'preempted' or 'finished'; `step`: the last one marked
+    "Read how far a run says it is; one that was killed still says that it is running."
     file = RunFiles(directory).state
     if not file.exists(): return {'state': 'none', 'step': 0}
     try:
@@ -70,7 +71,7 @@ def mark_run(
 # %% ../../nbs/training/11_run_directory.ipynb #fa8b98cf
 def read_metrics(
     path: str | Path,  # A `metrics.jsonl`, also one that is still being written
-) -> list[dict]:  # One value per finished line: step, seconds, loss, grad_norm, learning_rate, num_tokens
+) -> list[dict]:  # One value per line: step, seconds, loss, grad_norm, learning_rate, num_tokens
     "Read the steps so far; a half-written last line is left for the next time."
     try: text = Path(path).read_text()
     except FileNotFoundError: return []
@@ -90,14 +91,15 @@ def begin_run(
     directory: str | Path,  # Made if absent; its lock is held
     resume: bool = False,  # Whether a run that is there goes on; else it is refused
 ) -> Start:  # Where to begin
-    "Refuse another recipe's `directory`, cut the metrics to what is committed, and mark the run as running."
+    "Refuse another recipe's run, cut the metrics to what is committed, mark the run as running."
     files, run = RunFiles(directory), run_state(directory)
     _refuse_another(files, run, recipe, resume)
     if run['state'] == 'finished': return Start(run['step'], finished=True)
 
     checkpoint = _for_ranks(latest_valid(files.directory, deep=True), recipe)
     if checkpoint and not files.recipe.exists():
-        raise ValueError(f'{files.directory.name!r} holds {checkpoint.name} and no {files.recipe.name}: it is no run')
+        raise ValueError(f'{files.directory.name!r} holds {checkpoint.name} and no '
+                         f'{files.recipe.name}: it is no run')
     step = check(checkpoint).step if checkpoint else 0
 
     files.directory.mkdir(parents=True, exist_ok=True)
@@ -114,8 +116,8 @@ def _cut_metrics(files, step, checkpoint):
     "Drop the lines of steps that come again."
     logged = read_metrics(files.metrics)
     if logged and not checkpoint:
-        _log.warning('no checkpoint was committed: starting again at step 0, %d lines of metrics dropped',
-                     len(logged))
+        _log.warning('no checkpoint was committed: starting again at step 0, '
+                     '%d lines of metrics dropped', len(logged))
     for file in (files.metrics, files.evaluations):
         if not file.exists(): continue
         lines = [json.dumps(row) + '\n' for row in read_metrics(file) if row['step'] <= step]
@@ -125,16 +127,21 @@ def _put_aside_after(step, directory):
     "Rename the checkpoints of later steps."
     for commit in survey(directory).valid:
         if commit.step <= step: continue
-        number = 0
-        while (place := commit.folder.with_name(f'{commit.folder.name}.aside-{number}')).exists(): number += 1
-        commit.folder.rename(place)
-        _log.warning('%s is put aside as %s', commit.folder.name, place.name)
+        _put_aside(commit.folder)
+
+def _put_aside(folder):
+    "Rename a checkpoint so that nothing reads it and nothing is lost."
+    places = (folder.with_name(f'{folder.name}.aside-{number}') for number in count())
+    place = next(place for place in places if not place.exists())
+    folder.rename(place)
+    _log.warning('%s is put aside as %s', folder.name, place.name)
 
 def _for_ranks(checkpoint, recipe):
-    "Take the converted checkpoint of the same step where DeepSpeed's own was saved by another number of ranks."
+    "Take the converted one where DeepSpeed's own was saved by another number of ranks."
     if not checkpoint: return None
     manifest = check(checkpoint)
-    if not manifest.strategy.startswith('zero') or manifest.ranks == recipe.cluster.ranks: return checkpoint
+    tied = manifest.strategy.startswith('zero')  # To its number of ranks
+    if not tied or manifest.ranks == recipe.cluster.ranks: return checkpoint
     converted = checkpoint.parent / 'universal' / checkpoint.name
     if not converted.is_dir(): return checkpoint
     check(converted, deep=True)  # Raises if it is damaged
@@ -144,7 +151,7 @@ def _for_ranks(checkpoint, recipe):
 def rate_course(
     recipe: Recipe,  # Its `optimizer` is read
 ) -> tuple[str, int]:  # Name of transformers' schedule, and steps of warm-up
-    "Say how the learning rate goes; transformers' plain `constant` takes a warm-up and passes it over."
+    "Name the schedule of the learning rate: transformers' plain `constant` ignores a warm-up."
     optimizer = recipe.optimizer
     name = 'constant_with_warmup' if optimizer.schedule == 'constant' else optimizer.schedule
     return name, min(math.ceil(optimizer.warmup * optimizer.steps), optimizer.steps - 1)
@@ -170,8 +177,8 @@ def _refuse_changes(old, new):
     changeable = set(_CHANGEABLE)
     if new.optimizer.schedule == 'constant' and rate_course(old) == rate_course(new):
         changeable |= {'optimizer.steps', 'optimizer.warmup'}
-    changes = [f'{field} was {before!r} and is {now!r}' for field, before, now in differences(old, new)
-               if field not in changeable]
+    changes = [f'{field} was {before!r} and is {now!r}'
+               for field, before, now in differences(old, new) if field not in changeable]
     if old.global_batch != new.global_batch:
         changes.append(f'rows per step were {old.global_batch} and are {new.global_batch}')
     if changes:
@@ -189,8 +196,8 @@ def recipe_facts(
 # %% ../../nbs/training/11_run_directory.ipynb #897d7611
 def run_status(
     directory: str | Path,  # Of a run, or where one may begin
-) -> tuple[int, str]:  # 0 finished, 75 preempted and put away, 1 all else; and the same in words
-    "Say how a run stands: what it says itself, what is committed, and whether a process holds its lock."
+) -> tuple[int, str]:  # 0 finished, 75 preempted and committed, 1 all else; the same in words
+    "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
     run, directory = run_state(directory), Path(directory)
     commits = survey(directory).valid if directory.is_dir() else []
     newest = f'newest committed step: {commits[0].step}' if commits else 'no step is committed'
