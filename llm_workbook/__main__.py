@@ -21,14 +21,14 @@ def main(
 ) -> int:  # Exit code
     "Start the program that the first word names."
     verb, *rest = sys.argv[1:] if words is None else words
-    if verb == 'train':
-        from torch.distributed.elastic.multiprocessing.errors import record
-        return record(_train)(rest)  # `record` hands the error of a rank to torchrun
-    return preflight_command(rest)
+    if verb != 'train': return preflight_command(rest)
+    arguments = _train_arguments(rest)
+    if arguments.status: return _print_status(arguments.directory)
+    from torch.distributed.elastic.multiprocessing.errors import record
+    return record(_train)(arguments)  # `record` hands the error of a rank to torchrun
 
-# %% ../nbs/package/03_command.ipynb #ca264116
-def _train(words):
-    "Train or go on in this process, as one of those that torchrun or srun has started."
+# %% ../nbs/package/03_command.ipynb #c768296a
+def _train_arguments(words):
     parser = argparse.ArgumentParser('python -m llm_workbook train', description=_train.__doc__)
     parser.add_argument('recipe', help='YAML file')
     parser.add_argument('--directory', required=True, type=Path,
@@ -37,12 +37,17 @@ def _train(words):
                         help='longest time between two steps; then the ranks that hang are named')
     parser.add_argument('--status', action='store_true',
                         help='train nothing: say how the run stands, in words and by exit code')
-    arguments = parser.parse_args(words)
-    if arguments.status:
-        code, text = run_status(arguments.directory)
-        print(text)
-        return code
-    return train_here(Recipe.load(arguments.recipe), arguments.directory, arguments.step_timeout)
+    return parser.parse_args(words)
+
+def _train(arguments):
+    "Train or go on in this process, as one of those that torchrun or srun has started."
+    recipe = Recipe.load(arguments.recipe)
+    return train_here(recipe, arguments.directory, arguments.step_timeout)
+
+def _print_status(directory):
+    code, text = run_status(directory)
+    print(text)
+    return code
 
 # %% ../nbs/package/03_command.ipynb #5279ffda
 if __name__ == '__main__' and '__file__' in globals():  # As a program; a kernel has no file

@@ -190,8 +190,8 @@ def recipe_facts(
     recipe: Recipe,  # What runs
 ) -> dict:  # `method` and `recipe_hash`, for a manifest
     "Say in a checkpoint of which recipe it is."
-    digest = hashlib.sha256(recipe.dump().encode()).hexdigest()
-    return {'method': recipe.method.kind, 'recipe_hash': digest[:16]}
+    return {'method': recipe.method.kind,
+            'recipe_hash': hashlib.sha256(recipe.dump().encode()).hexdigest()[:16]}
 
 # %% ../../nbs/training/11_run_directory.ipynb #897d7611
 def run_status(
