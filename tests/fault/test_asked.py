@@ -95,9 +95,7 @@ def test_15_what_is_there_is_compared_with_what_was_asked(strategy, forgotten, r
 @pytest.mark.slow
 def test_15_a_fine_tune_that_is_not_sharded_stops_before_its_first_step(recipe, tmp_path, monkeypatch):
     from contextlib import nullcontext
-
-    from llm_workbook.parallel import shard
-    monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
+    monkeypatch.setattr(training, 'cpu_fsdp', nullcontext)
     monkeypatch.setenv(*next(iter(OFF.items())))
     with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for'): fine_tune(recipe, tmp_path/'run')
     assert files(tmp_path/'run') <= {'recipe.yaml', 'run.json', '.llmw.lock'}
