@@ -18,7 +18,6 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..checkpoint.disk import run_lock
 from ..checkpoint.save_load import base_digest
 from ..checkpoint.sharded_files import named, together
 from ..config.document import RecipeError
@@ -39,7 +38,7 @@ from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
 from .resume import Preempted, guarded_train, resumable, save_result
 from .run_directory import (
-    RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_state)
+    RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_lock, run_state)
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
 # %% ../../nbs/training/10_fine_tune.ipynb #db3d86b3
