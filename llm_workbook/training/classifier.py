@@ -53,7 +53,8 @@ def class_rows(
     recipe: Recipe,  # With `model.head: classification`
 ) -> tuple[list[dict], list[dict]]:  # Rows to train on and rows held out, each a 'text' and the number of its 'label'
     "Read the rows of `recipe` and check every one, before a weight is loaded."
-    from llm_workbook.training.data import check_rows, load_rows
+    from llm_workbook.training.data import load_rows
+    from llm_workbook.training.tokens import check_rows
     number = {word: i for i, word in enumerate(class_names(recipe))}
     split = load_rows(recipe.data, recipe.seed)
     tokenizer = class_tokenizer(recipe)
@@ -72,7 +73,7 @@ def token_rows(
     tokenizer: 'PreTrainedTokenizerFast',  # With a pad token
 ) -> list[dict]:  # `input_ids`, `labels` (a class, or one per token) and `row`, its number
     "Tokenise and cut rows."
-    from llm_workbook.training.data import assistant_mask
+    from llm_workbook.training.tokens import assistant_mask
     made, length = [], recipe.batch.length
     for number, row in enumerate(rows):
         if 'label' in row: ids, labels = tokenizer(row['text'], truncation=True, max_length=length)['input_ids'], row['label']

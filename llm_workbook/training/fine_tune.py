@@ -56,7 +56,8 @@ def check_recipe(
 # %% ../../nbs/training/10_fine_tune.ipynb #2a8be486
 def _rows(recipe):  # To train on and held out, each looked at
     from llm_workbook.training.classifier import class_rows
-    from llm_workbook.training.data import check_rows, load_rows
+    from llm_workbook.training.data import load_rows
+    from llm_workbook.training.tokens import check_rows
     if recipe.model.head == 'classification': return class_rows(recipe)
     train, test = load_rows(recipe.data, recipe.seed)
     look = lambda rows: zip(rows, check_rows(rows, _tokenizer(recipe.model), recipe.batch.length).made, strict=True)
