@@ -51,7 +51,7 @@ class Votes:
         return self.gather(socket.gethostname())
 
 # %% ../../nbs/training/02_watchdog.ipynb #cd1707c9
-EXIT_PREEMPTED = 75  # Exit code of a run that was told to stop, and saved: EX_TEMPFAIL, "try again later"
+EXIT_PREEMPTED = 75  # Exit code of a run that was stopped and has saved: EX_TEMPFAIL, "try later"
 
 # %% ../../nbs/training/02_watchdog.ipynb #614e1947
 class Preemption:
@@ -139,7 +139,7 @@ class HangWatch:
         rank: int = 0,  # This process
         ranks: int = 1,  # All of them
         act: Callable[[RankHangs], object] | None = None,  # None ends the process
-        hosts: list[str] | None = None,  # Machine of each rank, as `Votes.hosts` names them; None names none
+        hosts: list[str] | None = None,  # Machine of each rank, by `Votes.hosts`; None names none
     ):
         if not timeout_s > 0:
             raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
