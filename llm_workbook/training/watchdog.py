@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..files import publish
+from ..parallel.agreement import gather_objects, rank_and_world
 
 # %% ../../nbs/training/02_watchdog.ipynb #554335cb
 class Votes:
@@ -21,10 +22,10 @@ class Votes:
         timeout_s: float = 1800.0,  # How long a rank waits for the others' numbers
     ):
         import torch.distributed as dist
-        self.group, self.rank, self.ranks = None, 0, 1
-        if not (dist.is_available() and dist.is_initialized()): return
-        self.group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_s))
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks = rank_and_world()
+        self.group = None
+        if dist.is_available() and dist.is_initialized():
+            self.group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_s))
 
     def most(self,
         value: int,  # This rank's
@@ -40,11 +41,7 @@ class Votes:
         value: object,  # This rank's; plain values
     ) -> list:  # One per rank
         "Tell every rank what every rank says; a collective."
-        if self.group is None: return [value]
-        import torch.distributed as dist
-        values = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gather_objects(value, self.group)
 
     def hosts(self) -> list[str]:  # One name per rank
         "Say on which machine every rank is; a collective."
