@@ -17,11 +17,11 @@ from typing import NamedTuple
 import yaml
 
 # %% ../../nbs/training/06_effective.ipynb #314fc9af
-from ..checkpoint.sharded_files import together
 from ..config.recipe import Recipe
 from ..display import html_table, nearest
 from ..files import publish, resolve
-from ..parallel.shard import fsdp_env, zero_config
+from ..parallel.agreement import on_every_rank
+from ..parallel.backends import fsdp_env, zero_config
 from .live_settings import in_force
 from .run_directory import RunFiles, rate_course
 
@@ -127,7 +127,7 @@ def confirm(
     "Raise `ConfigMismatch` on every rank unless all is as `recipe` says on all; a collective."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
-    gathered = together(lambda: in_force(recipe, model, optimizer, accelerator, loader))
+    gathered = on_every_rank(lambda: in_force(recipe, model, optimizer, accelerator, loader))
     readings = gathered[0]
     asked = _asked_settings(recipe, readings)
     differences = _differences(asked, gathered)
@@ -138,7 +138,7 @@ def confirm(
         _watch_clip(recipe.optimizer.clip, optimizer, accelerator)
     effective = _effective(recipe, asked, gathered)
     first = getattr(accelerator, 'accelerator', accelerator).is_main_process
-    together(lambda: _write(effective, directory) if first else None)
+    on_every_rank(lambda: _write(effective, directory) if first else None)
     return effective
 
 # %% ../../nbs/training/06_effective.ipynb #cf633204

@@ -7,10 +7,8 @@ __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'f
 
 # %% ../../nbs/training/10_fine_tune.ipynb #1650fa2d
 import gc
-import json
 import math
 import os
-import time
 from array import array
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,27 +16,26 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..checkpoint.save_load import base_digest
-from ..checkpoint.sharded_files import named, together
+from ..checkpoint.sharded_files import named
 from ..config.document import RecipeError
 from ..config.recipe import Recipe, planned_only
 from ..display import html_table
 from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
-from ..model.quantize import fingerprint
+from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
 from ..parallel.load import arriving
 from ..parallel.ranks import free_port, notebook_ranks
-from ..parallel.shard import (
-    assert_sharding, check_transport, cpu_fsdp, fsdp_env, zero_config)
 from .classifier import class_rows
-from .data import check_rows, load_rows
+from .data import load_rows
 from .effective import check_launcher, confirm
-from .loop import skip_compiler, train_loop, write_line
+from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
+from .rank_run import check_payload, check_shards, payload_digest
 from .resume import Preempted, guarded_train, resumable, save_result
 from .run_directory import (
     RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_lock, run_state)
+from .tokens import check_rows
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
 # %% ../../nbs/training/10_fine_tune.ipynb #db3d86b3
@@ -159,75 +156,53 @@ def _autocasts(recipe, zero):
     return recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
 
 # %% ../../nbs/training/10_fine_tune.ipynb #c81e3b57
-def _callback(trainer, recipe, files):
+def _callback(trainer, recipe):
     "Confirm what is in force before the first step, and write down losses."
     from transformers import TrainerCallback
-    every = recipe.intervals
+    run, every = trainer.run, recipe.intervals.evaluation
 
     class Metrics(TrainerCallback):
         def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
-            trainer.shards = _check_shards(trainer, recipe)
-            if trainer.votes:  # A real run; a rehearsal has nobody to compare with
-                confirm(recipe, trainer.model_wrapped, trainer.optimizer, trainer, train_dataloader,
-                        files.directory)
+            model = trainer.model_wrapped
+            trainer.shards = check_shards(run, recipe, model)
+            if run.votes:  # A real run; a rehearsal has nobody to compare with
+                confirm(recipe, model, trainer.optimizer, trainer, train_dataloader,
+                        run.files.directory)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
-                trainer.base = _payload_digest(trainer, recipe)
-            trainer.facts |= {'since': _losses_since(trainer.start)}
+                trainer.payload = payload_digest(recipe, trainer.model)
 
         def on_log(self, args, state, control, logs=None, **objects):
             if 'loss' not in logs: return
-            _check_logged(logs, state.global_step)
-            losses = [*trainer.facts.get('since', ()), float(logs['loss'])]
-            waits = state.global_step % every.logging and 1 < state.global_step < state.max_steps
-            trainer.facts['since'] = losses if waits else []
-            if waits or not state.is_world_process_zero: return
-            write_line(files.metrics, _metrics_row(trainer, logs, losses))
+            values = _logged_values(logs, state.global_step)
+            run.log.note_step(recipe, state.global_step, values)
 
         def on_step_end(self, args, state, control, **objects):
-            if not every.evaluation: return
+            if not every: return
             last = state.global_step == state.max_steps
-            if last or state.global_step % every.evaluation == 0:
-                _evaluate(trainer, recipe.batch.micro, files.evaluations)
+            if last or state.global_step % every == 0:
+                values = _evaluate(trainer, recipe.batch.micro)
+                run.log.note_evaluation(state.global_step, values)
 
     return Metrics()
 
-# %% ../../nbs/training/10_fine_tune.ipynb #d837620e
-def _check_shards(trainer, recipe):
-    "Ask every rank whether the model is sharded as asked, and give back what this one holds."
-    def check():
-        return assert_sharding(trainer.model_wrapped, recipe.sharding.strategy,
-                               recipe.cluster.ranks, recipe.sharding.group)
-    return together(check)[trainer.votes.rank] if trainer.votes else check()
-
-def _losses_since(checkpoint):
-    "Read from a checkpoint the losses that wait for their line."
-    if not checkpoint: return []
-    return json.loads((Path(checkpoint) / 'facts.json').read_text()).get('since', [])
-
-def _check_logged(logs, step):
+def _logged_values(logs, step):
+    "Take what a line holds; refuse what is no number."
+    names = 'loss', 'grad_norm', 'learning_rate', 'num_tokens'
+    values = {name: float(logs[name]) for name in names if name in logs}
     for name in ('loss', 'grad_norm'):
-        value = float(logs.get(name, 0))
+        value = values.get(name, 0.0)
         if not math.isfinite(value):
             raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved')
-
-def _metrics_row(trainer, logs, losses):
-    "Put a line of the metrics together; its loss is the mean since the line before."
-    names = 'loss', 'grad_norm', 'learning_rate', 'num_tokens'
-    row = {'step': trainer.state.global_step, 'seconds': round(time.monotonic() - trainer.began, 3)}
-    row |= {name: float(logs[name]) for name in names if name in logs}
-    row['loss'] = sum(losses) / len(losses)
-    return row
+    return values
 
 # %% ../../nbs/training/10_fine_tune.ipynb #ec5d8ebf
-def _evaluate(trainer, batch_size, file):
-    "Write down the mean loss over the tokens of all held-out rows; a collective."
-    votes = trainer.votes or Votes()
+def _evaluate(trainer, batch_size):
+    "Give the mean loss over the tokens of all held-out rows; a collective."
+    votes = trainer.run.votes or Votes()
     rows = _rows_of_rank(trainer.held, votes.rank, votes.ranks)
     gathered = votes.gather(_sum_losses(trainer, rows, batch_size))
     loss, tokens = (sum(values) for values in zip(*gathered))
-    if votes.rank: return
-    write_line(file, {'step': trainer.state.global_step, 'loss': loss / max(tokens, 1),
-                      'rows': len(trainer.held), 'tokens': tokens})
+    return {'loss': loss / max(tokens, 1), 'rows': len(trainer.held), 'tokens': tokens}
 
 def _rows_of_rank(rows, rank, ranks):
     "Share rows out in turn; blank rows fill up the last turn."
@@ -242,7 +217,7 @@ def _sum_losses(trainer, rows, batch_size):
     model.eval()
     with torch.no_grad():
         for first in range(0, len(rows), batch_size):
-            if trainer.watch: trainer.watch.beat()  # Each batch is a sign of life
+            trainer.run.beat()  # Each batch is a sign of life
             batch = trainer.data_collator(rows[first:first + batch_size])
             output = model(**trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
             loss -= float(output.log_probs.sum())
@@ -276,11 +251,11 @@ def make_trainer(
     trainer = resumable(SFTTrainer)(
         model, args, train_dataset=_dataset(rows, keys), eval_dataset=_dataset(held, keys),
         processing_class=tokenizer)
-    trainer.facts = recipe_facts(recipe)
+    trainer.run.facts = recipe_facts(recipe)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_callback(trainer, recipe, RunFiles(directory)))
+    trainer.add_callback(_callback(trainer, recipe))
     return trainer
 
 # %% ../../nbs/training/10_fine_tune.ipynb #1dcddc2e
@@ -330,23 +305,15 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
     elif held is None: held = _read_rows(recipe)[1]
     with memory_trace() as memory, cpu_fsdp(), arriving(recipe) as model:
         trainer = make_trainer(recipe, directory, rows, model, None, held)
-        if recipe.sharding.loading == 'every_rank': trainer.base = _payload_digest(trainer, recipe)
+        if recipe.sharding.loading == 'every_rank':
+            trainer.payload = payload_digest(recipe, trainer.model)
         preempted = guarded_train(trainer, directory, start, step_timeout_s)
         if not hasattr(trainer, 'shards'): return {'preempted': preempted}  # Before the first step
-        payload = _payload_digest(trainer, recipe)
-        if payload != trainer.base:
-            raise RuntimeError('training changed the 4-bit payload: '
-                               f'{trainer.base} became {payload}')
+        payload = check_payload(recipe, trainer.model, trainer.payload)
         if preempted is not None: return {'preempted': preempted}
         saved = save_result(trainer, directory)
     return {'shards': trainer.shards, 'payload': payload, 'memory': memory, 'saved': saved,
-            'seconds': round(time.monotonic() - trainer.began, 3)}
-
-def _payload_digest(trainer, recipe):
-    "Hash the 4-bit base, however it is spread; a collective."
-    if recipe.method.kind != 'qlora': return None
-    if recipe.sharding.strategy.startswith('zero'): return base_digest(trainer.model)
-    return fingerprint(trainer.model).digest
+            'seconds': trainer.run.log.seconds}
 
 # %% ../../nbs/training/10_fine_tune.ipynb #85754a18
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding, cpu_fsdp, fsdp_env
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding
 
 SILENT = {  # Two of the three settings that DeepSpeed and accelerate pass over without a word; the third is fault 15
     'zero_optimizaton: {stage: 3}': ({'zero_optimizaton': {'stage': 3}}, 'zero_optimizaton', 'unknown key; known: version, name, model'),

@@ -17,8 +17,8 @@ from llm_workbook.parallel import load as loading
 from llm_workbook.parallel import ranks
 
 from llm_workbook.parallel import shard
-
 from llm_workbook.training import fine_tune as training
+from llm_workbook.training import rank_run
 from llm_workbook.training.data import load_rows
 from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError, RankTimeout
@@ -290,7 +290,7 @@ def test_a_sharding_that_one_rank_lacks_is_told_to_all(recipe, tmp_path, monkeyp
     def other(*args):
         if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
         return check(*args)
-    monkeypatch.setattr(training, 'assert_sharding', other)
+    monkeypatch.setattr(rank_run, 'assert_sharding', other)
     begin = time.monotonic()
     with pytest.raises(RankError, match='ShardingMismatch: spoilt'): training.fine_tune(recipe, tmp_path/'run', 300, live=False)
     assert time.monotonic() - begin < 120 and training.read_metrics(tmp_path/'run'/'metrics.jsonl') == []
