@@ -16,7 +16,6 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..checkpoint.disk import run_lock
 from ..checkpoint.sharded_files import named
 from ..config.document import RecipeError
 from ..config.recipe import Recipe, planned_only
@@ -35,7 +34,7 @@ from .memory_trace import memory_trace
 from .rank_run import check_payload, check_shards, payload_digest
 from .resume import Preempted, guarded_train, resumable, save_result
 from .run_directory import (
-    RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_state)
+    RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_lock, run_state)
 from .tokens import check_rows
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from trouble import SAID, children, wait_for
 
-from llm_workbook.checkpoint.disk import RunLocked
+from llm_workbook.training.run_directory import RunLocked
 from llm_workbook.checkpoint.manifest import latest_valid
 from llm_workbook.launching.background import Workers, launch
 from llm_workbook.training.resume import Preempted
