@@ -75,7 +75,8 @@ def _agrees(name, asked, found):
     "Say whether a value is as asked; what is free, or not readable, always is."
     if asked is None or found is None: return True
     if name == 'batch.length': return found <= asked
-    if name == 'model.source': return str(_resolved(asked)) == str(_resolved(found))
+    if name == 'model.source':
+        return str(_resolved(asked)) == str(_resolved(found))
     if type(asked) is type(found) is float: return isclose(asked, found)
     return asked == found
 
@@ -266,7 +267,8 @@ def _origin(setting, lines, facts):
         derived = name in _DERIVED and facts.get(name) in (None, asked)
         return f'derived: {_DERIVED[name]}' if derived else 'the recipe'
     line = f'line {lines[name]} of recipe.yaml'
-    if facts[name] != asked: return f'changed since the run began: {line} says {facts[name]!r}'
+    if facts[name] != asked:
+        return f'changed since the run began: {line} says {facts[name]!r}'
     by_default = (_default(name) or None) == (asked or None)
     return f'{line}, the default of the format' if by_default else line
 
@@ -294,7 +296,8 @@ def check_launcher(
     wanted = {name: values for name, values in _launcher_values(recipe).items() if name in env}
     if not _is_true(env.get('ACCELERATE_USE_FSDP', recipe.sharding.strategy == 'fsdp2')):
         unread = [name for name in wanted if name.startswith('FSDP_')]  # Without FSDP
-        for name in unread: del wanted[name]
+        for name in unread:
+            del wanted[name]
     differences = []
     for name, values in wanted.items():
         if any(_means(env[name], value) for value in values): continue
@@ -319,7 +322,8 @@ def _launcher_values(recipe):
     zero = sharding.strategy.startswith('zero')
     on_cpu = str(recipe.cluster.device == 'cpu').lower()
     precisions = {env['ACCELERATE_MIXED_PRECISION']}
-    if zero: precisions |= {'no', *_half_types(zero_config(recipe))}
+    if zero:
+        precisions |= {'no', *_half_types(zero_config(recipe))}
     values = {
         'PARALLELISM_CONFIG_TP_SIZE': ['1'],
         'PARALLELISM_CONFIG_CP_SIZE': ['1'],
@@ -369,5 +373,6 @@ def _dotted(value, path=''):
     "Flatten nested dictionaries: dotted key -> value."
     if not isinstance(value, dict): return {path: value}
     flat = {}
-    for key, part in value.items(): flat |= _dotted(part, f'{path}.{key}'.strip('.'))
+    for key, part in value.items():
+        flat |= _dotted(part, f'{path}.{key}'.strip('.'))
     return flat

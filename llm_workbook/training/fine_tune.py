@@ -87,7 +87,8 @@ def _read_rows(recipe):
     if recipe.model.head == 'classification': return class_rows(recipe)
     train, held = load_rows(recipe.data, recipe.seed)
     train = _tokenised(recipe, train)
-    if recipe.intervals.evaluation: held = _tokenised(recipe, held)
+    if recipe.intervals.evaluation:
+        held = _tokenised(recipe, held)
     return train, held
 
 def _tokenised(recipe, rows):
@@ -247,13 +248,15 @@ def make_trainer(
     args = sft_config(recipe, directory)
     args.assistant_only_loss = keys == ('messages',)
     adapted = recipe.method.kind != 'full'
-    if adapted: model = add_adapters(model, recipe.method, recipe.seed)
+    if adapted:
+        model = add_adapters(model, recipe.method, recipe.seed)
     trainer = resumable(SFTTrainer)(
         model, args, train_dataset=_dataset(rows, keys), eval_dataset=_dataset(held, keys),
         processing_class=tokenizer)
     trainer.run.facts = recipe_facts(recipe)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
-    if adapted: cast_adapters(trainer.model)
+    if adapted:
+        cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
     return trainer
@@ -301,8 +304,10 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     skip_compiler(recipe)
-    if not recipe.intervals.evaluation: held = ()
-    elif held is None: held = _read_rows(recipe)[1]
+    if not recipe.intervals.evaluation:
+        held = ()
+    elif held is None:
+        held = _read_rows(recipe)[1]
     with memory_trace() as memory, cpu_fsdp(), arriving(recipe) as model:
         trainer = make_trainer(recipe, directory, rows, model, None, held)
         if recipe.sharding.loading == 'every_rank':
@@ -392,7 +397,8 @@ def fine_tune(
         start = begin_run(recipe, directory, resume)
         if start.finished: return Run(recipe, directory, [])
         curve = LossCurve(RunFiles(directory).metrics, recipe.optimizer.steps) if live else None
-        if recipe.cluster.device == 'cpu': import peft, trl  # Once for all ranks; it may open CUDA
+        if recipe.cluster.device == 'cpu':
+            import peft, trl  # Once for all ranks; it may open CUDA
         task = recipe, directory, rows, start, step_timeout_s, held
         limit_s = math.inf if timeout_s is None else timeout_s
         ranks = notebook_ranks(
@@ -431,7 +437,8 @@ def train_here(
         os.environ.update(fsdp_env(recipe))
         with run_lock(directory) if rank == 0 else nullcontext():
             start = Start(finished=finished)
-            if rank == 0: start = begin_run(recipe, directory, resume=True)
+            if rank == 0:
+                start = begin_run(recipe, directory, resume=True)
             if start.finished: return 0
             result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
             _leave_process_group()
@@ -443,7 +450,8 @@ def _import_libraries(finished):
     gc.disable()
     try:
         import torch.distributed
-        if not finished: import datasets, peft, transformers.trainer
+        if not finished:
+            import datasets, peft, transformers.trainer
     finally:
         gc.freeze()
         gc.enable()
@@ -463,4 +471,5 @@ def _launched_rank(recipe):
 
 def _leave_process_group():
     import torch.distributed as dist
-    if dist.is_initialized(): dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

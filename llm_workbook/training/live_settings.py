@@ -34,7 +34,8 @@ class _Live:
         wrappers = 'DistributedDataParallel', 'DeepSpeedEngine'
         self.bare = model.module if type(model).__name__ in wrappers else model
         self.optimizer = getattr(optimizer, 'optimizer', optimizer)
-        if self.engine: self.optimizer = self.engine.basic_optimizer
+        if self.engine:
+            self.optimizer = self.engine.basic_optimizer
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.groups = _groups(self.units)
         self.lora = {name: m for name, m in self.bare.named_modules() if hasattr(m, 'lora_A')}
@@ -71,14 +72,16 @@ def _dtypes(tensors): return _one(_dtype(t.dtype) for t in tensors)
 def _strategy(live):
     from torch.distributed.tensor import DTensor
     if live.engine: return f'zero{live.engine.zero_optimization_stage()}'
-    if live.units or any(isinstance(p, DTensor) for p in live.model.parameters()): return 'fsdp2'
+    if live.units or any(isinstance(p, DTensor) for p in live.model.parameters()):
+        return 'fsdp2'
     if type(live.model).__name__ != 'DistributedDataParallel': return 'none'
     alone = _world(live) == 1 and live.recipe.sharding.strategy == 'none'
     return 'none' if alone else 'ddp'  # On one rank the two are one
 
 def _share(live):
     "Say whether this rank holds its part and no more, in the words of `assert_sharding`."
-    try: assert_sharding(live.model, _strategy(live), None, _group(live))
+    try:
+        assert_sharding(live.model, _strategy(live), None, _group(live))
     except ShardingMismatch as error: return f'{error}'
     return 'its part'
 
@@ -88,7 +91,7 @@ def _group(live):
     return _one(mesh.size(mesh.ndim - 1) for mesh in meshes)
 
 # %% ../../nbs/training/05_live_settings.ipynb #1cea4b08
-def _held(live):
+def _parameter_bytes(live):
     "Count the bytes of parameters on this rank."
     size_b = 0
     for parameter in live.model.parameters():
@@ -110,12 +113,12 @@ def _backend(live):
     return of_device.get(live.accelerator.device.type, backend)
 
 # %% ../../nbs/training/05_live_settings.ipynb #7b7f2f9b
-def _ranks_here(live):
+def _ranks_per_node(live):
     return int(os.environ['LOCAL_WORLD_SIZE']) if 'LOCAL_WORLD_SIZE' in os.environ else None
 
 def _nodes(live):
-    here = _ranks_here(live)
-    return here and -(-_world(live) // here)  # Rounded up
+    per_node = _ranks_per_node(live)
+    return per_node and -(-_world(live) // per_node)  # Rounded up
 
 def _interface(live):
     library = 'GLOO' if live.accelerator.device.type == 'cpu' else 'NCCL'
@@ -186,7 +189,8 @@ def _reentrant(live):
 # %% ../../nbs/training/05_live_settings.ipynb #792a1f7b
 def _compute(live):
     "Read the type of the matrix products from the first object that decides it."
-    if live.packed: return _one(_dtype(getattr(m, 'compute_dtype', None)) for m in live.packed)
+    if live.packed:
+        return _one(_dtype(getattr(m, 'compute_dtype', None)) for m in live.packed)
     policies = [group.mp_policy.param_dtype for group in live.groups]
     if any(policies): return _one(_dtype(dtype) for dtype in policies)
     if live.engine: return _engine_dtype(live.engine)
@@ -220,8 +224,10 @@ def _reduce(live):
 
 def _loss_scale(live):
     scaler = getattr(live.accelerator, 'scaler', None)
-    if live.engine: dynamic = live.engine.fp16_enabled() and live.engine.dynamic_loss_scale()
-    else: dynamic = scaler and scaler.is_enabled()
+    if live.engine:
+        dynamic = live.engine.fp16_enabled() and live.engine.dynamic_loss_scale()
+    else:
+        dynamic = scaler and scaler.is_enabled()
     return 'dynamic' if dynamic else 'none'
 
 def _buffers(live):
@@ -257,8 +263,10 @@ def _rows_per_step(live):
 # %% ../../nbs/training/05_live_settings.ipynb #92267f25
 def _longest(live):
     rows = getattr(live.loader, 'dataset', None)
-    if not hasattr(rows, '__len__') or not len(rows) or 'input_ids' not in rows[0]: return None
-    if not hasattr(rows, 'data'): return max(len(row['input_ids']) for row in rows)
+    if not hasattr(rows, '__len__') or not len(rows) or 'input_ids' not in rows[0]:
+        return None
+    if not hasattr(rows, 'data'):
+        return max(len(row['input_ids']) for row in rows)
     from pyarrow import compute
     lengths = compute.list_value_length(rows.data.column('input_ids'))
     return compute.max(lengths).as_py()
@@ -290,8 +298,10 @@ def _clip(live):
 # %% ../../nbs/training/05_live_settings.ipynb #dac4273e
 def _schedule_function(live):
     "Find the function of the learning rate, and the numbers that it was made with."
-    if live.trainer: scheduler = live.trainer.lr_scheduler
-    else: scheduler = next(iter(live.accelerator._schedulers), None)
+    if live.trainer:
+        scheduler = live.trainer.lr_scheduler
+    else:
+        scheduler = next(iter(live.accelerator._schedulers), None)
     innermost = getattr(scheduler, 'scheduler', scheduler)
     function = next(iter(getattr(innermost, 'lr_lambdas', ())), None)
     return getattr(function, 'func', function), getattr(function, 'keywords', {})
@@ -339,8 +349,10 @@ def _targets(live):
     adapted, targets = {*live.lora}, live.recipe.method.targets
     if not adapted: return None
     linear = _linear_names(live.bare)
-    if targets == 'all-linear': wanted = linear
-    else: wanted = {name for name in linear if any(f'.{name}'.endswith(f'.{t}') for t in targets)}
+    if targets == 'all-linear':
+        wanted = linear
+    else:
+        wanted = {name for name in linear if any(f'.{name}'.endswith(f'.{t}') for t in targets)}
     if adapted == wanted: return live.recipe.facts()['method.targets']
     return sorted({name.rpartition('.')[2] for name in adapted})
 
@@ -392,7 +404,7 @@ _READERS = {  # Setting -> the object that says it, and how to read it there
 # %% ../../nbs/training/05_live_settings.ipynb #6e810d23
 _READERS |= {
     'cluster.ranks': ('process group', _world),
-    'cluster.processes': ('environment', _ranks_here),
+    'cluster.processes': ('environment', _ranks_per_node),
     'cluster.nodes': ('ranks and environment', _nodes),
     'cluster.device': ('accelerator', lambda live: live.accelerator.device.type),
     'cluster.backend': ('process group', _backend),
@@ -401,7 +413,7 @@ _READERS |= {
     'accelerate.ranks': ('accelerator', lambda live: live.accelerator.num_processes),
     'accelerate.rank': ('accelerator', lambda live: live.accelerator.process_index),
     'host': ('this machine', lambda live: socket.gethostname()),
-    'held': ('parameters, bytes', _held),
+    'held': ('parameters, bytes', _parameter_bytes),
     'sharding.strategy': ('class of the model', _strategy),
     'sharding.share': ('parameters', _share),
     'sharding.group': ('device mesh', _group),

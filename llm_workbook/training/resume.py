@@ -72,7 +72,8 @@ class _Guarded:
     def _collate_numbered(self, rows):
         import torch
         batch = self._collate(rows)
-        if 'row' in rows[0]: batch['row'] = torch.tensor([row['row'] for row in rows])
+        if 'row' in rows[0]:
+            batch['row'] = torch.tensor([row['row'] for row in rows])
         return batch
 
     def training_step(self, model, inputs, *args, **options):
@@ -89,7 +90,8 @@ class _Guarded:
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
         values = {'loss': float(self._tr_loss)}
-        if norm is not None: values['grad_norm'] = float(norm)
+        if norm is not None:
+            values['grad_norm'] = float(norm)
         self._check_finite(updated=self.is_deepspeed_enabled, **values)
         self._rows.clear()
         return norm
@@ -155,7 +157,8 @@ class _NoStepLeft(Exception):
     "The checkpoint that the run goes on from is that of its last step."
 
 def _train(trainer):
-    try: trainer.train()
+    try:
+        trainer.train()
     except _NoStepLeft: pass
 
 def _callback(trainer, preemption):
@@ -187,18 +190,21 @@ def save_result(
         name = type(trainer).__name__
         raise ValueError(f'{name} has nothing to save: pass a `resumable` trainer')
     files = RunFiles(directory)
-    if step is None: step = trainer.state.global_step
+    if step is None:
+        step = trainer.state.global_step
     if trainer.run.facts['method'] == 'full':
         saved = _save_model(trainer, files, step)
     else:
         with _whole_tensors(trainer.model):
             saved = save_adapters(trainer.model, files.adapters)
-    if trainer.run.rank == 0: mark_run(directory, 'finished', step)
+    if trainer.run.rank == 0:
+        mark_run(directory, 'finished', step)
     return saved
 
 def _whole_tensors(model):
     "Gather the tensors that train while the block lasts, which only ZeRO-3 needs."
-    if not any(hasattr(p, 'ds_id') for p in model.parameters()): return nullcontext()
+    if not any(hasattr(p, 'ds_id') for p in model.parameters()):
+        return nullcontext()
     import deepspeed
     return deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad])
 

@@ -71,7 +71,8 @@ def mark_run(
     step: int,  # How many are done, and committed or saved
 ) -> None:
     "Write down how far a run is; one rank does it."
-    if state not in _STATES: raise ValueError(f'{state!r} is none of {", ".join(_STATES)}')
+    if state not in _STATES:
+        raise ValueError(f'{state!r} is none of {", ".join(_STATES)}')
     text = json.dumps({'state': state, 'step': step}) + '\n'
     publish(RunFiles(directory).state, text, durable=True)
 
@@ -80,7 +81,8 @@ def read_metrics(
     path: str | Path,  # A `metrics.jsonl`, also one that is still being written
 ) -> list[dict]:  # One value per line: step, seconds, loss, grad_norm, learning_rate, num_tokens
     "Read the steps so far; a half-written last line is left for the next time."
-    try: text = Path(path).read_text()
+    try:
+        text = Path(path).read_text()
     except FileNotFoundError: return []
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith('\n')]
 
@@ -91,8 +93,10 @@ def write_line(
 ) -> None:
     "Add a line that `read_metrics` reads."
     text = json.dumps(row)
-    with file.open('a') as lines: lines.write(text + '\n')
-    if 'LLMW_LOGS' in os.environ: print(text, flush=True)  # What a kept log shows of the run
+    with file.open('a') as lines:
+        lines.write(text + '\n')
+    if 'LLMW_LOGS' in os.environ:
+        print(text, flush=True)  # What a kept log shows of the run
 
 # %% ../../nbs/training/11_run_directory.ipynb #ad76e91c
 class RunLocked(RuntimeError):
@@ -111,13 +115,15 @@ def run_lock(
     room(directory, 0, files=0)  # Refuses a directory that cannot be written to
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        if not trust: _refuse_other_user(handle, lock.parent)
+        if not trust:
+            _refuse_other_user(handle, lock.parent)
         _wait_for_lock(handle, lock.parent, wait_s)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f'process {process} on {socket.gethostname()}'.encode(), 0)
         yield lock.parent
     finally:
-        if os.getpid() == process: fcntl.flock(handle, fcntl.LOCK_UN)  # A fork must not end it
+        if os.getpid() == process:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # A fork must not end it
         os.close(handle)
 
 # %% ../../nbs/training/11_run_directory.ipynb #8bd1036b
@@ -140,7 +146,8 @@ def _take(handle, shared=False):
     "Try to lock an open file; say whether that worked."
     import fcntl
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try: fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError: return False
     return True
 
@@ -173,7 +180,8 @@ def begin_run(
 
     files.directory.mkdir(parents=True, exist_ok=True)
     _put_aside_after(step, files.directory)
-    if not files.recipe.exists(): publish(files.recipe, recipe.dump(), durable=True)
+    if not files.recipe.exists():
+        publish(files.recipe, recipe.dump(), durable=True)
     _cut_metrics(files, step, checkpoint)
     mark_run(directory, 'running', step)
     return Start(step, checkpoint)
@@ -195,7 +203,8 @@ def _cut_metrics(files, step, checkpoint):
 def _put_aside_after(step, directory):
     "Rename the checkpoints of later steps."
     for commit in survey(directory).valid:
-        if commit.step > step: _put_aside(commit.folder)
+        if commit.step > step:
+            _put_aside(commit.folder)
 
 def _put_aside(folder):
     "Rename a checkpoint so that nothing reads it and nothing is lost."
@@ -235,7 +244,8 @@ def _refuse_another(files, run, recipe, resume):
     if files.recipe.exists() and not resume:
         raise ValueError(f'{name!r} holds a run already ({state}, step {step}): '
                          'continue it with resume=True, name another directory, or delete it')
-    if files.recipe.exists(): _refuse_changes(Recipe.load(files.recipe), recipe)
+    if files.recipe.exists():
+        _refuse_changes(Recipe.load(files.recipe), recipe)
     if state == 'finished' and step < recipe.optimizer.steps:
         raise ValueError(f'{name!r} finished at step {step}: a finished run takes no more steps, '
                          'only one that was stopped does. Name another directory')
@@ -270,13 +280,18 @@ def run_status(
     commits = survey(directory).valid if directory.is_dir() else []
     newest = f'newest committed step: {commits[0].step}' if commits else 'no step is committed'
     code = 1
-    if run['state'] == 'finished': code = 0
-    if run['state'] == 'preempted' and (commits or run['step'] == 0): code = EXIT_PREEMPTED
+    if run['state'] == 'finished':
+        code = 0
+    if run['state'] == 'preempted' and (commits or run['step'] == 0):
+        code = EXIT_PREEMPTED
     return code, f"{run['state']} at step {run['step']}; {newest}; {_holder(directory)}"
 
 def _holder(directory):
     "Ask who has the lock, without taking it away from anybody."
-    try: handle = os.open(RunFiles(directory).lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        handle = os.open(RunFiles(directory).lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError: return 'no run holds it'
-    try: return 'no run holds it' if _take(handle, shared=True) else f'held by {_lock_text(handle)}'
-    finally: os.close(handle)
+    try:
+        return 'no run holds it' if _take(handle, shared=True) else f'held by {_lock_text(handle)}'
+    finally:
+        os.close(handle)
