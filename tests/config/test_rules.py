@@ -8,7 +8,7 @@ import pytest
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 
 from llm_workbook.model.adapters import add_adapters
-from llm_workbook.config.document import resolve
+from llm_workbook.files import resolve
 from llm_workbook.training.loop import skip_compiler
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks

@@ -146,7 +146,7 @@ def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tm
 def test_workers_that_nobody_holds_end_by_themselves():
     process = Workers()._box.process
     gc.collect()
-    process.wait(60)
+    assert process.wait(60) == 0
 
 
 @pytest.mark.slow

@@ -121,6 +121,35 @@ def test_one_parameter_left_out_raises():
         run_ranks(left_out, 2, timeout_s=120)
 
 
+def toy(units, rows, mesh):
+    "Layers of one matrix each, every one a unit of FSDP2 of its own."
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh('cpu', mesh, mesh_dim_names=('copies', 'parts')[-len(mesh):])
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, rows, bias=False) for _ in range(units)))
+    for layer in model: fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def test_a_rank_that_holds_nearly_all_one_row_tensors_breaks_the_share_law():
+    "Every row is where torch puts it, and rank 0 has all 12: 3,072 bytes, where a third and one unit are 1,280."
+    def look():
+        try: return assert_sharding(toy(12, 1, (3,)), 'fsdp2', 3)
+        except ShardingMismatch as error: return str(error)
+    first, *others = run_ranks(look, 3)
+    assert first == 'fsdp2 over 3 ranks was asked for, but 3,072 bytes are here, more than 1,280'
+    assert [report.here_b for report in others] == [0, 0]
+
+
+def test_a_hybrid_share_is_that_of_the_group():
+    "Five rows over groups of two: three and two, on both copies."
+    def look(): return assert_sharding(toy(2, 5, (2, 2)), 'fsdp2', 4, 2)
+    reports = run_ranks(look, 4)
+    assert [[row[3] for row in report.rows] for report in reports] == [[(3, 64)] * 2, [(2, 64)] * 2] * 2
+    assert [(report.here_b, report.limit_b) for report in reports] == [(1536, 2560), (1024, 2560)] * 2
+
+
 def test_activation_checkpointing_and_resharding_change_no_loss():
     def loss(**sharding):
         import torch

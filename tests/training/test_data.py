@@ -248,6 +248,21 @@ def test_rows_that_teach_nothing_are_named(tokenizer):
     with pytest.raises(DatasetError, match='row 1: has'): check_rows([marked], tokenizer)
 
 
+def test_every_answer_must_end_with_the_stop_token(tokenizer):
+    "A template that ends the last answer alone teaches the model to run on after the first."
+    import copy
+    twice = {'messages': [{'role': 'user', 'content': 'One'}, {'role': 'assistant', 'content': 'Two'}] * 2}
+    assert check_rows([twice], tokenizer).rows == 1
+    ids, mask = assistant_mask(twice, tokenizer)
+    ends = [i for i, on in enumerate(mask) if on and ids[i] == tokenizer.eos_token_id]
+    assert len(ends) == 2
+    other = copy.deepcopy(tokenizer)
+    for end in ends:
+        cut = [t for i, t in enumerate(ids) if i != end], [t for i, t in enumerate(mask) if i != end]
+        other.apply_chat_template = lambda *asked, **how: {'input_ids': cut[0], 'assistant_masks': cut[1]}
+        with pytest.raises(DatasetError, match='has an answer without the stop token'): check_rows([twice], other)
+
+
 def test_formats_are_told_apart_by_their_columns():
     assert detect_format({'messages': [], 'prompt': ''}, Data(source='x')) == 'messages'
     assert detect_format({'text': '', 'label': 0}, Data(source='x')) == 'classification'

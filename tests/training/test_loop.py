@@ -78,6 +78,16 @@ def test_the_loop_has_the_losses_of_the_trainer(tmp_path, changes):
     assert far(trainer, loop) <= 1e-6 and [m['num_tokens'] for m in trainer] == [m['num_tokens'] for m in loop]
 
 
+def test_a_clip_of_zero_switches_clipping_off(tmp_path):
+    "As documented: what trains is what trains under a limit that nothing reaches."
+    recipe = small_recipe(tmp_path, 8, **ALONE, **{'optimizer.kind': 'sgd', 'optimizer.steps': 3, 'optimizer.warmup': 0.0})
+    free, far_off = tmp_path/'free', tmp_path/'far off'
+    train(recipe.changed({'optimizer.clip': 0.0}), free)
+    train(recipe.changed({'optimizer.clip': 1e9}), far_off)
+    assert far(lines(free), lines(far_off)) == 0
+    assert len({line['loss'] for line in lines(free)}) == 3, 'every step has changed the weights'
+
+
 # Resumed
 
 @pytest.mark.parametrize('changes, tolerance', [
