@@ -13,9 +13,10 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
+from ..checkpoint.consolidate import export_full
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save_load import random_state, save_checkpoint, set_random_state
-from ..checkpoint.sharded_files import export_full, listed
+from ..checkpoint.sharded_files import listed
 from ..model.adapters import save_adapters
 from ..parallel.agreement import on_every_rank
 from .rank_run import RankRun, commit_step, load_step, read_converted
