@@ -62,6 +62,7 @@ def _asked_settings(recipe, readings):
         'optimizer.warmup_steps': rate_course(recipe)[1]}
     return asked
 
+# %% ../../nbs/training/06_effective.ipynb #863c9803
 def _is_used(name, recipe, readings):
     "Say whether this method and strategy use a field of the recipe."
     kind = recipe.method.kind
@@ -80,6 +81,7 @@ def _agrees(name, asked, found):
     if type(asked) is type(found) is float: return isclose(asked, found)
     return asked == found
 
+# %% ../../nbs/training/06_effective.ipynb #8eb90e11
 def _resolved(source):
     try: return resolve(source)
     except ValueError: return source
@@ -93,6 +95,7 @@ def _differences(asked, gathered):
         lines += _not_as_asked(name, asked[name], values) or _not_alike(name, values)
     return sorted(lines)
 
+# %% ../../nbs/training/06_effective.ipynb #27a66373
 def _not_as_asked(name, asked, values):
     "Write one line for every wrong value, with the ranks that have it."
     by_rank = name == 'accelerate.rank'  # Each rank is asked for its own number
@@ -106,6 +109,7 @@ def _not_as_asked(name, asked, values):
         lines.append(f'{name}: asked {wanted!r}, found {found!r} on {_ranks(alike, values)}')
     return lines
 
+# %% ../../nbs/training/06_effective.ipynb #eca3339f
 def _not_alike(name, values):
     "Write a line where the recipe leaves a setting free and the ranks differ."
     other = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -113,6 +117,7 @@ def _not_alike(name, values):
     found = values[other[0]]
     return [f'{name}: {values[0]!r} on rank 0, {found!r} on {_ranks(other, values)}']
 
+# %% ../../nbs/training/06_effective.ipynb #b66c6b73
 def _ranks(ranks, values):
     if len(ranks) == len(values): return 'every rank'
     return f'rank {", ".join(map(str, ranks))} of {len(values)}'
@@ -153,6 +158,7 @@ def _effective(recipe, asked, gathered):
     ranks = [{name: readings[name].value for name in _OF_A_RANK} for readings in gathered]
     return Effective(recipe.name, tuple(filter(None, settings)), ranks)
 
+# %% ../../nbs/training/06_effective.ipynb #3e68e040
 def _setting(name, asked, readings):
     "Put one setting together; None where it is neither asked nor there."
     value, source = readings.get(name, (None, None))
@@ -161,12 +167,14 @@ def _setting(name, asked, readings):
         source = _silence(name, readings)
     return _Setting(name, asked, value, source)
 
+# %% ../../nbs/training/06_effective.ipynb #2742ee9d
 def _silence(name, readings):
     "Say why no object says a setting."
     if name == 'optimizer.clip': return _WATCHED
     always_in_use = name.startswith(('optimizer.', 'batch.', 'cluster.'))
     return 'not in use' if name in readings and not always_in_use else 'not readable'
 
+# %% ../../nbs/training/06_effective.ipynb #daaca571
 def _write(effective, directory):
     file = RunFiles(directory).effective
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -225,6 +233,7 @@ class Effective:
         rows = [(s.name, _shown(s.found), _shown(s.asked), s.read, s.came) for s in self.settings]
         return f'<p>{escape(repr(self))}</p>' + html_table(heads, rows)
 
+# %% ../../nbs/training/06_effective.ipynb #200ef434
 def _shown(value): return '' if value is None else value
 
 # %% ../../nbs/training/06_effective.ipynb #24099350
@@ -272,12 +281,14 @@ def _origin(setting, lines, facts):
     by_default = (_default(name) or None) == (asked or None)
     return f'{line}, the default of the format' if by_default else line
 
+# %% ../../nbs/training/06_effective.ipynb #688cefeb
 def _default(name):
     "Read the default of a field from the format of the recipe."
     part, _, field = name.rpartition('.')
     kind = Recipe.model_fields[part].annotation if part else Recipe
     return kind.model_fields[field].get_default(call_default_factory=True)
 
+# %% ../../nbs/training/06_effective.ipynb #bdb78380
 def _lines(node, parent=''):
     "Map each dotted key of a YAML text to its line."
     lines = {}
@@ -345,6 +356,7 @@ def _launcher_values(recipe):
         'ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE': [sharding.offload_parameters]}
     return values | {name: [value] for name, value in env.items() if name not in _NOT_COMPARED}
 
+# %% ../../nbs/training/06_effective.ipynb #3e4a2dbc
 def _half_types(zero):
     return [kind for kind in ('bf16', 'fp16') if zero.get(kind, {}).get('enabled')]
 
@@ -369,6 +381,7 @@ def _zero_differences(asked, file):
                      f'the recipe says {asked.get(name)!r}')
     return lines
 
+# %% ../../nbs/training/06_effective.ipynb #f5e4f862
 def _dotted(value, path=''):
     "Flatten nested dictionaries: dotted key -> value."
     if not isinstance(value, dict): return {path: value}

@@ -150,6 +150,7 @@ def sft_config(
         logging_steps=1, logging_nan_inf_filter=False,
         report_to='none', disable_tqdm=True)
 
+# %% ../../nbs/training/10_fine_tune.ipynb #f5951697
 def _autocasts(recipe, zero):
     "Say whether products are in bfloat16 and the weights that the optimizer updates in float32."
     if recipe.precision.master != 'float32': return False

@@ -78,6 +78,7 @@ def _strategy(live):
     alone = _world(live) == 1 and live.recipe.sharding.strategy == 'none'
     return 'none' if alone else 'ddp'  # On one rank the two are one
 
+# %% ../../nbs/training/05_live_settings.ipynb #99f9f5d2
 def _share(live):
     "Say whether this rank holds its part and no more, in the words of `assert_sharding`."
     try:
@@ -85,6 +86,7 @@ def _share(live):
     except ShardingMismatch as error: return f'{error}'
     return 'its part'
 
+# %% ../../nbs/training/05_live_settings.ipynb #dd5de4dd
 def _group(live):
     "Count the ranks that share one copy of the model."
     meshes = [p.device_mesh for p in live.model.parameters() if hasattr(p, 'device_mesh')]
@@ -116,15 +118,18 @@ def _backend(live):
 def _ranks_per_node(live):
     return int(os.environ['LOCAL_WORLD_SIZE']) if 'LOCAL_WORLD_SIZE' in os.environ else None
 
+# %% ../../nbs/training/05_live_settings.ipynb #8cb57c23
 def _nodes(live):
     per_node = _ranks_per_node(live)
     return per_node and -(-_world(live) // per_node)  # Rounded up
 
+# %% ../../nbs/training/05_live_settings.ipynb #98ff26cf
 def _interface(live):
     library = 'GLOO' if live.accelerator.device.type == 'cpu' else 'NCCL'
     name = os.environ.get(f'{library}_SOCKET_IFNAME')
     return name and name.removeprefix('=')  # NCCL's way to say that a name is no prefix
 
+# %% ../../nbs/training/05_live_settings.ipynb #ff558b8d
 def _variables(live):
     names = [name for name, _ in live.recipe.cluster.variables]
     return {name: os.environ.get(name) for name in names}
@@ -143,6 +148,7 @@ def _cpu_offload(group):
     from torch.distributed.fsdp import CPUOffloadPolicy
     return group.offload_policy if isinstance(group.offload_policy, CPUOffloadPolicy) else None
 
+# %% ../../nbs/training/05_live_settings.ipynb #f2d1ee96
 def _offloaded(live, part):
     "Say where `part` ('param' or 'optimizer') waits: 'none', or the device."
     if live.groups:
@@ -151,11 +157,13 @@ def _offloaded(live, part):
     devices = {p.device.type for p in live.trained}
     return 'none' if devices <= {live.accelerator.device.type, 'meta'} else _one(devices)
 
+# %% ../../nbs/training/05_live_settings.ipynb #0e4a2464
 def _engine_offload(engine, part):
     setting = getattr(engine, f'zero_offload_{part}')()
     if setting is None: return 'none'
     return str(getattr(setting.device, 'value', setting.device))
 
+# %% ../../nbs/training/05_live_settings.ipynb #0bdeae1d
 def _pinned(live):
     if live.groups:
         policies = [_cpu_offload(group) for group in live.groups]
@@ -170,9 +178,11 @@ def _layers(live):
     kinds = {*(getattr(live.bare, '_no_split_modules', None) or ()), 'GradientCheckpointingLayer'}
     return [m for m in live.bare.modules() if kinds & {kind.__name__ for kind in type(m).__mro__}]
 
+# %% ../../nbs/training/05_live_settings.ipynb #7d5bd0c2
 def _wrapped(live):
     return [m for m in live.bare.modules() if hasattr(m, '_checkpoint_wrapped_module')]
 
+# %% ../../nbs/training/05_live_settings.ipynb #9c606f6e
 def _checkpointing(live):
     inside = {id(m._checkpoint_wrapped_module) for m in _wrapped(live)}
     layers = [m for m in _layers(live) if not hasattr(m, '_checkpoint_wrapped_module')]
@@ -180,6 +190,7 @@ def _checkpointing(live):
     if not switched: return 'none'
     return 'full' if len(switched) == len(layers) else 'selective'
 
+# %% ../../nbs/training/05_live_settings.ipynb #aedd8cdb
 def _reentrant(live):
     functions = [m.checkpoint_fn for m in _wrapped(live)]
     functions += [m._gradient_checkpointing_func for m in _layers(live)
@@ -198,6 +209,7 @@ def _compute(live):
         return {'bf16': 'bfloat16', 'fp16': 'float16'}[live.accelerator.mixed_precision]
     return _dtypes(live.frozen or live.trained)
 
+# %% ../../nbs/training/05_live_settings.ipynb #00bce0be
 def _engine_dtype(engine):
     if engine.bfloat16_enabled(): return 'bfloat16'
     return 'float16' if engine.fp16_enabled() else 'float32'
@@ -214,6 +226,7 @@ def _master(live):
         if partitions: return _dtypes(partitions)
     return _dtypes(p for group in live.optimizer.param_groups for p in group['params'])
 
+# %% ../../nbs/training/05_live_settings.ipynb #9d3c1d69
 def _reduce(live):
     "Read the type in which gradients are summed over the ranks."
     policies = [_dtype(group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
@@ -222,6 +235,7 @@ def _reduce(live):
     if live.engine: return _dtype(live.engine.communication_data_type)
     return _dtypes(live.trained)
 
+# %% ../../nbs/training/05_live_settings.ipynb #582d2724
 def _loss_scale(live):
     scaler = getattr(live.accelerator, 'scaler', None)
     if live.engine:
@@ -230,6 +244,7 @@ def _loss_scale(live):
         dynamic = scaler and scaler.is_enabled()
     return 'dynamic' if dynamic else 'none'
 
+# %% ../../nbs/training/05_live_settings.ipynb #68ef91de
 def _buffers(live):
     tables = [b for name, b in live.bare.named_buffers() if name.endswith('inv_freq')]
     return _dtypes(tables)
@@ -243,19 +258,23 @@ def _sampler(live, name):
         if value is not None: return value
     return None
 
+# %% ../../nbs/training/05_live_settings.ipynb #f2f80445
 def _micro(live):
     return _sampler(live, 'batch_size') or getattr(live.loader, 'batch_size', None)
 
+# %% ../../nbs/training/05_live_settings.ipynb #368dcbed
 def _parts(live):
     "Count the parts into which the rows are cut; 1 where every rank sees them all."
     if getattr(live.loader, 'batch_sampler', None) is None: return None
     return _sampler(live, 'num_processes') or _sampler(live, 'num_replicas') or 1
 
+# %% ../../nbs/training/05_live_settings.ipynb #4bde3a1f
 def _accumulation(live):
     if live.engine: return live.engine.gradient_accumulation_steps()
     if live.trainer: return live.trainer.args.gradient_accumulation_steps
     return live.accelerator.gradient_accumulation_steps
 
+# %% ../../nbs/training/05_live_settings.ipynb #0751ac8b
 def _rows_per_step(live):
     factors = _micro(live), _accumulation(live), _parts(live)
     return None if None in factors else prod(factors)
@@ -284,13 +303,16 @@ def _kind(live):
     fused = name == 'adamw' and any(group.get('fused') for group in optimizer.param_groups)
     return 'adamw_fused' if fused else name
 
+# %% ../../nbs/training/05_live_settings.ipynb #eb460d61
 def _rate(live):
     return _one(group.get('initial_lr', group['lr']) for group in live.optimizer.param_groups)
 
+# %% ../../nbs/training/05_live_settings.ipynb #7164c995
 def _decay(live):
     decays = {group.get('weight_decay', 0) for group in live.optimizer.param_groups}
     return _one(decays - {0}) or 0.0  # Biases and norms have none
 
+# %% ../../nbs/training/05_live_settings.ipynb #87196183
 def _clip(live):
     if live.engine: return float(live.engine.gradient_clipping())
     return float(live.trainer.args.max_grad_norm) if live.trainer else None
@@ -306,14 +328,17 @@ def _schedule_function(live):
     function = next(iter(getattr(innermost, 'lr_lambdas', ())), None)
     return getattr(function, 'func', function), getattr(function, 'keywords', {})
 
+# %% ../../nbs/training/05_live_settings.ipynb #3690e86c
 def _schedule(live):
     name = getattr(_schedule_function(live)[0], '__name__', '')
     return next((kind for kind in ('cosine', 'linear', 'constant') if kind in name), None)
 
+# %% ../../nbs/training/05_live_settings.ipynb #8cb12e3e
 def _warmup(live):
     numbers = _schedule_function(live)[1]
     return numbers.get('num_warmup_steps', 0) if _schedule(live) else None
 
+# %% ../../nbs/training/05_live_settings.ipynb #64bc74fd
 def _steps(live):
     if live.trainer: return live.trainer.state.max_steps
     return _schedule_function(live)[1].get('num_training_steps')
@@ -325,21 +350,26 @@ def _method(live):
     whole = len(live.trained) == len([*live.bare.parameters()])
     return 'full' if whole else 'part of the weights'
 
+# %% ../../nbs/training/05_live_settings.ipynb #2446c90e
 def _quant(live):
     kinds = [m.quant_state.quant_type if hasattr(m, 'quant_state') else 'int8'
              for m in live.packed]
     return _one(kinds)
 
+# %% ../../nbs/training/05_live_settings.ipynb #08d6353a
 def _storage(live): return _dtypes(m.weight for m in live.packed)
 
+# %% ../../nbs/training/05_live_settings.ipynb #09de7643
 def _double(live):
     states = [m.quant_state for m in live.packed if hasattr(m, 'quant_state')]
     return _one(state.nested for state in states)
 
+# %% ../../nbs/training/05_live_settings.ipynb #21ab1373
 def _lora(live, name):
     by_adapter = [getattr(layer, name) for layer in live.lora.values()]
     return _one(value for values in by_adapter for value in values.values())
 
+# %% ../../nbs/training/05_live_settings.ipynb #97a037e0
 def _dropout(live):
     modules = [m for layer in live.lora.values() for m in layer.lora_dropout.values()]
     return _one(getattr(m, 'p', 0.0) for m in modules)
@@ -356,6 +386,7 @@ def _targets(live):
     if adapted == wanted: return live.recipe.facts()['method.targets']
     return sorted({name.rpartition('.')[2] for name in adapted})
 
+# %% ../../nbs/training/05_live_settings.ipynb #661da736
 _INSIDE_PEFT = 'lora_', 'modules_to_save', 'original_module'
 
 def _linear_names(model):
@@ -366,16 +397,19 @@ def _linear_names(model):
             if isinstance(module, Linear) and module is not head
             and not any(part in name for part in _INSIDE_PEFT)}
 
+# %% ../../nbs/training/05_live_settings.ipynb #02168964
 def _attention(live):
     configs = [getattr(m, 'config', None) for m in live.bare.modules()]
     names = {getattr(config, '_attn_implementation', None) for config in configs} - {None}
     return _one(name.replace('flash_attention_2', 'flash') for name in names)
 
+# %% ../../nbs/training/05_live_settings.ipynb #bc8c11d0
 def _head(live):
     base = live.bare.get_base_model() if hasattr(live.bare, 'get_base_model') else live.bare
     classifies = 'ForSequenceClassification' in type(base).__name__
     return 'classification' if classifies else 'causal_lm'
 
+# %% ../../nbs/training/05_live_settings.ipynb #2baa701a
 def _classes(live):
     return live.bare.config.num_labels if _head(live) == 'classification' else None
 
