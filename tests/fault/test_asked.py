@@ -5,11 +5,13 @@ from test_recipe import WRONG, plain
 from test_fine_tune import REFUSED, no_weights  # noqa: F401
 from trouble import files, fine_tune
 
+from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding, cpu_fsdp, fsdp_env
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding
 
 SILENT = {  # Two of the three settings that DeepSpeed and accelerate pass over without a word; the third is fault 15
     'zero_optimizaton: {stage: 3}': ({'zero_optimizaton': {'stage': 3}}, 'zero_optimizaton', 'unknown key; known: version, name, model'),
@@ -43,9 +45,9 @@ def test_14_there_are_thirty_cases_and_more(): assert len(WRONG) + len(SILENT) +
 
 def test_14_a_typo_on_the_command_line_is_refused(tmp_path, capsys):
     for words in (['r.yaml', '--directroy', 'x'], ['r.yaml'], []):
-        with pytest.raises(SystemExit) as caught: training.main(words)
+        with pytest.raises(SystemExit) as caught: command(['train', *words])
         assert caught.value.code == 2
-    with pytest.raises(RecipeError, match='No such file'): training.main([str(tmp_path/'none.yaml'), '--directory', str(tmp_path)])
+    with pytest.raises(RecipeError, match='No such file'): command(['train', str(tmp_path/'none.yaml'), '--directory', str(tmp_path)])
 
 
 # 15: the sharding that was asked for is not there
@@ -94,9 +96,7 @@ def test_15_what_is_there_is_compared_with_what_was_asked(strategy, forgotten, r
 @pytest.mark.slow
 def test_15_a_fine_tune_that_is_not_sharded_stops_before_its_first_step(recipe, tmp_path, monkeypatch):
     from contextlib import nullcontext
-
-    from llm_workbook.parallel import shard
-    monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
+    monkeypatch.setattr(training, 'cpu_fsdp', nullcontext)
     monkeypatch.setenv(*next(iter(OFF.items())))
     with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for'): fine_tune(recipe, tmp_path/'run')
     assert files(tmp_path/'run') <= {'recipe.yaml', 'run.json', '.llmw.lock'}

@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from llm_workbook.training.data import (DatasetError, TokenView, assistant_mask, check_rows, conversation, detect_format, load_rows,
-                               split_rows, token_view)
-from llm_workbook.config.document import asset
+from llm_workbook.training.data import DatasetError, conversation, detect_format, load_rows, split_rows
+from llm_workbook.training.tokens import TokenView, assistant_mask, check_rows, token_view
+from llm_workbook.files import asset
 from llm_workbook.config.recipe import Data
 
 REAL = Path(os.environ.get('LLMW_DATA', Path(__file__).resolve().parents[3]/'shared/data'))
