@@ -45,7 +45,7 @@ def single(recipe, autocast: bool = False):
 
 def seen(directory: Path) -> dict:
     "What a run says of itself: losses, and of each rank where it was and how many bytes of parameters it held."
-    from llm_workbook.training.resume import read_metrics
+    from llm_workbook.training.run_directory import read_metrics
     told = json.loads((directory/'effective.json').read_text())
     strategy = next(row['found'] for row in told['settings'] if row['name'] == 'sharding.strategy')
     return {'losses': [row['loss'] for row in read_metrics(directory/'metrics.jsonl')], 'strategy': strategy,

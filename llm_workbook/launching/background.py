@@ -17,7 +17,8 @@ from ..checkpoint.manifest import check, latest_valid
 from ..config.document import html_table
 from ..parallel.ranks import RankError, log_tail
 from ..config.recipe import Recipe
-from ..training.resume import Preempted, read_metrics
+from ..training.resume import Preempted
+from ..training.run_directory import read_metrics
 from ..training.fine_tune import Run, check_recipe, fine_tune
 
 # %% ../../nbs/launching/07_background.ipynb #2b7a5c01

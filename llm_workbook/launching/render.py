@@ -20,7 +20,7 @@ import yaml
 
 from ..config.document import Problem, RecipeError, nearest
 from ..config.recipe import Recipe, planned_only
-from ..training.resume import recipe_facts, run_state
+from ..training.run_directory import recipe_facts, run_state
 from .job_scripts import plain_path, sbatch
 from ..parallel.shard import fsdp_env, transport_env, zero_config
 

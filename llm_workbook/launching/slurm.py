@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config.document import RecipeError, html_table
 from ..config.recipe import planned_only
 from .render import render
-from ..training.resume import read_metrics, run_state
+from ..training.run_directory import read_metrics, run_state
 
 # %% ../../nbs/launching/06_slurm.ipynb #e7427f56
 class SlurmError(RuntimeError):

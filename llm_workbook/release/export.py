@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config.document import html_table, nearest, resolve
 from .merge import WAYS, Gate, Merge, gate, judge, merged
 from ..config.recipe import Recipe
-from ..training.resume import recipe_facts
+from ..training.run_directory import recipe_facts
 from ..model.weight_files import type_code
 
 # %% ../../nbs/release/03_export.ipynb #a0093a70

@@ -21,7 +21,7 @@ import yaml
 from .live_settings import in_force
 from ..config.document import html_table, nearest, resolve
 from ..config.recipe import Recipe
-from .resume import rate_course
+from .run_directory import rate_course
 from ..parallel.shard import fsdp_env, zero_config
 from ..checkpoint.sharded_files import together
 

@@ -19,7 +19,8 @@ from .classifier import make_loader, token_rows
 from ..checkpoint.manifest import check, prune
 from .watchdog import HangWatch, Preemption, Votes, check_finite
 from ..config.recipe import Recipe
-from .resume import Start, mark_run, rate_course, read_metrics, recipe_facts, save_result
+from .resume import save_result
+from .run_directory import Start, mark_run, rate_course, read_metrics, recipe_facts
 from ..checkpoint.sharded_files import together
 
 # %% ../../nbs/training/08_loop.ipynb #9202f8ba

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ..config.document import canvas
-from .resume import read_metrics
+from .run_directory import read_metrics
 
 # %% ../../nbs/training/09_loss_curve.ipynb #42baaffe
 def loss_figure(

@@ -5,6 +5,7 @@ from test_recipe import WRONG, plain
 from test_fine_tune import REFUSED, no_weights  # noqa: F401
 from trouble import files, fine_tune
 
+from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
@@ -43,9 +44,9 @@ def test_14_there_are_thirty_cases_and_more(): assert len(WRONG) + len(SILENT) +
 
 def test_14_a_typo_on_the_command_line_is_refused(tmp_path, capsys):
     for words in (['r.yaml', '--directroy', 'x'], ['r.yaml'], []):
-        with pytest.raises(SystemExit) as caught: training.main(words)
+        with pytest.raises(SystemExit) as caught: command(['train', *words])
         assert caught.value.code == 2
-    with pytest.raises(RecipeError, match='No such file'): training.main([str(tmp_path/'none.yaml'), '--directory', str(tmp_path)])
+    with pytest.raises(RecipeError, match='No such file'): command(['train', str(tmp_path/'none.yaml'), '--directory', str(tmp_path)])
 
 
 # 15: the sharding that was asked for is not there

@@ -23,7 +23,7 @@ from llm_workbook.checkpoint.disk import RunLocked, room, run_lock
 from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, latest_valid, survey
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.training.resume import mark_run
+from llm_workbook.training.run_directory import mark_run
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from trouble import SAID, fine_tune, losses
 from llm_workbook.checkpoint import save_load as checkpoint
 
 from llm_workbook.training import fine_tune as training
+from llm_workbook.training import resume
 from llm_workbook.checkpoint.manifest import check, latest_valid
 from llm_workbook.parallel.ranks import RankError
 
@@ -78,7 +79,7 @@ def in_a_resume(patch, chance, victims, note, sure):
     def broken_rest(*args):
         if point.startswith('between'): die(victims, note)
         return rest(*args)
-    patch.setattr(checkpoint, 'load_checkpoint', broken_load)
+    patch.setattr(resume, 'load_checkpoint', broken_load)
     patch.setattr(checkpoint, '_resume', broken_rest)
     return point
 

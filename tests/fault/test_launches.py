@@ -15,7 +15,8 @@ from trouble import SAID, children, wait_for
 from llm_workbook.checkpoint.disk import RunLocked
 from llm_workbook.checkpoint.manifest import latest_valid
 from llm_workbook.launching.background import Workers, launch
-from llm_workbook.training.resume import Preempted, run_state
+from llm_workbook.training.resume import Preempted
+from llm_workbook.training.run_directory import run_state
 
 RUNS, ALONE = 50, 4  # So many in all, and so many of them without workers
 STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}  # May be made longer without becoming another recipe

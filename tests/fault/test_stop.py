@@ -17,7 +17,8 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.checkpoint.manifest import check, latest_valid, survey
 from llm_workbook.launching.job_scripts import sbatch
 from llm_workbook.parallel.ranks import RankError
-from llm_workbook.training.resume import Preempted, run_state
+from llm_workbook.training.resume import Preempted
+from llm_workbook.training.run_directory import run_state
 
 STEPS = 40
 

@@ -19,7 +19,8 @@ from llm_workbook.checkpoint.disk import RunLocked
 from llm_workbook.checkpoint.manifest import check, latest_valid
 from llm_workbook.launching.background import Workers, launch
 from llm_workbook.parallel.ranks import RankError, log_tail
-from llm_workbook.training.resume import Preempted, run_state
+from llm_workbook.training.resume import Preempted
+from llm_workbook.training.run_directory import run_state
 
 
 @pytest.fixture(scope='module')

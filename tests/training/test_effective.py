@@ -6,6 +6,7 @@ from types import SimpleNamespace as Named
 import pytest
 from trouble import small_recipe
 
+from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm, explain_config
 from llm_workbook.model.quantize import load_base
@@ -222,5 +223,5 @@ def test_the_program_asks_before_it_sets_anything(recipe, tmp_path, monkeypatch)
     recipe.save(tmp_path/'recipe.yaml')
     for name, value in {'WORLD_SIZE': '2', 'RANK': '0', 'FSDP_VERSION': '1'}.items(): monkeypatch.setenv(name, value)
     with pytest.raises(ConfigMismatch, match="FSDP_VERSION is '1', the recipe says '2'"):
-        training.main([str(tmp_path/'recipe.yaml'), '--directory', str(tmp_path/'run')])
+        command(['train', str(tmp_path/'recipe.yaml'), '--directory', str(tmp_path/'run')])
     assert not (tmp_path/'run').exists()

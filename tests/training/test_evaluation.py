@@ -11,7 +11,8 @@ from llm_workbook.training import watchdog as guards
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.parallel.ranks import RankError
-from llm_workbook.training.resume import Preempted, read_metrics
+from llm_workbook.training.resume import Preempted
+from llm_workbook.training.run_directory import read_metrics
 
 SPARSE = {'intervals.logging': 3, 'intervals.evaluation': 2, 'optimizer.steps': 8, 'intervals.saving': 0}
 

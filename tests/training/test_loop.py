@@ -15,7 +15,7 @@ from llm_workbook.training.data import load_rows
 from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.training.resume import begin_run, mark_run, read_metrics, run_state
+from llm_workbook.training.run_directory import begin_run, mark_run, read_metrics, run_state
 from llm_workbook.parallel.shard import fsdp_env
 
 SLOW = pytest.mark.slow

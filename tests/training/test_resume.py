@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from trouble import later
 
-from llm_workbook.model import adapters
-
-from llm_workbook.training import resume as resuming
-
+from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
+from llm_workbook.training import resume as resuming
+from llm_workbook.training import run_directory
 from llm_workbook.checkpoint.disk import run_lock
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.training.resume import Preempted, Start, begin_run, mark_run, read_metrics, run_state
+from llm_workbook.training.resume import Preempted
+from llm_workbook.training.run_directory import Start, begin_run, mark_run, read_metrics, run_state, run_status
 
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
 PLAIN = {'method.kind': 'lora', 'precision.compute': 'float32'}
@@ -137,7 +137,7 @@ def test_a_run_killed_between_its_last_save_and_its_end_trains_no_step_more(reci
     saving = recipe.changed(ALONE | PLAIN | {'intervals.saving': 2, 'optimizer.steps': 4})
     whole = run(saving, tmp_path/'run')
     metrics, before = whole.metrics, weights(whole)
-    shutil.rmtree(whole.saved), resuming.mark_run(whole.directory, 'running', 0)
+    shutil.rmtree(whole.saved), mark_run(whole.directory, 'running', 0)
     resumed = run(saving, tmp_path/'run', resume=True)
     assert resumed.metrics == metrics and weights(resumed) == before
 
@@ -170,8 +170,8 @@ def test_a_changed_recipe_is_refused_with_the_fields(recipe, tmp_path):
 
 
 def test_checkpoints_without_a_recipe_are_no_run(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(resuming, 'latest_valid', lambda directory, deep: directory/'checkpoint-3')
-    monkeypatch.setattr(resuming, '_other_ranks', lambda found, recipe: found)
+    monkeypatch.setattr(run_directory, 'latest_valid', lambda directory, deep: directory/'checkpoint-3')
+    monkeypatch.setattr(run_directory, '_for_ranks', lambda checkpoint, recipe: checkpoint)
     with pytest.raises(ValueError, match='holds checkpoint-3 and no recipe.yaml: it is no run'): begin_run(recipe, tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -192,7 +192,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_is_named_and_the_one_before_is_u
     data = bytearray(flipped.read_bytes())
     data[-100] ^= 1
     flipped.write_bytes(data)
-    shutil.rmtree(whole.saved), resuming.mark_run(whole.directory, 'running', 4)
+    shutil.rmtree(whole.saved), mark_run(whole.directory, 'running', 4)
     resumed = run(saving, tmp_path/'run', resume=True)
     assert 'skipped checkpoint-4' in caplog.text and flipped.name in caplog.text and 'is not what was committed' in caplog.text
     same(metrics, resumed.metrics, 0)
@@ -203,7 +203,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_is_named_and_the_one_before_is_u
 def test_a_broken_run_json_says_what_to_do(recipe, tmp_path, text):
     (tmp_path/'run').mkdir()
     (tmp_path/'run/run.json').write_text(text)
-    for act in run_state, resuming.run_status, partial(begin_run, recipe):
+    for act in run_state, run_status, partial(begin_run, recipe):
         with pytest.raises(ValueError, match='run/run.json is broken .*: delete it; the checkpoints say'): act(tmp_path/'run')
 
 
@@ -222,21 +222,21 @@ def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(re
         with pytest.raises(Preempted, match='preempted before its first step') as told: run(recipe, tmp_path/'run')
     assert told.value.step == 0 and run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
     assert read_metrics(tmp_path/'run/metrics.jsonl') == [] and survey(tmp_path/'run').found == ()
-    assert training.main(['no.yaml', '--directory', str(tmp_path/'run'), '--status']) == 75
+    assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == 75
     assert 'preempted at step 0; no step is committed; no run holds it' in capsys.readouterr().out
     assert len(run(recipe, tmp_path/'run', resume=True).metrics) == 8
 
 
 def test_a_signal_while_the_result_is_saved_changes_nothing(recipe, tmp_path, monkeypatch):
-    save = adapters.save_adapters
-    monkeypatch.setattr(adapters, 'save_adapters', lambda *args: (tell(), tell(signal.SIGUSR1), save(*args))[2])
+    save = resuming.save_adapters
+    monkeypatch.setattr(resuming, 'save_adapters', lambda *args: (tell(), tell(signal.SIGUSR1), save(*args))[2])
     two = recipe.changed({'optimizer.steps': 2})
     assert len(run(two, tmp_path/'run').metrics) == 2 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
 
 
 def test_the_status_says_who_holds_the_run(tmp_path):
-    with run_lock(tmp_path): assert f'held by process {os.getpid()}' in resuming.run_status(tmp_path)[1]
-    assert resuming.run_status(tmp_path) == (1, 'none at step 0; no step is committed; no run holds it')
+    with run_lock(tmp_path): assert f'held by process {os.getpid()}' in run_status(tmp_path)[1]
+    assert run_status(tmp_path) == (1, 'none at step 0; no step is committed; no run holds it')
 
 
 # A full fine-tune
@@ -268,15 +268,15 @@ def program(recipe, directory, *words, ranks=1, **how):
 
 def test_the_status_says_by_its_code_what_to_do(recipe, tmp_path):
     for state, code in (None, 1), ('running', 1), ('preempted', 1), ('finished', 0):
-        if state: begin_run(recipe, tmp_path/'run', resume=True), resuming.mark_run(tmp_path/'run', state, 3)
-        assert training.main(['no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
+        if state: begin_run(recipe, tmp_path/'run', resume=True), mark_run(tmp_path/'run', state, 3)
+        assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
 
 
 def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, tmp_path):
     asked = recipe.changed({'cluster.processes': 8})
     asked.save(tmp_path/'asked.yaml')
     with pytest.raises(ValueError, match='for 8 ranks and 1 run: start it with torchrun --nnodes 1 --nproc-per-node 8'):
-        training.main([str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')])
+        command(['train', str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')])
     assert not (tmp_path/'run').exists()
 
 
