@@ -12,7 +12,8 @@ from shlex import quote
 
 import yaml
 
-from ..config.document import Problem, RecipeError, nearest
+from ..config.document import Problem, RecipeError
+from ..display import nearest
 from ..parallel.shard import transport_env
 
 # %% ../../nbs/launching/01_job_scripts.ipynb #4fa4400a
@@ -45,6 +46,7 @@ def _directive(name, value) -> str:
                          f'it must match {pattern}')
     return f'#SBATCH --{name}={value}'
 
+# %% ../../nbs/launching/01_job_scripts.ipynb #b1e44316
 def _limit_s(limit) -> int:
     "Seconds of a time limit as SLURM reads it: 30 is half an hour, 1-6 is a day and six hours."
     days, dash, clock = str(limit).rpartition('-')

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..checkpoint.disk import room
 from ..checkpoint.manifest import latest_valid
-from ..config.document import resolve
 from ..config.recipe import Recipe
+from ..files import resolve
 from .rendezvous import Place, address, interfaces
 
 # %% ../../nbs/launching/04_node_report.ipynb #bb1c556f

@@ -6,7 +6,7 @@
 __all__ = ['Rendered', 'render', 'check_rendered']
 
 # %% ../../nbs/launching/02_render.ipynb #6ac7730a
-import hashlib, json, logging, os, re, threading
+import hashlib, json, logging, re
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 import yaml
 
-from ..config.document import Problem, RecipeError, nearest
+from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe, planned_only
+from ..display import nearest
+from ..files import publish
 from ..training.run_directory import recipe_facts, run_state
 from .job_scripts import plain_path, sbatch
 from ..parallel.shard import fsdp_env, transport_env, zero_config
@@ -235,11 +237,7 @@ def render(
 # %% ../../nbs/launching/02_render.ipynb #211d6696
 def _write_if_changed(file, text):
     "Write a file whole or not at all, and only where it says something else."
-    if file.exists() and file.read_bytes() == text.encode(): return
-    owner = f'{os.getpid()}.{threading.get_ident()}'  # Two may render at once
-    part = file.with_name(f'.{file.name}.{owner}.part')
-    part.write_text(text, 'utf-8', newline='\n')
-    os.replace(part, file)
+    if not file.exists() or file.read_bytes() != text.encode(): publish(file, text)
 
 def _read_index(directory):
     "The content of `rendered.yaml`, if it is one of ours."

@@ -365,6 +365,7 @@ def _pair_group(store, backend, pair, rank):
     kind = getattr(dist, kinds[backend])
     return kind(own_store, pair.index(rank), 2, timedelta(seconds=_ANSWER_S))
 
+# %% ../../nbs/launching/03_rendezvous.ipynb #92e383a6
 def _timed_sums(store, backend, pair, rank):
     "Seconds of the best of four all-reduces between two processes, and how many sums are wrong."
     import torch

@@ -467,3 +467,18 @@ def test_the_program_says_stop_by_its_exit_code(tmp_path):
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost', 'SLURM_JOB_ID': str(free_port())}
     done = program(TWO, tmp_path, **env)
     assert done.returncode == 1 and 'STOP world' in done.stdout and 'Traceback' not in done.stderr
+
+
+def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
+    "A call into a dead network may never come back; the verdict must."
+    ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
+    code = ('import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
+            'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; runpy.run_module("llm_workbook", run_name="__main__")')
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')} | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and ': go' in done.stdout, done.stderr
+
+
+def test_a_word_that_is_no_command_is_refused(tmp_path):
+    done = subprocess.run([sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean 'preflight'" in done.stderr
