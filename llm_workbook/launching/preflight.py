@@ -47,7 +47,8 @@ class Preflight:
     def __repr__(self):
         tables = [_columns(heads, rows) for heads, rows in _tables(self) if rows]
         findings = [str(finding) for finding in self.findings]
-        return '\n'.join([f'preflight of {_verdict(self)}', *tables, *findings])
+        lines = [f'preflight of {_verdict(self)}', *tables, *findings]
+        return '\n'.join(lines)
 
     def _repr_html_(self):
         heads = 'check', 'where', 'what', 'how to mend it', ''
@@ -60,7 +61,8 @@ class Preflight:
 
 # %% ../../nbs/launching/05_preflight.ipynb #06b3c79e
 def _verdict(preflight):
-    result = f'STOP, {len(preflight.problems)} to mend' if preflight.problems else 'go'
+    problems = len(preflight.problems)
+    result = f'STOP, {problems} to mend' if problems else 'go'
     return f'{preflight.recipe}, {preflight.seconds:.1f} s: {result}'
 
 def _number(value, unit, form):
@@ -129,7 +131,8 @@ def _world(recipe, reports):
         yield from _crowded_hosts(reports, nodes)
         yield from _missing_gpus(recipe, reports)
         return
-    planned = f'{_count(nodes, "node")} with {_count(processes, "process")} each'
+    on_each = _count(processes, 'process')
+    planned = f'{_count(nodes, "node")} with {on_each} each'
     what = f'tasks that run: {tasks}; the recipe is for {planned}'
     srun = f'srun --nodes={nodes} --ntasks-per-node=1'
     mend = f'Start one task per node ({srun}), or change cluster'
@@ -152,8 +155,8 @@ def _missing_gpus(recipe, reports):
     needed = recipe.cluster.processes * recipe.cluster.nodes // len(reports)
     for report in reports:
         if report['gpus'] >= needed: continue
-        gpus, processes = _count(report['gpus'], 'GPU'), _count(needed, 'process')
-        what = f'torch sees {gpus} for {processes}'
+        gpus = _count(report['gpus'], 'GPU')
+        what = f'torch sees {gpus} for {_count(needed, "process")}'
         mend = 'Ask for them (--gpus-per-node), and look at CUDA_VISIBLE_DEVICES and the driver'
         yield Flaw('GPUs', report['host'], what, mend)
 
@@ -163,7 +166,8 @@ def _software(recipe, reports):
     for name in packages:
         versions = []
         for report in reports:
-            versions.append((report['host'], report['software'].get(name, 'absent')))
+            installed = report['software'].get(name, 'absent')
+            versions.append((report['host'], installed))
         differing = _differing(versions)
         if not differing: continue
         mend = 'Install one environment on a disk that all nodes share, or the same on each'
@@ -185,7 +189,8 @@ _CLOCK_S = 1.0  # The largest difference that is allowed
 
 def _clocks(recipe, reports):
     for report in reports:
-        offset_s, error_s = report['clock_s'] or 0, report['error_s'] or 0
+        offset_s = report['clock_s'] or 0
+        error_s = report['error_s'] or 0
         if abs(offset_s) - error_s <= _CLOCK_S: continue
         what = f'its clock is {offset_s:+.2f} s off, {_CLOCK_S:g} s is allowed'
         mend = 'Let chrony or ntpd set it: dates of files and lines of logs would be out of order'
@@ -274,7 +279,8 @@ def _link_flaw(link):
         mend = 'Look at interface, firewall and cables between them'
         return Flaw('links', hosts, f'{way} failed: {link["error"]}', mend)
     if link['wrong']:
-        what = f'{way} gave {link["wrong"]:,} wrong sums of {NUMBERS:,}'
+        count = f'{link["wrong"]:,} wrong sums of {NUMBERS:,}'
+        what = f'{way} gave {count}'
         return Flaw('links', hosts, what, 'Train nothing over this link')
     if measured is None:
         what = 'not timed: too little time was left'
@@ -343,7 +349,9 @@ def _speakers(members):
         first.setdefault(host, rank)
     return sorted(first.values()) if len(first) > 1 else ranks
 
-def _backends(recipe): return ('gloo', 'nccl') if recipe.cluster.device == 'cuda' else ('gloo',)
+def _backends(recipe):
+    if recipe.cluster.device == 'cuda': return 'gloo', 'nccl'
+    return 'gloo',
 
 # %% ../../nbs/launching/05_preflight.ipynb #24b6ec6c
 @dataclass
@@ -480,7 +488,9 @@ def preflight(
     "Compare nodes, clocks, software, files and links before a run; every wait has an end."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
-    if env is not None: return _attend(recipe, directory, place_of(env, head, port), limit_s)
+    if env is not None:
+        place = place_of(env, head, port)
+        return _attend(recipe, directory, place, limit_s)
     _check_fork(recipe)
     def attend():
         place = place_of(os.environ, 'localhost', int(os.environ['MASTER_PORT']))
