@@ -73,13 +73,22 @@ def long_class(node: ast.ClassDef) -> int:
     return length(node) if max(methods, default=0) > 15 else 0
 
 
+def without_names(text: str, tree: ast.Module) -> list[str]:
+    "Give the lines of a module but for `__all__`, which nbdev writes."
+    lines = text.splitlines()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
+            return lines[:node.lineno - 1] + lines[node.end_lineno:]
+    return lines
+
+
 def measure(path: Path) -> Measures:
     "Measure one module."
     text = path.read_text(encoding='utf-8')
     tree = ast.parse(text)
     nodes = nodes_per_line(tree) or [0]
     functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
-    lines = [line for line in text.splitlines() if not line.startswith('__all__')]
+    lines = without_names(text, tree)
     return Measures(
         module=str(path.relative_to(ROOT)),
         code_lines=sum(1 for line in lines if line.strip() and not line.strip().startswith('#')),

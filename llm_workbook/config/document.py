@@ -71,7 +71,7 @@ def _reason(error, model) -> str:
 
 # %% ../../nbs/config/01_document.ipynb #5ac1b93a
 def _problems(refusal: ValidationError, model) -> list[Problem]:
-    "List what pydantic refuses; problems that a part has listed get its field's name before theirs."
+    "List what pydantic refuses; problems listed by a part get its field's name before theirs."
     problems = []
     for error in refusal.errors():
         path = '.'.join(map(str, error['loc']))

@@ -15,21 +15,29 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, model_validator
 
-from .document import Count, Document, Name, Part, Problem, Real, RecipeError, Share, asset, html_table, nearest, versioned
+from .document import (Count, Document, Name, Part, Problem, Real, RecipeError,
+                                          Share, versioned)
+from ..display import Markup, fields_table, html_table, nearest
+from ..files import asset
 
 # %% ../../nbs/config/03_recipe.ipynb #1ba6a091
-def _pairs(value):
-    if isinstance(value, dict): value = tuple((str(k), v) for k, v in value.items())
-    if isinstance(value, tuple) and all(isinstance(word, str | None) for _, word in value): return value
-    raise ValueError('must give each label its word, or null to leave it out, as in {1: positive, 0: negative}')
+def _label_words(value):
+    if isinstance(value, dict): value = tuple((str(label), word) for label, word in value.items())
+    if isinstance(value, tuple) and all(isinstance(word, str | None) for _, word in value):
+        return value
+    raise ValueError('must give each label its word, or null to leave it out, '
+                     'as in {1: positive, 0: negative}')
 
 def _module_names(value):
     if value == 'all-linear': return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value): return tuple(value)
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    if is_list and all(isinstance(name, str) for name in value): return tuple(value)
     raise ValueError("must be 'all-linear' or a list of module names, as in [q_proj, v_proj]")
 
 def _column(value):
-    if value is None or (isinstance(value, str) and value) or (type(value) is int and value >= 0): return value
+    if value is None: return None
+    if isinstance(value, str) and value: return value
+    if type(value) is int and value >= 0: return value
     raise ValueError('must be the name of a column, or its position from 0')
 
 # %% ../../nbs/config/03_recipe.ipynb #75496238
@@ -37,18 +45,25 @@ def _interface(value):
     if value is None or isinstance(value, str) and fullmatch(r'[\w.-]{1,15}', value): return value
     raise ValueError("must be the name of a network interface, as in 'eth0'")
 
-_VARIABLES = r'(NCCL|TORCH_NCCL|GLOO|TP|FI|UCX|OMP|MKL|KMP|PYTORCH)_[A-Z0-9_]{1,60}|CUDA_DEVICE_MAX_CONNECTIONS'
-def _variables(value):
-    value = tuple(value.items()) if isinstance(value, dict) else value
-    if isinstance(value, tuple) and all(isinstance(k, str) and isinstance(v, str) for k, v in value):
-        wrong = [k for k, v in value if not fullmatch(_VARIABLES, k) or not fullmatch(r'[\w.,:/^=-]{0,200}', v)]
-        if not wrong: return value
-        raise ValueError(f'{wrong[0]} is no transport or thread setting with a plain value: what the recipe has a field for, or '
-                         'what holds a secret, is not set here')
-    raise ValueError("must map names to text, as in {NCCL_DEBUG: 'INFO', NCCL_IB_DISABLE: '1'}")
+_FAMILIES = 'NCCL|TORCH_NCCL|GLOO|TP|FI|UCX|OMP|MKL|KMP|PYTORCH'  # Of variables
+_VARIABLE = rf'({_FAMILIES})_[A-Z0-9_]{{1,60}}|CUDA_DEVICE_MAX_CONNECTIONS'
+_VARIABLE_VALUE = r'[\w.,:/^=-]{0,200}'
 
-_Labels = Annotated[tuple[tuple[str, str | None], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
-_Variables = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_variables), PlainSerializer(dict)]
+def _variables(value):
+    pairs = tuple(value.items()) if isinstance(value, dict) else value
+    is_pairs = isinstance(pairs, tuple)
+    if not is_pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ValueError("must map names to text, as in {NCCL_DEBUG: 'INFO', NCCL_IB_DISABLE: '1'}")
+    for name, text in pairs:
+        if fullmatch(_VARIABLE, name) and fullmatch(_VARIABLE_VALUE, text): continue
+        raise ValueError(f'{name} is no transport or thread setting with a plain value: what the '
+                         'recipe has a field for, or what holds a secret, is not set here')
+    return pairs
+
+_Labels = Annotated[tuple[tuple[str, str | None], ...], BeforeValidator(_label_words),
+                    PlainSerializer(dict)]
+_Variables = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_variables),
+                       PlainSerializer(dict)]
 _Column = Annotated[str | int | None, BeforeValidator(_column)]
 _Interface = Annotated[str | None, BeforeValidator(_interface)]
 
@@ -57,16 +72,17 @@ class Model(Part):
     "Which base model."
     source: Name  # Packaged name, directory, or `owner/name` on the Hub
     revision: str | None = None  # Commit, tag or branch on the Hub; a commit is the safe choice
-    attention: Literal['sdpa', 'eager', 'flash'] = 'sdpa'  # torch's own, one written out, or the flash-attn package
-    head: Literal['causal_lm', 'classification'] = 'causal_lm'  # Next token, or a new head that is trained whole
+    attention: Literal['sdpa', 'eager', 'flash'] = 'sdpa'  # flash: the package flash-attn
+    head: Literal['causal_lm', 'classification'] = 'causal_lm'  # Next token, or a new head
     classes: Annotated[int, Field(ge=2)] = 2  # Outputs of a classification head
 
 class Data(Part):
     "Which rows, and how each becomes a conversation."
     source: Name  # Packaged name, file, directory with `train.*`, or `owner/name` on the Hub
-    test: str | None = None  # Held-out file, or split on the Hub; None holds out `test_share` of the rows
+    test: str | None = None  # Held-out file, or split on the Hub; None: `test_share` of the rows
     test_share: Share = 0.1  # Held-out share of the rows when no test rows are named
-    format: Literal['auto', 'messages', 'prompt_completion', 'alpaca', 'classification', 'text'] = 'auto'  # auto: by the columns
+    format: Literal['auto', 'messages', 'prompt_completion', 'alpaca', 'classification',
+                    'text'] = 'auto'  # auto: by the columns
     prompt_column: _Column = None  # Name or position (from 0) of the question; None finds it
     completion_column: _Column = None  # The same for the answer
     text_column: _Column = None  # The same for the text to read or to judge
@@ -81,18 +97,22 @@ class Method(Part):
     rank: Count = 16  # Inner size of the adapters
     alpha: Count = 32  # Their output is scaled by alpha / rank
     dropout: Share = 0.0  # Share of the adapters' inputs set to zero in training
-    targets: Annotated[str | tuple[str, ...], BeforeValidator(_module_names)] = 'all-linear'  # Names of adapted modules
+    targets: Annotated[str | tuple[str, ...],
+                       BeforeValidator(_module_names)] = 'all-linear'  # Names of adapted modules
     quant: Literal['nf4', 'int8'] = 'nf4'  # 4 bits with a table per block, or 8 bits (qlora)
     double_quant: bool = True  # Quantise the block statistics too (nf4)
-    storage: Literal['bfloat16', 'float16', 'float32', 'uint8', 'int8'] = 'bfloat16'  # Type the payload is kept in (nf4)
+    storage: Literal['bfloat16', 'float16', 'float32', 'uint8',
+                     'int8'] = 'bfloat16'  # Type the payload is kept in (nf4)
 
 class Precision(Part):
     "Number formats, each for one thing."
-    compute: Literal['bfloat16', 'float16', 'float32', 'fp8'] = 'bfloat16'  # Of the matrix products, and of frozen weights
+    compute: Literal['bfloat16', 'float16', 'float32',
+                     'fp8'] = 'bfloat16'  # Of the matrix products, and of frozen weights
     master: Literal['float32', 'bfloat16'] = 'float32'  # Trained weights as the optimizer sees them
-    reduce: Literal['float32', 'bfloat16', 'float16'] | None = None  # Gradients on the wire; None: as FSDP or ZeRO does it
+    reduce: Literal['float32', 'bfloat16',
+                    'float16'] | None = None  # Gradients on the wire; None: as FSDP or ZeRO does it
     buffers: Literal['float32', 'bfloat16', 'float16'] = 'float32'  # Rotary tables and the like
-    loss_scale: Literal['none', 'dynamic'] = 'none'  # fp16 underflows without; nothing else needs it
+    loss_scale: Literal['none', 'dynamic'] = 'none'  # fp16 underflows without
 
 # %% ../../nbs/config/03_recipe.ipynb #d7d4c358
 class Cluster(Part):
@@ -100,8 +120,8 @@ class Cluster(Part):
     nodes: Count = 1  # Machines
     processes: Count = 2  # On each machine; one per GPU
     device: Literal['cpu', 'cuda'] = 'cpu'  # Where the tensors live
-    hardware: str | None = None  # Node to plan for, as in '2x-rtx-3090', or a YAML file; None: this machine
-    interface: _Interface = None  # Network interface between nodes, as in 'eth0'; None lets NCCL or gloo choose
+    hardware: str | None = None  # To plan for, as '2x-rtx-3090' or a YAML file; None: this machine
+    interface: _Interface = None  # Network interface between nodes, as in 'eth0'; None: any
     variables: _Variables = ()  # For NCCL, gloo and threads, as in {NCCL_DEBUG: INFO}
 
     @property
@@ -111,15 +131,17 @@ class Cluster(Part):
 
 class Sharding(Part):
     "Who holds what, and what is kept elsewhere."
-    strategy: Literal['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp', 'none'] = 'fsdp2'  # fsdp1 can be planned, not run
+    strategy: Literal['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp',
+                      'none'] = 'fsdp2'  # fsdp1 can be planned, not run
     reshard_after_forward: bool = True  # Drop gathered weights after the forward pass (fsdp)
     group: Count | None = None  # Ranks that share one copy of the weights (hybrid fsdp2); None: all
     offload_parameters: Literal['none', 'cpu', 'nvme'] = 'none'  # Where weights wait for their turn
     offload_optimizer: Literal['none', 'cpu', 'nvme'] = 'none'  # Where optimizer states live
     pin_memory: bool = True  # Page-locked host memory: faster copies, rounded up to powers of two
-    activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # Recompute instead of keeping
+    activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # Recompute, not keep
     reentrant: bool = False  # Which of torch's two implementations of checkpointing
-    loading: Literal['every_rank', 'rank0', 'sharded'] = 'every_rank'  # Who reads the base: all of it, one for all, each its part
+    loading: Literal['every_rank', 'rank0',
+                     'sharded'] = 'every_rank'  # Who reads the base: all ranks, one, each its part
 
 # %% ../../nbs/config/03_recipe.ipynb #b786cdda
 class Zero(Part):
@@ -127,9 +149,9 @@ class Zero(Part):
     reduce_bucket: Count = 500_000_000  # Gradients gathered before one reduction
     allgather_bucket: Count = 500_000_000  # Weights gathered at once after the step (zero1, zero2)
     prefetch_bucket: Count = 50_000_000  # Weights fetched ahead (zero3)
-    persistence_threshold: Annotated[int, Field(ge=0)] = 100_000  # Parameters up to this size stay whole (zero3)
+    persistence_threshold: Annotated[int, Field(ge=0)] = 100_000  # Smaller ones stay whole (zero3)
     max_live: Count = 1_000_000_000  # Gathered weights alive at once (zero3)
-    max_reuse: Count = 1_000_000_000  # Keep a weight that is used again within so many elements (zero3)
+    max_reuse: Count = 1_000_000_000  # Keep a weight that is used again so soon (zero3)
     overlap: bool = True  # Communicate while computing; doubles the reduction buffer
     contiguous: bool = True  # Copy gradients into one buffer as they arrive
 
@@ -140,14 +162,14 @@ class Batch(Part):
     accumulation: Count = 1  # Forward passes per step
     length: Annotated[int, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
-    loss_head: Literal['chunked', 'full'] = 'chunked'  # A tile of the logits at a time, as TRL does it, or all at once
+    loss_head: Literal['chunked', 'full'] = 'chunked'  # The logits in tiles, or at once
 
 class Optimizer(Part):
     "The optimizer and its schedule."
-    kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw', 'paged_adamw_8bit', 'sgd',
-                  'adafactor'] = 'adamw'  # Which; fused takes no temporary copies
+    kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw',
+                  'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # fused: no temporary copies
     learning_rate: Real = 2e-4  # Highest value, after the warm-up
-    schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # Course of the learning rate after the warm-up
+    schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # After the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
     steps: Count = 100  # Optimizer steps
     clip: Real = 1.0  # Largest norm of the whole gradient; 0 switches clipping off
@@ -166,34 +188,47 @@ class Rule(Part):
     "A combination that cannot work, or that costs more than it seems."
     id: Name  # Short name
     path: Name  # Field to change
-    when: dict[str, object]  # Field -> a value, several, null (not set), or comparisons; all must hold
+    when: dict[str, object]  # Field -> a value, several, null, or comparisons; all must hold
     reason: Name  # Why it cannot work
     fix: Name  # What to write instead
     source: Name  # Who found out
     pains: list[str] = []  # Entries of the failure catalogue that it answers
-    level: Literal['refuse', 'warn', 'run'] = 'refuse'  # A recipe cannot exist; a plan says so; or training refuses it
+    level: Literal['refuse', 'warn',
+                   'run'] = 'refuse'  # No recipe; a plan says so; or training refuses it
     breaks: dict[str, object]  # Changes to a plain recipe that make the rule bite
     mends: dict[str, object]  # Further changes that satisfy it
 
 # %% ../../nbs/config/03_recipe.ipynb #4f470fce
-_COMPARE = {
-    'not': lambda a, b: a != b, 'above': lambda a, b: a > b, 'below': lambda a, b: a < b,
-    'in': lambda a, b: a in b, 'has': lambda a, b: any(x in a for x in b), 'undivided': lambda a, b: b % a != 0}
+_COMPARISONS = {
+    'not': lambda value, other: value != other,
+    'above': lambda value, other: value > other,
+    'below': lambda value, other: value < other,
+    'in': lambda value, other: value in other,
+    'has': lambda value, other: any(part in value for part in other),
+    'undivided': lambda value, other: other % value != 0}
 
-def _meets(value, test, facts) -> bool:
-    if value is None or test is None: return value is test
-    if isinstance(test, list): return value in test
-    if not isinstance(test, dict): return value == test
-    other = lambda t: facts[t[1:]] if str(t)[:1] == '=' else t
-    return all(_COMPARE[word](value, other(t)) for word, t in test.items())
+def _meets(value, condition, facts) -> bool:
+    "Say whether a fact meets the condition of a rule."
+    if value is None or condition is None: return value is condition
+    if isinstance(condition, list): return value in condition
+    if not isinstance(condition, dict): return value == condition
+    for comparison, other in condition.items():
+        if str(other).startswith('='): other = facts[other[1:]]
+        if not _COMPARISONS[comparison](value, other): return False
+    return True
 
-def broken(facts: dict,  # Dotted name -> value, as `Recipe.facts` gives them; a plan adds its own names
+def _holds(rule, facts) -> bool:  # A condition about a fact that is not there does not hold
+    return all(name in facts and _meets(facts[name], condition, facts)
+               for name, condition in rule.when.items())
+
+def broken(
+    facts: dict,  # Dotted name -> value, as `Recipe.facts` gives them; a plan adds its own names
     level: str = 'refuse',  # Or 'warn', or 'run'
 ) -> list[Rule]:  # Those whose every condition holds
     "Find the rules of one `level` that `facts` break; a rule about a fact that is not there waits."
-    if level not in ('refuse', 'warn', 'run'): raise ValueError(f"level {level!r} must be 'refuse', 'warn' or 'run'")
-    return [rule for rule in rules() if rule.level == level and all(
-        name in facts and _meets(facts[name], test, facts) for name, test in rule.when.items())]
+    if level not in ('refuse', 'warn', 'run'):
+        raise ValueError(f"level {level!r} must be 'refuse', 'warn' or 'run'")
+    return [rule for rule in rules() if rule.level == level and _holds(rule, facts)]
 
 # %% ../../nbs/config/03_recipe.ipynb #4c2a1a79
 @cache
@@ -203,51 +238,43 @@ def rules() -> tuple[Rule, ...]:  # In the order of the file; a notebook shows t
 
 class _Rules(tuple):
     def _repr_html_(self):
-        when = lambda r: '; '.join(f'{k} {_test(v)}' for k, v in r.when.items())
-        row = lambda r: (r.id, r.level, r.path, when(r), r.reason, r.fix, r.source)
-        return html_table(('rule', 'level', 'field', 'when', 'why', 'instead', 'source'), map(row, self))
+        heads = 'rule', 'level', 'field', 'when', 'why', 'instead', 'source'
+        return html_table(heads, [(rule.id, rule.level, rule.path, _conditions(rule), rule.reason,
+                                   rule.fix, rule.source) for rule in self])
 
 # %% ../../nbs/config/03_recipe.ipynb #fd688700
 def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
 
-# A condition in words.
-def _test(test) -> str:
-    if isinstance(test, dict): return ' and '.join(f'{word} {_test(t)}' for word, t in test.items())
+def _conditions(rule) -> str:  # In words
+    return '; '.join(f'{name} {_condition(test)}' for name, test in rule.when.items())
+
+def _condition(test) -> str:
     if isinstance(test, list): return ' or '.join(map(str, test))
-    return 'not set' if test is None else str(test)
+    if not isinstance(test, dict): return 'not set' if test is None else str(test)
+    return ' and '.join(f'{comparison} {_condition(other)}' for comparison, other in test.items())
 
 # %% ../../nbs/config/03_recipe.ipynb #4aa2ef51
-_FORMATS = {1: 'eight parts: model, data, method, cluster, sharding, precision, batch, optimizer',
-            2: 'sharding.activation_checkpointing is none, selective or full (true was full); parts zero and intervals'}
+_FORMATS = {
+    1: 'eight parts: model, data, method, cluster, sharding, precision, batch, optimizer',
+    2: 'sharding.activation_checkpointing is none, selective or full (true was full); '
+       'parts zero and intervals'}
 
-# %% ../../nbs/config/03_recipe.ipynb #81973806
-class _Judged(Document):
+# %% ../../nbs/config/03_recipe.ipynb #5351e00f
+def _as_problem(rule, facts, reason) -> Problem:
+    return Problem(rule.path, repr(facts[rule.path]), f'{reason}; {rule.fix} [{rule.id}]')
 
-    @model_validator(mode='after')
-    def _keep_rules(self):
-        facts = self.facts()
-        if found := [Problem(r.path, repr(facts[r.path]), f'{r.reason}; {r.fix} [{r.id}]') for r in broken(facts)]:
-            raise RecipeError(found)
-        return self
-
-    def facts(self) -> dict:  # Dotted field -> value, and cluster.ranks, batch.global, data.classes, zero.set
-        "Give every field by its dotted name, and four that follow from them, as rules see it."
-        words = {word for _, word in self.data.labels if word is not None}
-        return _flat(self) | {'cluster.ranks': self.cluster.ranks, 'batch.global': self.global_batch,
-                              'data.classes': len(words) or None, 'zero.set': self.zero != Zero()}
-
-    @property
-    def global_batch(self) -> int:  # micro x accumulation x ranks
-        "Count the rows behind one optimizer step."
-        return self.batch.micro * self.batch.accumulation * self.cluster.ranks
-
-    def _repr_html_(self): return _table(self)
+def _flat(recipe) -> dict:  # Dotted field -> value
+    flat = {}
+    for part, value in recipe.model_dump(mode='json').items():
+        if isinstance(value, dict): flat |= {f'{part}.{key}': inner for key, inner in value.items()}
+        else: flat[part] = value
+    return flat
 
 # %% ../../nbs/config/03_recipe.ipynb #595c05c5
-class Recipe(_Judged):
+class Recipe(Document):
     "One fine-tune, completely: the only thing that travels between the parts of this library."
     version: versioned(_FORMATS) = max(_FORMATS)  # Format of this value
-    name: Annotated[str, Field(pattern=r'^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$')]  # Also names the output folder
+    name: Annotated[str, Field(pattern=r'^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$')]  # Of the run
     model: Model  # Which base
     data: Data  # Which rows
     method: Method = Method()  # What is trained
@@ -261,107 +288,150 @@ class Recipe(_Judged):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # Of everything random
 
     @classmethod
-    def named(cls, name: str,  # One of `recipe_names()`
+    def named(
+        cls,
+        name: str,  # One of `recipe_names()`
     ) -> Self:  # The checked recipe
         "Read a recipe of this package."
-        if name in recipe_names(): return cls.load(asset('recipes') / f'{name}.yaml')
-        raise RecipeError([Problem('', repr(name), f'is no recipe of this package; {nearest(name, recipe_names())}')])
+        known = recipe_names()
+        if name in known: return cls.load(asset('recipes') / f'{name}.yaml')
+        reason = f'is no recipe of this package; {nearest(name, known)}'
+        raise RecipeError([Problem('', repr(name), reason)])
+
+    @model_validator(mode='after')
+    def _keep_rules(self):
+        facts = self.facts()
+        problems = [_as_problem(rule, facts, rule.reason) for rule in broken(facts)]
+        if problems: raise RecipeError(problems)
+        return self
+
+    def facts(self) -> dict:  # Dotted field -> value, and four that are derived
+        "Give every field by its dotted name, and four that follow from them, as rules see it."
+        words = {word for _, word in self.data.labels if word is not None}
+        derived = {'cluster.ranks': self.cluster.ranks, 'batch.global': self.global_batch,
+                   'data.classes': len(words) or None, 'zero.set': self.zero != Zero()}
+        return _flat(self) | derived
+
+    @property
+    def global_batch(self) -> int:  # micro x accumulation x ranks
+        "Count the rows behind one optimizer step."
+        return self.batch.micro * self.batch.accumulation * self.cluster.ranks
+
+    def _repr_html_(self):
+        return fields_table({key: _words(getattr(self, key)) for key in type(self).model_fields})
 
 # %% ../../nbs/config/03_recipe.ipynb #5cdf9a48
-_UNUSED = {'lora': {'double_quant', 'storage'}, 'full': set(Method.model_fields) - {'kind'}, 'qlora': set()}
+_UNUSED = {'qlora': set(), 'lora': {'double_quant', 'storage'},
+           'full': set(Method.model_fields) - {'kind'}}
 
-# One table cell: the settings of a part, or a plain value.
-def _words(value) -> str:
-    if not isinstance(value, BaseModel): return escape(str(value))
+def _words(value) -> Markup:  # One cell of the table: the settings of a part, or a plain value
+    if not isinstance(value, BaseModel): return Markup(escape(str(value)))
     hidden = _UNUSED[value.kind] if isinstance(value, Method) else None
-    items = value.model_dump(mode='json', exclude=hidden, exclude_none=True).items()
-    return ' · '.join(f'{key} <b>{escape(str(item))}</b>' for key, item in items)
-
-def _table(recipe) -> str:
-    cells = {key: _words(getattr(recipe, key)) for key in type(recipe).model_fields}
-    return f'<table>{"".join(f"<tr><th>{k}</th><td style=text-align:left>{v}</td></tr>" for k, v in cells.items())}</table>'
-
-def _flat(recipe) -> dict:
-    parts = {key: value if isinstance(value, dict) else {'': value} for key, value in recipe.model_dump(mode='json').items()}
-    return {'.'.join(filter(None, [part, key])): v for part, values in parts.items() for key, v in values.items()}
+    settings = value.model_dump(mode='json', exclude=hidden, exclude_none=True)
+    words = [f'{key} <b>{escape(str(item))}</b>' for key, item in settings.items()]
+    return Markup(' · '.join(words))
 
 # %% ../../nbs/config/03_recipe.ipynb #9156111c
 def recipe_names() -> list[str]:  # Names for `Recipe.named`, sorted
     "List the recipes of this package."
-    return sorted(p.stem for p in asset('recipes').glob('*.yaml'))
+    return sorted(path.stem for path in asset('recipes').glob('*.yaml'))
 
 # %% ../../nbs/config/03_recipe.ipynb #39513971
-def planned_only(recipe: Recipe,  # Any recipe
-) -> list[Problem]:  # One per setting, with what to set instead; empty when training carries everything out
-    "List the settings of `recipe` that can be planned and that this version does not run."
-    facts = recipe.facts()
-    said = lambda values: ' or '.join('nothing' if v is None else str(v) for v in values)
-    plainly = [Problem(field, repr(facts[field]), f'can be planned, not run by this version; set it to {said(values)}')
-               for field, values in _runs().items() if facts[field] not in values]
-    return plainly + [Problem(r.path, repr(facts[r.path]), f'can be planned, not run: {r.reason}; {r.fix} [{r.id}]')
-                      for r in broken(facts, 'run')]
-
 @cache
-def _runs(): return _read('runs.yaml')
+def _runnable_values(): return _read('runs.yaml')  # Field -> the values that this version runs
+
+def planned_only(
+    recipe: Recipe,  # Any recipe
+) -> list[Problem]:  # With what to set instead; empty when training carries everything out
+    "List the settings of `recipe` that can be planned and that this version does not run."
+    facts, problems = recipe.facts(), []
+    for field, values in _runnable_values().items():
+        if facts[field] in values: continue
+        usable = ' or '.join('nothing' if value is None else str(value) for value in values)
+        reason = f'can be planned, not run by this version; set it to {usable}'
+        problems.append(Problem(field, repr(facts[field]), reason))
+    for rule in broken(facts, 'run'):
+        problems.append(_as_problem(rule, facts, f'can be planned, not run: {rule.reason}'))
+    return problems
 
 # %% ../../nbs/config/03_recipe.ipynb #b3e68271
 _TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
-_TOY_REVIEWS = Data(source='sample-reviews', format='classification', text_column='text', label_column='stars',
+_TOY_REVIEWS = Data(source='sample-reviews', format='classification',
+                    text_column='text', label_column='stars',
                     labels={1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'})
 
 # %% ../../nbs/config/03_recipe.ipynb #fafa949c
-# What a CPU does instead.
-def _on_cpu(recipe) -> dict:
+def _on_cpu(recipe) -> dict:  # What a CPU does instead
     changes = {'optimizer.kind': recipe.optimizer.kind.removeprefix('paged_')}
-    if recipe.precision.compute in ('bfloat16', 'float32'): return changes
-    if recipe.method.storage == recipe.precision.compute: changes['method.storage'] = 'float32'
-    return changes | {'precision.compute': 'float32', 'precision.loss_scale': 'none', 'precision.reduce': None}
+    compute = recipe.precision.compute
+    if compute in ('bfloat16', 'float32'): return changes
+    if recipe.method.storage == compute: changes['method.storage'] = 'float32'
+    return changes | {'precision.compute': 'float32', 'precision.loss_scale': 'none',
+                      'precision.reduce': None}
 
-# What this version does not run, as it runs it: the first value of a field, and what mends a rule.
 def _runnable(recipe) -> Recipe:
+    "Change what this version does not run: to the first value that runs, and as rules mend it."
     facts = recipe.facts()
-    changes = {field: values[0] for field, values in _runs().items() if facts[field] not in values}
+    changes = {field: values[0] for field, values in _runnable_values().items()
+               if facts[field] not in values}
     for rule in broken(facts, 'run'): changes |= rule.mends
     return recipe.changed(changes)
 
-# Buckets of a million elements, so that they are smaller than the model, and matrices that do not stay whole.
 def _small_zero(zero) -> Zero:
-    most = {name: 1_000_000 for name, value in zero if type(value) is int} | {'persistence_threshold': 1000}
-    return Zero(**zero.model_dump() | {name: min(getattr(zero, name), limit) for name, limit in most.items()})
+    "Make buckets smaller than the tiny model, and let few matrices stay whole."
+    limits = {name: 1_000_000 for name, value in zero if type(value) is int}
+    limits['persistence_threshold'] = 1000
+    return zero.model_copy(update={name: min(getattr(zero, name), limit)
+                                   for name, limit in limits.items()})
 
 # %% ../../nbs/config/03_recipe.ipynb #d193953a
-def shrink(recipe: Recipe,  # Any recipe
+def shrink(
+    recipe: Recipe,  # Any recipe
     nodes: int = 1,  # To spread it over; 2 where a cluster of two is at hand
-) -> Recipe:  # The tiny base on sample data, two CPU processes on each node (one in all where nothing is sharded)
-    "Keep the method, sharding, head and schedule of `recipe`; replace what makes it large, needs a GPU or is not run."
-    every, attention, sharding = recipe.intervals, recipe.model.attention, recipe.sharding
-    return _runnable(recipe.changed(_TOY | _on_cpu(recipe) | {
+) -> Recipe:  # The tiny base, sample data, two CPU processes a node (one if not sharded)
+    "Keep method, sharding, head and schedule; replace what is large, needs a GPU or is not run."
+    attention, sharding, intervals = recipe.model.attention, recipe.sharding, recipe.intervals
+    is_reviews = recipe.data.format == 'classification'
+    loads_shards = (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded')
+    is_zero = sharding.strategy.startswith('zero')
+    model = Model(source='tiny-base', head=recipe.model.head,
+                  attention='sdpa' if attention == 'flash' else attention)
+    batch = Batch(micro=12, length=128, packing=recipe.batch.packing,
+                  loss_head=recipe.batch.loss_head)
+    toy = {
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
-        'model': Model(source='tiny-base', head=recipe.model.head, attention='sdpa' if attention == 'flash' else attention),
-        'data': _TOY_REVIEWS if recipe.data.format == 'classification' else _TOY_CHAT,
-        'sharding.loading': 'sharded' if (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded') else 'every_rank',
+        'model': model,
+        'data': _TOY_REVIEWS if is_reviews else _TOY_CHAT,
+        'sharding.loading': 'sharded' if loads_shards else 'every_rank',
         'cluster': Cluster(nodes=nodes, processes=1 if sharding.strategy == 'none' else 2),
-        'zero': _small_zero(recipe.zero) if sharding.strategy.startswith('zero') else recipe.zero,
-        'batch': Batch(micro=12, length=128, packing=recipe.batch.packing, loss_head=recipe.batch.loss_head),
-        'intervals.evaluation': min(every.evaluation, 120), 'intervals.saving': min(every.saving, 120),
-        'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]}))
+        'zero': _small_zero(recipe.zero) if is_zero else recipe.zero,
+        'batch': batch,
+        'intervals.evaluation': min(intervals.evaluation, 120),
+        'intervals.saving': min(intervals.saving, 120),
+        'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]}
+    return _runnable(recipe.changed(_TOY | _on_cpu(recipe) | toy))
 
 # %% ../../nbs/config/03_recipe.ipynb #31b56d23
-def differences(a: Recipe,  # One recipe
+def differences(
+    a: Recipe,  # One recipe
     b: Recipe,  # Another
 ) -> list[tuple[str, object, object]]:  # (dotted field, value in `a`, value in `b`)
     "List the fields in which two recipes differ."
     left, right = _flat(a), _flat(b)
-    return [(field, left[field], right[field]) for field in left if left[field] != right[field]]
+    return [(field, value, right[field]) for field, value in left.items() if value != right[field]]
 
 # %% ../../nbs/config/03_recipe.ipynb #4323d1b4
-def shrinkage(recipe: Recipe,  # Any recipe
-) -> list[tuple]:  # (dotted field, value in `recipe`, value in `shrink(recipe)`, why); a notebook shows them as a table
-    "List what `shrink` changes in `recipe`, and why."
-    why, rows = _read('shrunk.yaml'), differences(recipe, shrink(recipe))
-    return _Shrinkage((field, a, b, why.get(field) or why[field.split('.')[0]]) for field, a, b in rows)
-
 class _Shrinkage(list):
     def _repr_html_(self): return html_table(('field', 'before', 'shrunk', 'why'), self)
+
+def shrinkage(
+    recipe: Recipe,  # Any recipe
+) -> list[tuple]:  # (field, value before, value after, why); a notebook shows them as a table
+    "List what `shrink` changes in `recipe`, and why."
+    reasons, rows = _read('shrunk.yaml'), _Shrinkage()
+    for field, before, after in differences(recipe, shrink(recipe)):
+        reason = reasons.get(field) or reasons[field.split('.')[0]]
+        rows.append((field, before, after, reason))
+    return rows

@@ -14,7 +14,7 @@ import yaml
 
 from ..config.document import Problem, RecipeError
 from ..display import nearest
-from ..parallel.shard import transport_env
+from ..parallel.backends import transport_env
 
 # %% ../../nbs/launching/01_job_scripts.ipynb #4fa4400a
 _NAME_LIST = r'[A-Za-z0-9][\w.-]*(,[A-Za-z0-9][\w.-]*)*'

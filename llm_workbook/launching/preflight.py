@@ -20,7 +20,7 @@ from ..display import html_table
 from ..plan.ledger import memory
 from ..parallel.ranks import run_ranks
 from ..config.recipe import Recipe, differences
-from ..parallel.shard import transport_env
+from ..parallel.backends import transport_env
 from .rendezvous import (NUMBERS, Flaw, NoAnswer, Talk, compare_clocks,
                                                place_of, time_links)
 from .node_report import TOKEN, report_node

@@ -24,7 +24,7 @@ from ..display import nearest
 from ..files import publish
 from ..training.run_directory import recipe_facts, run_state
 from .job_scripts import plain_path, sbatch
-from ..parallel.shard import fsdp_env, transport_env, zero_config
+from ..parallel.backends import fsdp_env, transport_env, zero_config
 
 # %% ../../nbs/launching/02_render.ipynb #768e3b21
 _DISTRIBUTED_TYPES = {'fsdp2': 'FSDP', 'ddp': 'MULTI_GPU', 'none': 'NO'}  # Others: DEEPSPEED

@@ -12,7 +12,8 @@ from functools import lru_cache
 from math import ceil, log2, prod
 from typing import NamedTuple
 
-from ..config.hardware import detect, node as find_node
+from ..config.hardware import node as find_node
+from ..config.this_machine import detect
 from ..model.spec import coverage, spec as find_spec
 
 # %% ../../nbs/plan/06_collectives.ipynb #07c23c2e

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ..model.architecture import presets
 from ..config.document import Problem, RecipeError, html_table, nearest
-from ..config.hardware import Node, detect, node as find_node
+from ..config.hardware import Node, node as find_node
+from ..config.this_machine import detect
 from .ledger import Ledger, memory
 from ..model.spec import ModelSpec, coverage, spec as find_spec
 from ..config.recipe import Recipe, broken, planned_only, recipe_names

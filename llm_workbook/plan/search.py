@@ -14,7 +14,8 @@ from itertools import product
 from typing import NamedTuple
 
 from ..config.document import Part, RecipeError, canvas, nearest
-from ..config.hardware import detect, node as find_node
+from ..config.hardware import node as find_node
+from ..config.this_machine import detect
 from .ledger import memory
 from ..model.spec import spec as find_spec
 from .estimate import Room, estimate, plan_facts

@@ -186,7 +186,7 @@ def predictions(
 ) -> 'Tensor':  # Logarithms of probabilities, (tokens of answers, vocabulary), float32, on the CPU
     "Give the distribution that `model` has for each token of each answer."
     import torch
-    from llm_workbook.training.data import assistant_mask
+    from llm_workbook.training.tokens import assistant_mask
     made, found = [assistant_mask(row, tokenizer) for row in rows], []
     if not sum(sum(mask) for _, mask in made): raise ValueError(f'{len(rows)} rows hold no token of an answer: pass others')
     for i in range(0, len(made), batch):

@@ -6,254 +6,338 @@
 __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'fine_tune', 'train_here']
 
 # %% ../../nbs/training/10_fine_tune.ipynb #1650fa2d
-import gc, json, math, os, time
+import gc
+import math
+import os
 from array import array
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..checkpoint.disk import run_lock
-from .effective import check_launcher
-from .loss_curve import LossCurve, loss_figure
-from ..config.document import RecipeError, html_table, resolve
-from .watchdog import EXIT_PREEMPTED, Preemption, Votes
-from .loop import skip_compiler, train_loop, write_line
-from ..parallel.ranks import free_port
-from ..parallel.shard import fsdp_env
+from ..checkpoint.sharded_files import named
+from ..config.document import RecipeError
 from ..config.recipe import Recipe, planned_only
+from ..display import html_table
+from ..files import resolve
+from ..model.adapters import add_adapters, cast_adapters, check_targets
+from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
+from ..parallel.load import arriving
+from ..parallel.ranks import free_port, notebook_ranks
+from .classifier import class_rows
+from .data import load_rows
+from .effective import check_launcher, confirm
+from .loop import skip_compiler, train_loop
+from .loss_curve import LossCurve, loss_figure
+from .memory_trace import memory_trace
+from .rank_run import check_payload, check_shards, payload_digest
 from .resume import Preempted, guarded_train, resumable, save_result
-from .run_directory import (RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts,
-                                                 run_state)
-from ..checkpoint.sharded_files import named, together
+from .run_directory import (
+    RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_lock, run_state)
+from .tokens import check_rows
+from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
 # %% ../../nbs/training/10_fine_tune.ipynb #db3d86b3
 def check_recipe(
     recipe: 'Recipe',  # What to check
-) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them; what is to be read with its tokens
+) -> tuple[list, list]:  # Training rows and held-out rows as `load_rows` gives them, with tokens
     "Refuse everything that can be refused before a weight is loaded; give back the rows."
-    from llm_workbook.model.adapters import check_targets
-    from llm_workbook.parallel.shard import check_transport
-    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
-    if later := planned_only(recipe): raise RecipeError(later, recipe.name)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
+    planned = planned_only(recipe)
+    if planned: raise RecipeError(planned, recipe.name)
     check_transport(recipe)
-    if recipe.sharding.strategy.startswith('zero') and not find_spec('deepspeed'):
-        raise ImportError(f'strategy {recipe.sharding.strategy} needs DeepSpeed: pip install llm-workbook[deepspeed]')
-    if recipe.model.attention == 'flash' and not find_spec('flash_attn'):
-        raise ImportError("model.attention 'flash' needs the package flash-attn, which is not installed here: set it to 'sdpa'")
+    _check_packages(recipe)
     base = resolve(recipe.model.source)
     if isinstance(base, Path) and not (base / 'config.json').is_file():
-        raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: name a transformers model')
-    if recipe.method.kind != 'full': check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision)
-    train, test = _rows(recipe)
-    if recipe.intervals.evaluation and not test:
-        raise ValueError(f'intervals.evaluation is {recipe.intervals.evaluation}, and no row is held out: set data.test_share or '
-                         'data.test, or set it to 0')
-    if len(train) < recipe.global_batch:
-        product = f'{recipe.cluster.ranks} ranks x micro {recipe.batch.micro} x accumulation {recipe.batch.accumulation}'
-        raise ValueError(f'{len(train)} training rows are fewer than one step takes: {recipe.global_batch} ({product}). '
-                         'Add rows, or lower cluster.processes, batch.micro or batch.accumulation')
-    return train, test
+        raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: '
+                         'name a transformers model')
+    if recipe.method.kind != 'full':
+        check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision)
+    train, held = _read_rows(recipe)
+    _check_counts(recipe, len(train), len(held))
+    return train, held
+
+# %% ../../nbs/training/10_fine_tune.ipynb #ab8b8da5
+def _check_packages(recipe):
+    strategy = recipe.sharding.strategy
+    if strategy.startswith('zero') and not find_spec('deepspeed'):
+        raise ImportError(f'strategy {strategy} needs DeepSpeed: '
+                          'pip install llm-workbook[deepspeed]')
+    if recipe.model.attention == 'flash' and not find_spec('flash_attn'):
+        raise ImportError("model.attention 'flash' needs the package flash-attn, "
+                          "which is not installed here: set it to 'sdpa'")
+
+def _check_counts(recipe, train_rows, held_rows):
+    every, batch = recipe.intervals.evaluation, recipe.batch
+    if every and not held_rows:
+        raise ValueError(f'intervals.evaluation is {every}, and no row is held out: '
+                         'set data.test_share or data.test, or set it to 0')
+    if train_rows < recipe.global_batch:
+        product = (f'{recipe.cluster.ranks} ranks x micro {batch.micro} '
+                   f'x accumulation {batch.accumulation}')
+        raise ValueError(f'{train_rows} training rows are fewer than one step takes: '
+                         f'{recipe.global_batch} ({product}). Add rows, '
+                         'or lower cluster.processes, batch.micro or batch.accumulation')
 
 # %% ../../nbs/training/10_fine_tune.ipynb #2a8be486
-def _rows(recipe):  # To train on and held out, each looked at
-    from llm_workbook.training.classifier import class_rows
-    from llm_workbook.training.data import check_rows, load_rows
+def _read_rows(recipe):
+    "Read the rows to train on and those that are held out, and refuse what cannot train."
     if recipe.model.head == 'classification': return class_rows(recipe)
-    train, test = load_rows(recipe.data, recipe.seed)
-    look = lambda rows: zip(rows, check_rows(rows, _tokenizer(recipe.model), recipe.batch.length).made, strict=True)
-    marked = lambda ids, mask: array('i', [i if on else -100 for i, on in zip(ids, mask)])
-    read = lambda rows: [row | {'input_ids': array('i', ids), 'labels': marked(ids, mask)} for row, (ids, mask) in look(rows)]
-    return read(train), read(test) if recipe.intervals.evaluation else test
+    train, held = load_rows(recipe.data, recipe.seed)
+    train = _tokenised(recipe, train)
+    if recipe.intervals.evaluation: held = _tokenised(recipe, held)
+    return train, held
+
+def _tokenised(recipe, rows):
+    "Add to each row its tokens and its labels."
+    report = check_rows(rows, _tokenizer(recipe.model), recipe.batch.length)
+    tokenised = []
+    for row, (ids, mask) in zip(rows, report.made, strict=True):
+        labels = [token if trains else -100 for token, trains in zip(ids, mask)]
+        tokenised.append(row | {'input_ids': array('i', ids), 'labels': array('i', labels)})
+    return tokenised
 
 def _tokenizer(base):
     from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision, trust_remote_code=False)
+    source = resolve(base.source)
+    return AutoTokenizer.from_pretrained(source, revision=base.revision, trust_remote_code=False)
 
 # %% ../../nbs/training/10_fine_tune.ipynb #c6f8a257
-_OPTIM = dict(adamw='adamw_torch', adamw_fused='adamw_torch_fused', sgd='sgd', adafactor='adafactor', adamw_8bit='adamw_bnb_8bit')
+_OPTIM = {'adamw': 'adamw_torch', 'adamw_fused': 'adamw_torch_fused', 'sgd': 'sgd',
+          'adafactor': 'adafactor', 'adamw_8bit': 'adamw_bnb_8bit'}
 
 def sft_config(
-    recipe: 'Recipe',         # What to run
+    recipe: 'Recipe',  # What to run
     directory: 'str | Path',  # Where it may write
 ) -> 'SFTConfig':  # What `SFTTrainer` takes as `args`
     "Say `recipe` in TRL's words."
-    from llm_workbook.parallel.shard import zero_config
     from trl import SFTConfig
-    batch, how, cpu = recipe.batch, recipe.optimizer, recipe.cluster.device == 'cpu'
-    zero = zero_config(recipe) if recipe.sharding.strategy.startswith('zero') else None
-    mixed = zero['bf16']['enabled'] if zero else recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
-    course, warmup = rate_course(recipe)
+    batch, optimizer, sharding = recipe.batch, recipe.optimizer, recipe.sharding
+    zero = zero_config(recipe) if sharding.strategy.startswith('zero') else None
+    schedule, warmup_steps = rate_course(recipe)
+    recompute = sharding.activation_checkpointing == 'full' and sharding.strategy != 'fsdp2'
     return SFTConfig(
-        output_dir=str(directory), use_cpu=cpu, seed=recipe.seed, data_seed=recipe.seed,
-        per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_length=batch.length,
-        max_steps=how.steps, learning_rate=how.learning_rate, weight_decay=how.weight_decay, max_grad_norm=how.clip,
-        lr_scheduler_type=course, warmup_steps=warmup, optim=_OPTIM[how.kind], deepspeed=zero,
-        bf16=mixed and recipe.precision.master == 'float32',
-        gradient_checkpointing=recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.strategy != 'fsdp2',
-        gradient_checkpointing_kwargs={'use_reentrant': recipe.sharding.reentrant},
-        average_tokens_across_devices=True, assistant_only_loss=True, dataloader_num_workers=0, dataloader_pin_memory=not cpu,
+        output_dir=str(directory),
+        seed=recipe.seed, data_seed=recipe.seed,
+        use_cpu=recipe.cluster.device == 'cpu',
+        deepspeed=zero,
+        bf16=_autocasts(recipe, zero),
+        gradient_checkpointing=recompute,
+        gradient_checkpointing_kwargs={'use_reentrant': sharding.reentrant},
+
+        per_device_train_batch_size=batch.micro,
+        gradient_accumulation_steps=batch.accumulation,
+        max_length=batch.length,
+        average_tokens_across_devices=True,
+        assistant_only_loss=True,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=recipe.cluster.device != 'cpu',
         remove_unused_columns=False,
-        save_strategy='steps' if recipe.intervals.saving else 'no', save_steps=recipe.intervals.saving or 1,
-        logging_steps=1, logging_nan_inf_filter=False, report_to='none', disable_tqdm=True)
+
+        max_steps=optimizer.steps,
+        optim=_OPTIM[optimizer.kind],
+        learning_rate=optimizer.learning_rate,
+        lr_scheduler_type=schedule,
+        warmup_steps=warmup_steps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.clip,
+
+        save_strategy='steps' if recipe.intervals.saving else 'no',
+        save_steps=recipe.intervals.saving or 1,
+        logging_steps=1, logging_nan_inf_filter=False,
+        report_to='none', disable_tqdm=True)
+
+def _autocasts(recipe, zero):
+    "Say whether products are in bfloat16 and the weights that the optimizer updates in float32."
+    if recipe.precision.master != 'float32': return False
+    if zero: return zero['bf16']['enabled']
+    return recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
 
 # %% ../../nbs/training/10_fine_tune.ipynb #c81e3b57
-def _metrics(trainer, recipe, path):
-    "A callback that confirms what is in force before the first step, and writes down losses."
-    from llm_workbook.training.effective import confirm
+def _callback(trainer, recipe):
+    "Confirm what is in force before the first step, and write down losses."
     from transformers import TrainerCallback
-    every = recipe.intervals
+    run, every = trainer.run, recipe.intervals.evaluation
 
     class Metrics(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            trainer.shards = _shards(trainer, recipe.sharding, recipe.cluster.ranks)
-            if trainer.votes:  # A real run; a rehearsal has nobody to compare with
-                confirm(recipe, trainer.model_wrapped, trainer.optimizer, trainer, kwargs['train_dataloader'], path.parent)
-            if recipe.sharding.loading != 'every_rank': trainer.base = _packed(trainer, recipe)  # It has just arrived
-            trainer.facts |= {'since': _facts(trainer.start).get('since', [])}
+        def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
+            model = trainer.model_wrapped
+            trainer.shards = check_shards(run, recipe, model)
+            if run.votes:  # A real run; a rehearsal has nobody to compare with
+                confirm(recipe, model, trainer.optimizer, trainer, train_dataloader,
+                        run.files.directory)
+            if recipe.sharding.loading != 'every_rank':  # The base has just arrived
+                trainer.payload = payload_digest(recipe, trainer.model)
 
-        def on_log(self, args, state, control, logs=None, **kwargs):
+        def on_log(self, args, state, control, logs=None, **objects):
             if 'loss' not in logs: return
-            since, step = [*trainer.facts.get('since', ()), float(logs['loss'])], state.global_step
-            for key, value in ((key, float(logs.get(key, 0))) for key in ('loss', 'grad_norm')):
-                if not math.isfinite(value): raise FloatingPointError(f'{key} {value} at step {step}: nothing is saved')
-            trainer.facts['since'] = since if (wait := step % every.logging and 1 < step < state.max_steps) else []
-            if wait: return
-            row = {'step': step, 'seconds': round(time.monotonic() - trainer.began, 3)}
-            row |= {key: float(logs[key]) for key in ('loss', 'grad_norm', 'learning_rate', 'num_tokens') if key in logs}
-            if state.is_world_process_zero: write_line(path, row | {'loss': sum(since) / len(since)})
+            values = _logged_values(logs, state.global_step)
+            run.log.note_step(recipe, state.global_step, values)
 
-        def on_step_end(self, args, state, control, **kwargs):
-            if every.evaluation and (state.global_step % every.evaluation == 0 or state.global_step == state.max_steps):
-                _evaluate(trainer, recipe.batch.micro, path.with_name('evaluation.jsonl'))
+        def on_step_end(self, args, state, control, **objects):
+            if not every: return
+            last = state.global_step == state.max_steps
+            if last or state.global_step % every == 0:
+                values = _evaluate(trainer, recipe.batch.micro)
+                run.log.note_evaluation(state.global_step, values)
+
     return Metrics()
 
-# %% ../../nbs/training/10_fine_tune.ipynb #d837620e
-def _shards(trainer, how, ranks):  # One rank's error is every rank's
-    from llm_workbook.parallel.shard import assert_sharding
-    look = lambda: assert_sharding(trainer.model_wrapped, how.strategy, ranks, how.group)
-    return together(look)[trainer.votes.rank] if trainer.votes else look()
-
-def _facts(start): return json.loads((Path(start) / 'facts.json').read_text()) if start else {}
+def _logged_values(logs, step):
+    "Take what a line holds; refuse what is no number."
+    names = 'loss', 'grad_norm', 'learning_rate', 'num_tokens'
+    values = {name: float(logs[name]) for name in names if name in logs}
+    for name in ('loss', 'grad_norm'):
+        value = values.get(name, 0.0)
+        if not math.isfinite(value):
+            raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved')
+    return values
 
 # %% ../../nbs/training/10_fine_tune.ipynb #ec5d8ebf
-def _evaluate(trainer, micro, path):
-    "Write down the mean loss over the tokens of all held-out rows; a collective."
+def _evaluate(trainer, batch_size):
+    "Give the mean loss over the tokens of all held-out rows; a collective."
+    votes = trainer.run.votes or Votes()
+    rows = _rows_of_rank(trainer.held, votes.rank, votes.ranks)
+    gathered = votes.gather(_sum_losses(trainer, rows, batch_size))
+    loss, tokens = (sum(values) for values in zip(*gathered))
+    return {'loss': loss / max(tokens, 1), 'rows': len(trainer.held), 'tokens': tokens}
+
+def _rows_of_rank(rows, rank, ranks):
+    "Share rows out in turn; blank rows fill up the last turn."
+    blank = rows[0] | {'labels': [-100] * len(rows[0]['input_ids'])}
+    padded = [*rows, *[blank] * (-len(rows) % ranks)]
+    return padded[rank::ranks]
+
+def _sum_losses(trainer, rows, batch_size):
+    "Sum the loss over `rows`, and count the tokens behind it."
     import torch
-    votes, model, held, total, tokens = trainer.votes or Votes(), trainer.model_wrapped, trainer.held, 0.0, 0
-    blank = held[0] | {'labels': [-100] * len(held[0]['input_ids'])}
-    mine = [*held, *[blank] * (-len(held) % votes.ranks)][votes.rank::votes.ranks]
+    model, loss, tokens = trainer.model_wrapped, 0.0, 0
     model.eval()
     with torch.no_grad():
-        for first in range(0, len(mine), micro):
-            if trainer.watch: trainer.watch.beat()  # Each batch is a sign of life
-            batch = trainer._prepare_inputs(trainer.data_collator(mine[first:first + micro]))
-            out = model(**batch, use_cache=False, fused_lm_head=True)
-            total, tokens = total - float(out.log_probs.sum()), tokens + int(out.label_mask.sum())
-    model.train(), named(model)  # Which puts the units of FSDP back into their parts
-    total, tokens = map(sum, zip(*votes.gather((total, tokens))))
-    row = {'step': trainer.state.global_step, 'loss': total / max(tokens, 1), 'rows': len(held), 'tokens': tokens}
-    if votes.rank == 0: write_line(path, row)
+        for first in range(0, len(rows), batch_size):
+            trainer.run.beat()  # Each batch is a sign of life
+            batch = trainer.data_collator(rows[first:first + batch_size])
+            output = model(**trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
+            loss -= float(output.log_probs.sum())
+            tokens += int(output.label_mask.sum())
+    model.train()
+    named(model)  # Puts the units of FSDP back into their parts
+    return loss, tokens
 
 # %% ../../nbs/training/10_fine_tune.ipynb #5356cf0a
-_KINDS = ('input_ids', 'labels'), ('messages',), ('text',)  # what a row may hold; the first kind that it has counts
+_ROW_KINDS = ('input_ids', 'labels'), ('messages',), ('text',)  # The first that a row has counts
 
 def make_trainer(
-    recipe: 'Recipe',         # The same on every rank
+    recipe: 'Recipe',  # The same on every rank
     directory: 'str | Path',  # Where the metrics go
-    rows: list[dict],         # Training rows, as `check_recipe` gives them, or ready `input_ids` and `labels`
+    rows: list[dict],  # Training rows: of `check_recipe`, or with `input_ids` and `labels`
     model: 'PreTrainedModel',  # The base, as `load_base` gives it; changed in place
-    tokenizer: 'PreTrainedTokenizerFast | None' = None,  # For rows without tokens; None takes that of `recipe.model.source`
-    held: list[dict] = (),    # Held-out rows, of the same kind, for `intervals.evaluation`
+    tokenizer: 'PreTrainedTokenizerFast | None' = None,  # None takes that of `recipe.model.source`
+    held: list[dict] = (),  # Held-out rows, of the same kind, for `intervals.evaluation`
 ) -> 'SFTTrainer':  # Ready to train: float32 adapters on a frozen base, or all of `model`
     "Make the trainer of this rank around a base that is loaded."
     import datasets
-    from llm_workbook.model.adapters import add_adapters, cast_adapters
     from transformers import PrinterCallback
     from trl import SFTTrainer
-    keys = next((kind for kind in _KINDS if rows and all(set(kind) <= some[0].keys() for some in (rows, held) if some)), None)
-    if not keys: raise ValueError(f'no trainable row in {rows[:1]!r:.60}: pass rows of messages, text, or input_ids and labels')
-    adapted, tokenizer = recipe.method.kind != 'full', tokenizer or _tokenizer(recipe.model)
+    keys = _row_kind(rows, held)
+    tokenizer = tokenizer or _tokenizer(recipe.model)
     datasets.disable_progress_bars()
     args = sft_config(recipe, directory)
     args.assistant_only_loss = keys == ('messages',)
+    adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method, recipe.seed)
-    plain = lambda value: value if isinstance(value, str) else list(value)  # Arrow does not know the arrays of `check_recipe`
-    kept, apart = (datasets.Dataset.from_list([{k: plain(row[k]) for k in keys} | {'row': i} for i, row in enumerate(some)])
-                   if some else None for some in (rows, held))
-    trainer = resumable(SFTTrainer)(model, args, train_dataset=kept, eval_dataset=apart, processing_class=tokenizer)
-    trainer.facts, trainer.held = recipe_facts(recipe), _tokens(trainer.eval_dataset)
+    trainer = resumable(SFTTrainer)(
+        model, args, train_dataset=_dataset(rows, keys), eval_dataset=_dataset(held, keys),
+        processing_class=tokenizer)
+    trainer.run.facts = recipe_facts(recipe)
+    trainer.held = _tokens_alone(trainer.eval_dataset or ())
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_metrics(trainer, recipe, Path(directory) / 'metrics.jsonl'))
+    trainer.add_callback(_callback(trainer, recipe))
     return trainer
 
 # %% ../../nbs/training/10_fine_tune.ipynb #1dcddc2e
-def _tokens(rows): return [{k: row[k] for k in ('input_ids', 'labels') if k in row} for row in rows or ()]
+def _row_kind(rows, held):
+    "Find the keys that all rows have; the first row of each list stands for the others."
+    firsts = [group[0] for group in (rows, held) if group]
+    for keys in _ROW_KINDS if rows else ():
+        if all(set(keys) <= row.keys() for row in firsts): return keys
+    raise ValueError(f'no trainable row in {rows[:1]!r:.60}: '
+                     'pass rows of messages, text, or input_ids and labels')
+
+def _dataset(rows, keys):
+    "Number the rows and make them a dataset, or None where there are none."
+    import datasets
+    if not rows: return None
+    table = []
+    for number, row in enumerate(rows):
+        values = {key: row[key] if isinstance(row[key], str) else list(row[key]) for key in keys}
+        table.append(values | {'row': number})
+    return datasets.Dataset.from_list(table)
+
+def _tokens_alone(rows):
+    return [{key: row[key] for key in ('input_ids', 'labels') if key in row} for row in rows]
 
 # %% ../../nbs/training/10_fine_tune.ipynb #1d260a7b
 def train_rank(
     recipe: 'Recipe',  # The same on every rank
-    directory: Path,   # Where the run writes
+    directory: Path,  # Where the run writes
     rows: list[dict],  # Training rows, as `check_recipe` gives them
     start: Start = Start(),  # Where to begin, as `begin_run` says; that of rank 0 counts
-    step_timeout_s: float | None = None,  # Longest time between two steps before the ranks that hang are named; None waits
-    held: list[dict] | None = None,  # Held-out rows, as `check_recipe` gives them; None reads them again
-) -> dict:  # What this rank saw: shards, payload, memory, saved, seconds; or `preempted`: the step that is committed
+    step_timeout_s: float | None = None,  # Longest time between two steps, s; None waits for ever
+    held: list[dict] | None = None,  # Held-out rows, as `check_recipe` gives them; None reads them
+) -> dict:  # This rank's shards, payload, memory, saved, seconds; or the step as `preempted`
     "Fine-tune on this rank, together with the others."
-    if recipe.model.head == 'classification': return train_loop(recipe, directory, rows, start, step_timeout_s, held)
-    with Preemption(): return _train(recipe, directory, rows, start, step_timeout_s, held)  # Before anything that takes time
+    if recipe.model.head == 'classification':
+        return train_loop(recipe, directory, rows, start, step_timeout_s, held)
+    with Preemption():  # Before anything that takes time
+        return _train(recipe, directory, rows, start, step_timeout_s, held)
 
 # %% ../../nbs/training/10_fine_tune.ipynb #bd48994d
 def _train(recipe, directory, rows, start, step_timeout_s, held):
-    from llm_workbook.parallel.load import arriving
-    from llm_workbook.training.memory_trace import memory_trace
-    from llm_workbook.parallel.shard import cpu_fsdp
+    "Fine-tune a language model on this rank by TRL's trainer."
     from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar(), skip_compiler(recipe)
-    held = () if not recipe.intervals.evaluation else _rows(recipe)[1] if held is None else held
+    disable_progress_bar()
+    skip_compiler(recipe)
+    if not recipe.intervals.evaluation: held = ()
+    elif held is None: held = _read_rows(recipe)[1]
     with memory_trace() as memory, cpu_fsdp(), arriving(recipe) as model:
         trainer = make_trainer(recipe, directory, rows, model, None, held)
-        if recipe.sharding.loading == 'every_rank': trainer.base = _packed(trainer, recipe)
+        if recipe.sharding.loading == 'every_rank':
+            trainer.payload = payload_digest(recipe, trainer.model)
         preempted = guarded_train(trainer, directory, start, step_timeout_s)
         if not hasattr(trainer, 'shards'): return {'preempted': preempted}  # Before the first step
-        before, after = trainer.base, _packed(trainer, recipe)
-        if before != after: raise RuntimeError(f'training changed the 4-bit payload: {before} became {after}')
+        payload = check_payload(recipe, trainer.model, trainer.payload)
         if preempted is not None: return {'preempted': preempted}
         saved = save_result(trainer, directory)
-    return {'shards': trainer.shards, 'payload': after, 'memory': memory, 'saved': saved,
-            'seconds': round(time.monotonic() - trainer.began, 3)}
-
-# %% ../../nbs/training/10_fine_tune.ipynb #2ce82d34
-def _packed(trainer, recipe):  # A digest of the 4-bit base, however it is spread; a collective
-    from llm_workbook.checkpoint.save_load import base_digest
-    from llm_workbook.model.quantize import fingerprint
-    if recipe.method.kind != 'qlora': return None
-    return base_digest(trainer.model) if recipe.sharding.strategy.startswith('zero') else fingerprint(trainer.model).digest
+    return {'shards': trainer.shards, 'payload': payload, 'memory': memory, 'saved': saved,
+            'seconds': trainer.run.log.seconds}
 
 # %% ../../nbs/training/10_fine_tune.ipynb #85754a18
 @dataclass(frozen=True)
 class Run:
     "A finished fine-tune: what was asked, where it lies, and what each rank reports."
-    recipe: object    # The `Recipe` that ran
-    directory: Path   # Holds recipe.yaml, metrics.jsonl and adapters/ (or model/)
-    ranks: list       # What `train_rank` gave on each rank
+    recipe: object  # The `Recipe` that ran
+    directory: Path  # Its files, as `RunFiles` names them
+    ranks: list  # What `train_rank` gave on each rank
 
     @property
     def metrics(self) -> list[dict]:  # One value per step
         "Read the steps of this run."
-        return read_metrics(self.directory / 'metrics.jsonl')
+        return read_metrics(RunFiles(self.directory).metrics)
 
     @property
-    def evaluations(self) -> list[dict]:  # One value per look at the held-out rows
+    def evaluations(self) -> list[dict]:  # One value per evaluation of the held-out rows
         "Read the held-out losses, or scores, of this run."
-        return read_metrics(self.directory / 'evaluation.jsonl')
+        return read_metrics(RunFiles(self.directory).evaluations)
 
     @property
-    def saved(self) -> Path:  # A directory: peft's when adapters were trained, transformers' when everything was
+    def saved(self) -> Path:  # A directory: peft's for adapters, transformers' for a whole model
         "Say where the result lies."
-        return self.directory / ('model' if self.recipe.method.kind == 'full' else 'adapters')
+        files = RunFiles(self.directory)
+        return files.model if self.recipe.method.kind == 'full' else files.adapters
 
     def plot(self) -> 'Figure':  # Loss by step
         "Draw the loss of this run."
@@ -261,61 +345,80 @@ class Run:
 
     def to_dict(self) -> dict:  # Plain values for a record
         "Give what the ranks report, without the tables."
-        return {'name': self.recipe.name, 'steps': self.metrics[-1]['step'], 'loss': self.metrics[-1]['loss'],
-                'ranks': [r | {'shards': r['shards'].to_dict(), 'memory': asdict(r['memory'])} for r in self.ranks]}
+        ranks = [rank | {'shards': rank['shards'].to_dict(), 'memory': asdict(rank['memory'])}
+                 for rank in self.ranks]
+        last = self.metrics[-1]
+        return {'name': self.recipe.name, 'steps': last['step'], 'loss': last['loss'],
+                'ranks': ranks}
 
-    def __repr__(self): return f'Run({self.recipe.name!r}, {self.recipe.optimizer.steps} steps, in {self.directory.name!r})'
+    def __repr__(self):
+        steps = self.recipe.optimizer.steps
+        return f'Run({self.recipe.name!r}, {steps} steps, in {self.directory.name!r})'
 
-    def _repr_html_(self): return _shown(self)
+    def _summary(self):
+        metrics, evaluations = self.metrics, self.evaluations
+        first, last = metrics[0], metrics[-1]
+        text = (f"{last['step']} steps in {last['seconds']:.0f} s, "
+                f"loss {first['loss']:.3f} to {last['loss']:.3f}")
+        if not evaluations: return text
+        scores = [f'{name} {value:.3f}' for name, value in evaluations[-1].items()
+                  if isinstance(value, float)]
+        return f'{text}; held-out rows: {", ".join(scores)}'
 
-# %% ../../nbs/training/10_fine_tune.ipynb #96d43052
-def _shown(run):
-    first, last = run.metrics[0], run.metrics[-1]
-    heads = 'rank', 'bytes of parameters held', '4-bit payload, before and after', 'host memory, peak'
-    rows = [(i, f"{r['shards'].here_b:,} of {r['shards'].total_b:,}", r['payload'] or 'none',
-             f"{r['memory'].peak.host_b / 2**20:,.0f} MiB") for i, r in enumerate(run.ranks)]
-    said = f"{last['step']} steps in {last['seconds']:.0f} s, loss {first['loss']:.3f} to {last['loss']:.3f}"
-    if run.evaluations:
-        said += '; held-out rows: ' + ', '.join(f'{k} {v:.3f}' for k, v in run.evaluations[-1].items() if isinstance(v, float))
-    return f'<p>{escape(run.recipe.name)}: {said}</p>' + html_table(heads, rows)
+    def _repr_html_(self):
+        heads = ('rank', 'bytes of parameters held', '4-bit payload, before and after',
+                 'host memory, peak')
+        rows = []
+        for number, rank in enumerate(self.ranks):
+            shards, memory = rank['shards'], rank['memory']
+            rows.append((number, f'{shards.here_b:,} of {shards.total_b:,}',
+                         rank['payload'] or 'none', f'{memory.peak.host_b / 2**20:,.0f} MiB'))
+        return f'<p>{escape(self.recipe.name)}: {self._summary()}</p>' + html_table(heads, rows)
 
 # %% ../../nbs/training/10_fine_tune.ipynb #a661f0de
 def fine_tune(
-    recipe: 'Recipe',         # On one node
+    recipe: 'Recipe',  # On one node
     directory: 'str | Path',  # Where to write; made if absent
-    timeout_s: float | None = None,  # When to end the ranks without a save, and name those that hang, s; None never does
-    live: bool = True,        # Whether to draw the loss while it runs
-    resume: bool = False,     # Whether a run that is there goes on; else it is refused
-    step_timeout_s: float | None = 1200.0,  # Longest time between two steps before the ranks that hang are named, s; None waits
+    timeout_s: float | None = None,  # When to end the ranks without a save, s; None never does
+    live: bool = True,  # Whether to draw the loss while it runs
+    resume: bool = False,  # Whether a run that is there goes on; else it is refused
+    step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits for ever
 ) -> Run:  # Of a run that finished on every rank, now or before
-    "Check `recipe`, start its ranks from this cell, train or go on, and save what was trained; `Preempted` when told to stop."
-    from llm_workbook.parallel.ranks import notebook_ranks
+    "Check `recipe`, start its ranks, train or go on, and save; `Preempted` when told to stop."
     rows, held = check_recipe(recipe)
-    nodes, directory = recipe.cluster.nodes, Path(directory)
-    if nodes > 1: raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone. `submit` asks SLURM '
-                                   'for more, `render(head=…)` writes what starts a run on each, or set it to 1')
-    if recipe.cluster.device == 'cuda' and not _cuda():
-        raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: set it to 'cpu', or run where there is one")
+    _check_machine(recipe)
+    directory = Path(directory)
     with run_lock(directory):
         start = begin_run(recipe, directory, resume)
         if start.finished: return Run(recipe, directory, [])
-        watch = LossCurve(directory / 'metrics.jsonl', recipe.optimizer.steps) if live else None
-        if recipe.cluster.device == 'cpu': import peft, trl  # once, not in every rank; on GPUs it would open CUDA too early
-        task, most_s = (recipe, directory, rows, start, step_timeout_s, held), math.inf if timeout_s is None else timeout_s
-        ranks = notebook_ranks(train_rank, recipe.cluster.ranks, task, most_s, fsdp_env(recipe), watch)
+        curve = LossCurve(RunFiles(directory).metrics, recipe.optimizer.steps) if live else None
+        if recipe.cluster.device == 'cpu': import peft, trl  # Once for all ranks; it may open CUDA
+        task = recipe, directory, rows, start, step_timeout_s, held
+        limit_s = math.inf if timeout_s is None else timeout_s
+        ranks = notebook_ranks(
+            train_rank, recipe.cluster.ranks, task, limit_s, fsdp_env(recipe), curve)
     if 'preempted' in ranks[0]: raise Preempted(ranks[0]['preempted'])
     return Run(recipe, directory, ranks)
 
-# %% ../../nbs/training/10_fine_tune.ipynb #5c088785
-def _cuda():
-    from accelerate.utils import is_cuda_available  # asks without opening the GPU, so that ranks can still be forked
-    return is_cuda_available()
+# %% ../../nbs/training/10_fine_tune.ipynb #6c70bed1
+def _check_machine(recipe):
+    if recipe.cluster.nodes > 1:
+        raise ValueError(f'cluster.nodes is {recipe.cluster.nodes}: a cell starts ranks '
+                         'on its own machine alone. `submit` asks SLURM for more, '
+                         '`render(head=…)` writes what starts a run on each, or set it to 1')
+    if recipe.cluster.device == 'cuda' and not _sees_gpu():
+        raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: "
+                         "set it to 'cpu', or run where there is one")
+
+def _sees_gpu():
+    from accelerate.utils import is_cuda_available
+    return is_cuda_available()  # Opens no GPU, so that ranks can still be forked
 
 # %% ../../nbs/training/10_fine_tune.ipynb #61142785
 def train_here(
     recipe: 'Recipe',  # The same in every process
     directory: 'str | Path',  # Of the run; a run that is there goes on
-    step_timeout_s: float | None = 1200.0,  # Longest time between two steps before the ranks that hang are named, s; None waits
+    step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits for ever
 ) -> int:  # Exit code: 0 finished, now or before; 75 preempted and committed; every error raises
     "Train or go on in this process, as one of those that torchrun or srun has started."
     directory = Path(directory)
@@ -327,7 +430,8 @@ def train_here(
         rows, held = ([], []) if finished else check_recipe(recipe)
         os.environ.update(fsdp_env(recipe))
         with run_lock(directory) if rank == 0 else nullcontext():
-            start = begin_run(recipe, directory, resume=True) if rank == 0 else Start(finished=finished)
+            start = Start(finished=finished)
+            if rank == 0: start = begin_run(recipe, directory, resume=True)
             if start.finished: return 0
             result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
             _leave_process_group()
@@ -345,15 +449,16 @@ def _import_libraries(finished):
         gc.enable()
 
 def _launched_rank(recipe):
-    "Read from the launcher's variables which rank this process is; refuse another number of ranks than the recipe's."
+    "Read which rank the launcher has made this process; refuse another number of ranks."
     alone = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1'}
-    if 'WORLD_SIZE' not in os.environ and recipe.cluster.ranks == 1:  # No other process has to be found: set what torchrun sets
+    if 'WORLD_SIZE' not in os.environ and recipe.cluster.ranks == 1:  # Set what torchrun sets
         os.environ.update(alone, MASTER_PORT=str(free_port()))
     ranks = int(os.environ.get('WORLD_SIZE', 1))
     if ranks != recipe.cluster.ranks:
-        raise ValueError(f'the recipe is for {recipe.cluster.ranks} ranks and {ranks} run: start it with '
-                         f'torchrun --nnodes {recipe.cluster.nodes} --nproc-per-node {recipe.cluster.processes}, '
-                         'or change cluster')
+        cluster = recipe.cluster
+        raise ValueError(f'the recipe is for {cluster.ranks} ranks and {ranks} run: start it with '
+                         f'torchrun --nnodes {cluster.nodes} '
+                         f'--nproc-per-node {cluster.processes}, or change cluster')
     return int(os.environ.get('RANK', 0))
 
 def _leave_process_group():

@@ -9,26 +9,41 @@ __all__ = ['loss_figure', 'LossCurve']
 import sys
 from pathlib import Path
 
-from ..config.document import canvas
+from ..display import canvas
 from .run_directory import read_metrics
 
 # %% ../../nbs/training/09_loss_curve.ipynb #42baaffe
 def loss_figure(
     metrics: list[dict],  # As `read_metrics` gives them
-    steps: int,           # Steps of the whole run, for the axis
+    steps: int,  # Steps of the whole run, for the axis
     held: list[dict] = (),  # Lines of `evaluation.jsonl`; those without a loss are left out
 ) -> 'Figure':  # 700 pixels wide
-    "Draw loss by step: each line, a running mean over the last twentieth of the run, and held-out rows as points."
-    figure, span = canvas(2.6), max(1, steps // 20)
-    axes, x, y = figure.subplots(), [m['step'] for m in metrics], [m['loss'] for m in metrics]
-    near = [[b for a, b in zip(x, y) if end - span < a <= end] for end in x]
-    axes.plot(x, y, **(dict(color='0.75', linewidth=.8) if span > 1 else dict(color='C0', linewidth=2)), label='as written')
-    if span > 1: axes.plot(x, [sum(part) / len(part) for part in near], color='C0', linewidth=2, label=f'mean of {span} steps')
+    "Draw loss by step: as written, as a running mean, and of held-out rows as points."
+    figure = canvas(2.6)
+    axes = figure.subplots()
+    at_step = [row['step'] for row in metrics]
+    losses = [row['loss'] for row in metrics]
+    span = max(1, steps // 20)
+    thin, thick = dict(color='0.75', linewidth=.8), dict(color='C0', linewidth=2)
+    axes.plot(at_step, losses, **(thin if span > 1 else thick), label='as written')
+    if span > 1:
+        means = _running_mean(at_step, losses, span)
+        axes.plot(at_step, means, **thick, label=f'mean of {span} steps')
     points = [(row['step'], row['loss']) for row in held if 'loss' in row]
-    if points: axes.plot(*zip(*points), 's--', color='C1', markersize=5, label='held-out rows')
-    axes.set(xlabel='optimizer step', ylabel='loss, nats per trained token', xlim=(0, steps), ylim=(0, None))
+    if points:
+        axes.plot(*zip(*points), 's--', color='C1', markersize=5, label='held-out rows')
+    axes.set(xlabel='optimizer step', ylabel='loss, nats per trained token')
+    axes.set(xlim=(0, steps), ylim=(0, None))
     axes.legend(frameon=False)
     return figure
+
+def _running_mean(at_step, losses, span):
+    "For each line the mean of those written within `span` steps up to it."
+    means = []
+    for end in at_step:
+        near = [loss for step, loss in zip(at_step, losses) if end - span < step <= end]
+        means.append(sum(near) / len(near))
+    return means
 
 # %% ../../nbs/training/09_loss_curve.ipynb #3e90a6eb
 class LossCurve:
@@ -36,26 +51,35 @@ class LossCurve:
     def __init__(
         self,
         path: 'str | Path',  # The `metrics.jsonl` that grows, with `evaluation.jsonl` beside it
-        steps: int,          # Steps of the whole run
+        steps: int,  # Steps of the whole run
     ):
         from tqdm.auto import tqdm
         if steps < 1: raise ValueError(f'a run of {steps} steps has no curve')
-        self.path, self.steps, self.drawn, self.handle = Path(path), steps, (0, 0), None
+        self.path, self.steps = Path(path), steps
+        self.drawn = 0, 0  # Last step, and number of held-out lines
+        self.handle = None  # Of the picture
         self.bar = tqdm(total=steps, unit='step', leave=True)
 
     def __call__(self):
-        metrics, self.held = read_metrics(self.path), read_metrics(self.path.with_name('evaluation.jsonl'))
-        now = metrics[-1]['step'] if metrics else 0, len(self.held)
-        if not metrics or now == self.drawn: return  # None yet, none any more, or none that is new
-        self.bar.update(now[0] - self.drawn[0])
-        self.bar.set_postfix(loss=f"{metrics[-1]['loss']:.3f}")
-        self.drawn = now
-        if now[0] >= self.steps: self.bar.close()
+        metrics = read_metrics(self.path)
+        self.held = read_metrics(self.path.with_name('evaluation.jsonl'))
+        if not metrics: return
+        last = metrics[-1]
+        on_disk = last['step'], len(self.held)
+        if on_disk == self.drawn: return
+        self.bar.update(last['step'] - self.drawn[0])
+        self.bar.set_postfix(loss=f"{last['loss']:.3f}")
+        self.drawn = on_disk
+        if last['step'] >= self.steps: self.bar.close()
         if 'ipykernel' in sys.modules: self._draw(metrics)
 
     def _draw(self, metrics):
         from IPython.display import Image, display
-        said = f"loss by step, {metrics[-1]['loss']:.3f} at step {metrics[-1]['step']}"
-        image = Image(loss_figure(metrics, self.steps, self.held)._repr_png_(), alt=said)
-        if self.handle: self.handle.update(image)
-        else: self.handle = display(image, display_id=True)
+        last = metrics[-1]
+        alt = f"loss by step, {last['loss']:.3f} at step {last['step']}"
+        figure = loss_figure(metrics, self.steps, self.held)
+        image = Image(figure._repr_png_(), alt=alt)
+        if self.handle:
+            self.handle.update(image)
+        else:
+            self.handle = display(image, display_id=True)

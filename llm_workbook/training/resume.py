@@ -10,25 +10,22 @@ import dataclasses
 import json
 import shutil
 import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from ..checkpoint.manifest import MANIFEST, check, prune
-from ..checkpoint.save_load import (
-    finish_saving, load_checkpoint, random_state, save_checkpoint, set_random_state)
-from ..checkpoint.sharded_files import export_full, listed, together
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.save_load import random_state, save_checkpoint, set_random_state
+from ..checkpoint.sharded_files import export_full, listed
 from ..model.adapters import save_adapters
-from .run_directory import RunFiles, Start, mark_run, read_metrics
-from .watchdog import HangWatch, Preemption, Votes, check_finite
+from ..parallel.agreement import on_every_rank
+from .rank_run import RankRun, commit_step, load_step, read_converted
+from .run_directory import RunFiles, Start, mark_run
+from .watchdog import check_finite
 
 # %% ../../nbs/training/04_resume.ipynb #0a77ee4e
 class _Resuming:
     "Goes before a trainer's class: our committed checkpoints in place of its own."
-    kept = 2  # Committed checkpoints that stay on the disk
     start = None  # The checkpoint to go on from
-    facts = {}  # What every checkpoint says of the run
-    watch = None  # The hang watch, while there is one
 
     def train(self, resume_from_checkpoint=None, **options):
         self.start = resume_from_checkpoint or self.start
@@ -42,9 +39,7 @@ class _Resuming:
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if self.start is None: return prepared
-        with self._unwatched():
-            facts = load_checkpoint(
-                self.start, self.model_wrapped, self.optimizer, self.lr_scheduler, any_ranks=True)
+        facts = load_step(self.run, self.start, self._trained())
         self._total_train_tokens = facts['tokens']  # TRL's count
         self._random = random_state()
         return prepared
@@ -57,33 +52,19 @@ class _Resuming:
 
     # Private: `on_save` comes after the trainer has written a checkpoint of its own
     def _save_checkpoint(self, model, trial):
-        self.settle()
         state = dataclasses.replace(self.state, log_history=self.state.log_history[-1:])
-        tokens = getattr(self, '_total_train_tokens', 0)
-        facts = self.facts | {
-            'step': state.global_step, 'tokens': tokens, 'trainer': dataclasses.asdict(state)}
-        folder = RunFiles(self.args.output_dir).checkpoint(state.global_step)
-        with self._unwatched():
-            save_checkpoint(folder, self.model_wrapped, self.optimizer, self.lr_scheduler, facts,
-                            self.is_deepspeed_enabled)
+        facts = {'step': state.global_step, 'tokens': getattr(self, '_total_train_tokens', 0),
+                 'trainer': dataclasses.asdict(state)}
+        commit_step(self.run, self._trained(), facts, wait=self.is_deepspeed_enabled)
 
-    def settle(self):
-        "Wait for the save that is under way; then older checkpoints may go."
-        with self._unwatched():
-            finish_saving()
-            if self.args.process_index == 0: prune(self.args.output_dir, self.kept)
-
-    def _unwatched(self):
-        "Keep the hang watch from counting: a save or a load takes as long as it takes."
-        return self.watch.paused() if self.watch else nullcontext()
+    def _trained(self): return self.model_wrapped, self.optimizer, self.lr_scheduler
 
 # %% ../../nbs/training/04_resume.ipynb #c989ffbb
 class _Guarded:
     "Goes before a trainer's class: rows bring their numbers, and no update uses a NaN."
-    votes = None  # Made when the ranks are joined; without it nothing is compared
-
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
+        self.run = RankRun(self.args.output_dir)
         self._rows = []  # Numbers of the rows behind the next update, one tensor a batch
         self._collate = self.data_collator
         self.data_collator = self._collate_numbered
@@ -114,9 +95,10 @@ class _Guarded:
         return norm
 
     def _check_finite(self, updated=False, **values):
-        if not self.votes: return
+        votes = self.run.votes
+        if not votes: return  # A rehearsal
         numbers = [int(number) for batch in self._rows if batch is not None for number in batch]
-        check_finite(self.votes, self.state.global_step + 1, numbers, updated, **values)
+        check_finite(votes, self.state.global_step + 1, numbers, updated, **values)
 
 # %% ../../nbs/training/04_resume.ipynb #b9504198
 def resumable(
@@ -140,24 +122,27 @@ class Preempted(RuntimeError):
 # %% ../../nbs/training/04_resume.ipynb #a6391dde
 def guarded_train(
     trainer: 'Trainer',  # As a `resumable` class makes it; all ranks call this together
-    directory: str | Path,  # Of the run
+    directory: str | Path,  # Of the run, where the trainer writes
     start: Start = Start(),  # Where to begin; that of rank 0 counts
     step_timeout_s: float | None = None,  # Longest time between two steps, s; None waits for ever
 ) -> int | None:  # The committed step if the ranks were told to stop; None at the end
     "Train from `start`, under guards."
     if not isinstance(trainer, _Resuming):
         raise ValueError(f'{type(trainer).__name__} cannot resume: make it of a `resumable` class')
-    votes = trainer.votes = Votes()
-    start = votes.gather(start)[0]
+    run = trainer.run
+    if run.files.directory != Path(directory):
+        raise ValueError(f'the trainer writes to {run.files.directory}, the run is in {directory}')
+    start = run.meet(start)
     trainer.start, trainer.preempted = start.checkpoint, None
-    _read_converted(trainer)
-    trainer.began = time.monotonic() - _seconds_before(directory, start)
-    watch = _hang_watch(directory, step_timeout_s, votes)
-    with Preemption(votes) as preemption, watch as trainer.watch:
+    read_converted(trainer.accelerator, start.checkpoint)
+    run.log.start_clock(start)
+    with run.guarded(step_timeout_s) as preemption:
         trainer.add_callback(_callback(trainer, preemption))
-        if preemption.agreed(): trainer.preempted = start.step  # Told while weights were loaded
-        else: _train(trainer)
-        _report_end(trainer, directory)
+        if preemption.agreed():
+            trainer.preempted = start.step  # Told while weights were loaded
+        else:
+            _train(trainer)
+        run.finish(trainer.preempted)
     return trainer.preempted
 
 # %% ../../nbs/training/04_resume.ipynb #91d1219e
@@ -177,7 +162,7 @@ def _callback(trainer, preemption):
             if state.global_step >= state.max_steps: raise _NoStepLeft
 
         def on_step_end(self, args, state, control, **objects):
-            if trainer.watch: trainer.watch.beat()
+            trainer.run.beat()
             if not preemption.agreed(): return
             control.should_save = True
             if state.global_step >= state.max_steps: return  # Only the result is to be saved
@@ -186,48 +171,24 @@ def _callback(trainer, preemption):
 
     return Boundary()
 
-# %% ../../nbs/training/04_resume.ipynb #ac6b3870
-def _hang_watch(directory, timeout_s, votes):
-    "Watch the steps where a limit is set; else a block that does nothing."
-    if not timeout_s: return nullcontext()
-    return HangWatch(directory, timeout_s, votes.rank, votes.ranks, hosts=votes.hosts())
-
-def _read_converted(trainer):
-    "Tell DeepSpeed that its checkpoint was converted for another number of ranks."
-    if trainer.start is None or not check(trainer.start).strategy.endswith('-universal'): return
-    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-    config['checkpoint'] = {'load_universal': True}
-
-def _seconds_before(directory, start):
-    "Say how long the run has trained in its earlier starts, as its metrics say."
-    lines = read_metrics(RunFiles(directory).metrics)
-    return lines[-1]['seconds'] if lines and start.step else 0
-
-def _report_end(trainer, directory):
-    "Mark the run as preempted if it was, once its last save is committed; a collective."
-    with trainer._unwatched():
-        finish_saving()
-        if trainer.preempted is not None and trainer.votes.rank == 0:
-            mark_run(directory, 'preempted', trainer.preempted)
-        trainer.settle()
-        trainer.votes.most(0)
-
 # %% ../../nbs/training/04_resume.ipynb #65ecdd9a
 def save_result(
-    trainer: 'Trainer',  # Of a `resumable` class, at its last step; all ranks call this together
+    trainer: 'Trainer | Loop',  # At its last step; all ranks call this together
     directory: str | Path,  # Of the run; the result is written to `adapters` or `model` there
+    step: int | None = None,  # That was the last; None takes the trainer's `global_step`
 ) -> dict:  # Name -> how far each adapter moved, or shape of each tensor of a whole model
     "Write what was trained as peft or plain transformers loads it, and mark the run as finished."
-    if not hasattr(trainer, 'facts') or isinstance(trainer, type):
+    if not hasattr(trainer, 'run') or isinstance(trainer, type):
         name = type(trainer).__name__
         raise ValueError(f'{name} has nothing to save: pass a `resumable` trainer')
     files = RunFiles(directory)
-    if trainer.facts['method'] == 'full': saved = _save_model(trainer, files)
+    if step is None: step = trainer.state.global_step
+    if trainer.run.facts['method'] == 'full':
+        saved = _save_model(trainer, files, step)
     else:
         with _whole_tensors(trainer.model):
             saved = save_adapters(trainer.model, files.adapters)
-    if trainer.args.process_index == 0:
-        mark_run(directory, 'finished', trainer.state.global_step)
+    if trainer.run.rank == 0: mark_run(directory, 'finished', step)
     return saved
 
 def _whole_tensors(model):
@@ -237,14 +198,16 @@ def _whole_tensors(model):
     return deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad])
 
 # %% ../../nbs/training/04_resume.ipynb #4752d713
-def _save_model(trainer, files):
+def _save_model(trainer, files, step):
     "Write the whole model; every rank gets the shape of each tensor."
     folder = files.directory / '.whole'
-    first = trainer.args.process_index == 0
-    write = _write_gathered if trainer.is_deepspeed_enabled else _write_from_slices
-    together(lambda: _make_folder(trainer, folder) if first else None)
-    shapes = write(trainer, files, folder)
-    together(lambda: _publish(trainer, files, folder) if first else None)
+    first = trainer.run.rank == 0
+    on_every_rank(lambda: _make_folder(trainer, folder) if first else None)
+    if trainer.is_deepspeed_enabled:
+        shapes = _write_gathered(trainer, folder)
+    else:
+        shapes = _write_from_slices(trainer, files.checkpoint(step), folder)
+    on_every_rank(lambda: _publish(trainer, files, folder) if first else None)
     return shapes
 
 def _make_folder(trainer, folder):
@@ -254,24 +217,23 @@ def _make_folder(trainer, folder):
         part.save_pretrained(folder / 'source')
 
 # %% ../../nbs/training/04_resume.ipynb #63d2be8c
-def _write_from_slices(trainer, files, folder):
+def _write_from_slices(trainer, checkpoint, folder):
     "Assemble the model from the checkpoint of the last step; make one where none was saved."
-    checkpoint = files.checkpoint(trainer.state.global_step)
-    if not together((checkpoint / MANIFEST).exists)[0]:
+    if not on_every_rank((checkpoint / MANIFEST).exists)[0]:
         checkpoint = folder / checkpoint.name
-        save_checkpoint(checkpoint, trainer.model_wrapped, facts=trainer.facts)
+        save_checkpoint(checkpoint, trainer.model_wrapped, facts=trainer.run.facts)
     size_b = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     source = str(folder / 'source')
     return export_full(checkpoint, folder / 'model', source, load=size_b <= 2 * 10**9)
 
-def _write_gathered(trainer, files, folder):
+def _write_gathered(trainer, folder):
     "Gather the model on rank 0."
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if trainer.args.process_index == 0:
+    if trainer.run.rank == 0:
         trainer.model.save_pretrained(folder / 'model', state_dict=state)
         trainer.processing_class.save_pretrained(folder / 'model')
-    together(lambda: None)  # Until rank 0 has written
-    shapes = together(lambda: {
+    on_every_rank(lambda: None)  # Until rank 0 has written
+    shapes = on_every_rank(lambda: {
         name: tuple(shape) for name, (shape, _) in listed(folder / 'model').items()})
     return shapes[0]
 

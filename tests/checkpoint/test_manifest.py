@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from llm_workbook.checkpoint import manifest as commits
-from llm_workbook.checkpoint.disk import RunLocked, disk_errors, room, run_lock
+from llm_workbook.checkpoint.disk import disk_errors, room
+from llm_workbook.training.run_directory import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import (MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check, commit, latest_valid, prune,
                                   survey)
 
@@ -564,7 +565,7 @@ def test_a_commit_that_ends_while_somebody_looks_is_no_damage(run, monkeypatch):
 
 HOLD = """
 import sys, time
-from llm_workbook.checkpoint.disk import run_lock
+from llm_workbook.training.run_directory import run_lock
 with run_lock(sys.argv[1]):
     print('held', flush=True)
     time.sleep(60)

@@ -5,9 +5,10 @@ import sys
 import types
 
 import pytest
-from llm_workbook.config import hardware
+from llm_workbook.config import this_machine
 from llm_workbook.config.document import RecipeError
-from llm_workbook.config.hardware import Gpu, Link, Node, detect, gpu, gpus, link, links, measure, node, nodes, same_nodes
+from llm_workbook.config.hardware import Gpu, Link, Node, gpu, gpus, link, links, node, nodes, same_nodes
+from llm_workbook.config.this_machine import detect, measure
 
 FIGURES = {'name': 'x', 'memory_b': 2**34, 'bf16_flops': 1e14, 'fp16_flops': 1e14, 'fp32_flops': 1e13, 'bandwidth_bps': 1e12,
            'power_w': 300, 'price_hour': 1}
@@ -223,13 +224,13 @@ def test_mixed_gpus_are_refused(monkeypatch):
 
 
 def test_without_a_driver_it_is_the_processor(monkeypatch):
-    monkeypatch.setattr(hardware, '_cores', lambda: 8)
+    monkeypatch.setattr(this_machine, '_cores', lambda: 8)
     machine = seen(monkeypatch, [], 0)
     assert (machine.gpus, machine.backend, machine.gpu.name) == (2, 'gloo', 'cpu')
     assert machine.gpu.bf16_flops == 4 * gpu('cpu').bf16_flops and machine.gpu.memory_b == machine.memory_b // 2
     monkeypatch.setitem(sys.modules, 'pynvml', None)
     assert detect() == machine.changed(disk_b=detect().disk_b)
-    monkeypatch.setattr(hardware.Path, 'exists', lambda path: True)
+    monkeypatch.setattr(this_machine.Path, 'exists', lambda path: True)
     with pytest.raises(ImportError, match='monitor'): detect()
 
 
@@ -248,9 +249,9 @@ def test_a_container_may_use_less_than_the_machine_has(tmp_path, line, folder, f
     group = tmp_path/'sys/fs/cgroup'/folder
     group.mkdir(parents=True)
     (group/file).write_text('max\n' if file == 'memory.max' else '9223372036854771712\n')
-    assert hardware._host(tmp_path)['memory_b'] == hardware._host(tmp_path/'none')['memory_b']
+    assert this_machine._host(tmp_path)['memory_b'] == this_machine._host(tmp_path/'none')['memory_b']
     (group/file).write_text('1073741824\n')
-    assert hardware._host(tmp_path)['memory_b'] == 2**30
+    assert this_machine._host(tmp_path)['memory_b'] == 2**30
 
 
 def test_measuring_changes_speeds_only():

@@ -6,7 +6,9 @@ import time
 
 import pytest
 import yaml
-from llm_workbook.config.document import RecipeError, asset, nearest, resolve
+from llm_workbook.config.document import RecipeError
+from llm_workbook.files import asset, resolve
+from llm_workbook.display import nearest
 from llm_workbook.config.recipe import (Data, Method, Model, Recipe, broken, differences, planned_only, recipe_names, rules, shrink,
                                  shrinkage)
 

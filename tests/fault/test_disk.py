@@ -19,7 +19,8 @@ from trouble import disturb, files, fine_tune, losses
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.checkpoint.save_load import CheckpointError, load_checkpoint, save_checkpoint
-from llm_workbook.checkpoint.disk import RunLocked, room, run_lock
+from llm_workbook.checkpoint.disk import room
+from llm_workbook.training.run_directory import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, latest_valid, survey
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.config.recipe import Recipe
@@ -135,7 +136,7 @@ def test_08_a_part_that_was_deleted_is_damage(part, copy, caplog):
 
 # 16: two runs in one directory
 
-HOLD = 'import sys, time; from llm_workbook.checkpoint.disk import run_lock\nwith run_lock(sys.argv[1]): print("held", flush=True), time.sleep(100)'
+HOLD = 'import sys, time; from llm_workbook.training.run_directory import run_lock\nwith run_lock(sys.argv[1]): print("held", flush=True), time.sleep(100)'
 
 
 def test_16_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(recipe, tmp_path):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from trouble import SAID, children, wait_for
 
-from llm_workbook.checkpoint.disk import RunLocked
+from llm_workbook.training.run_directory import RunLocked
 from llm_workbook.checkpoint.manifest import latest_valid
 from llm_workbook.launching.background import Workers, launch
 from llm_workbook.training.resume import Preempted
@@ -147,7 +147,7 @@ def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tm
 def test_workers_that_nobody_holds_end_by_themselves():
     process = Workers()._box.process
     gc.collect()
-    process.wait(60)
+    assert process.wait(60) == 0
 
 
 @pytest.mark.slow

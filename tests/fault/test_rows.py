@@ -6,7 +6,8 @@ import warnings
 import pytest
 from test_data import anything
 
-from llm_workbook.training.data import DatasetError, check_rows, load_rows
+from llm_workbook.training.data import DatasetError, load_rows
+from llm_workbook.training.tokens import check_rows
 from llm_workbook.config.document import asset
 from llm_workbook.config.recipe import Data
 

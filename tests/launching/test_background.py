@@ -15,7 +15,7 @@ import torch
 from trouble import fine_tune, small_recipe, steps, wait_for
 
 from llm_workbook.launching import background as launching
-from llm_workbook.checkpoint.disk import RunLocked
+from llm_workbook.training.run_directory import RunLocked
 from llm_workbook.checkpoint.manifest import check, latest_valid
 from llm_workbook.launching.background import Workers, launch
 from llm_workbook.parallel.ranks import RankError, log_tail

@@ -100,6 +100,14 @@ def test_a_clock_that_is_off(tmp_path):
     assert finding.host == 'node2' and 'its clock is +90.' in finding.what and '1 s is allowed' in finding.what and finding.stops
 
 
+@pytest.mark.parametrize('clock_s, error_s, wrong', [
+    (-90, 0.01, True), (90, 0.01, True), (-1.2, 0.1, True), (1.2, 0.1, True), (-1.2, 0.3, False), (1.2, 0.3, False)])
+def test_a_clock_that_is_behind_is_as_wrong_as_one_ahead(clock_s, error_s, wrong):
+    found = assess(TWO, [FACT, OTHER | {'clock_s': clock_s, 'error_s': error_s}])
+    assert bool(found) is wrong
+    if wrong: assert only(found, 'clock').host == 'node2' and f'its clock is {clock_s:+.2f} s off' in found[0].what
+
+
 def test_a_clock_is_not_blamed_for_slow_messages(tmp_path):
     def slow():
         time.sleep(1)

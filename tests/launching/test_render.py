@@ -17,7 +17,7 @@ from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe, recipe_names, shrink
 from llm_workbook.launching.render import check_rendered, render
 from llm_workbook.launching.job_scripts import sbatch, skypilot, trainjob
-from llm_workbook.parallel.shard import fsdp_env, transport_env, zero_config
+from llm_workbook.parallel.backends import fsdp_env, transport_env, zero_config
 
 PLAIN = Recipe.named('reviews-qlora')
 WAYS = {way: PLAIN.changed({'name': way, 'sharding.strategy': way, 'cluster.processes': 1 if way == 'none' else 2})
@@ -387,11 +387,12 @@ def test_a_task_of_skypilot_has_the_fields_of_its_schema_and_its_commands_run(pl
     assert task.keys() <= TASK and task['secrets'] == {'HF_TOKEN': None} and task['envs'] == transport_env(recipe)
     (place/'python3').write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN"\n')
     (place/'python3').chmod(0o755)
-    env = {'PATH': f'{place}:{os.environ["PATH"]}', 'SEEN': str(place/'seen'), 'HOME': '/home of mine', 'SKYPILOT_NODE_RANK': '1',
-           'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2'}
-    subprocess.run(['bash', '-c', task['run']], env=env, check=True, timeout=20)
-    seen = (place/'seen').read_text().split('\0')
-    assert {'--nnodes=2', '--node-rank=1', '--nproc-per-node=4', '--master-addr=10.0.0.1', '/home of mine/recipe.yaml'} <= set(seen)
+    env = {'PATH': f'{place}:{os.environ["PATH"]}', 'SEEN': str(place/'seen'), 'HOME': '/home of mine',
+           'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2', 'SKYPILOT_NUM_GPUS_PER_NODE': '4'}  # As its manual has it
+    for rank in '0', '1':
+        subprocess.run(['bash', '-c', task['run']], env=env | {'SKYPILOT_NODE_RANK': rank}, check=True, timeout=20)
+        seen = (place/'seen').read_text().split('\0')
+        assert {'--nnodes=2', f'--node-rank={rank}', '--nproc-per-node=4', '--master-addr=10.0.0.1', '/home of mine/recipe.yaml'} <= set(seen)
     with pytest.raises(ValueError, match='is for CPUs'): skypilot(PLAIN, '/m', 'v', 'H100')
 
 

@@ -68,7 +68,11 @@ def test_edges_and_their_neighbours(top):
     values = torch.cat([*rows, LEVELS * top]).clamp(-top, top)
     values = torch.cat([values, torch.full((128 - len(values),), top)]).view(64, 2).t()  # Each row has its absmax
     assert_same(values)
-    assert_same(values.flatten()[64 - 7:])  # A short last block divides
+    short = torch.cat([row for row in rows[:7:3]] + [torch.tensor([top])]).clamp(-top, top)
+    assert len(short) == 46
+    for more in rows[1:]: assert_same(torch.cat([more.clamp(-top, top), torch.tensor([top])]))  # A short block divides
+    assert_same(short)
+    assert_same(torch.cat([torch.ones(64), short]))  # Also where it is the last of several
 
 
 def test_zeros_equal_values_and_infinities():

@@ -72,6 +72,8 @@ LIES = {  # What is wrong -> header, heap, what the error says
     'a gap': ({'a': entry(), 'b': entry(offsets=(9, 17))}, b'x' * 17, 'b begins at byte .*, where .* is free'),
     'an overlap': ({'a': entry(), 'b': entry(offsets=(4, 12))}, b'x' * 12, 'b begins at byte'),
     'offsets that are not the shape': ({'a': entry(shape=(3,))}, b'x' * 8, r'a is F32 of shape \(3,\), 12 bytes, but has 8'),
+    'more bytes than the shape takes': ({'a': entry('BF16', (8,), (0, 32))}, b'x' * 32,
+                                        r'a is BF16 of shape \(8,\), 16 bytes, but has 32'),
     'offsets that go back': ({'a': entry(shape=(), offsets=(8, 4))}, b'x' * 8, 'but has -4'),
     'a shape below zero': ({'a': entry(shape=(-1, -2))}, b'x' * 8, 'a has a shape or offsets that are no whole numbers'),
     'a shape of text': ({'a': entry() | {'shape': 'xy'}}, b'x' * 8, 'no whole numbers'),

@@ -2,6 +2,7 @@
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,16 @@ from bench.ledger_bytes import BASES, _config
 from bench.record import ROOT
 from bench.real_ranks import make_base
 from trouble import later
+from llm_workbook.parallel import load as loading
 from llm_workbook.model.adapters import save_adapters
 from llm_workbook.config.document import asset
 from llm_workbook.parallel.load import arriving, load_sharded
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Batch, Method, Model, Precision, Recipe, Sharding
-from llm_workbook.parallel.shard import assert_sharding, cpu_fsdp, fsdp_env, shard_model
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.shard import assert_sharding, shard_model
+from llm_workbook.model.weight_files import Origin, Weights
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 FLOAT32 = Precision(compute='float32')
@@ -119,6 +123,35 @@ def test_boundaries_cut_blocks():
     from llm_workbook.model.nf4 import share
     cut = [share(60 * 92, rank, 3)[0] for rank in (1, 2)]
     assert all(start % 64 for start in cut) and all(start // 64 % 256 for start in cut)
+
+
+def test_a_piece_of_a_fused_tensor_is_read_from_its_own_begin_to_the_end_of_the_range(tmp_path, monkeypatch):
+    "Across the edges of pieces, which with one chunk of room would not fit if more than the range were read."
+    pieces = {name: torch.arange(10.) + 100 * i for i, name in enumerate('abc')}
+    save_file(pieces, tmp_path/'model.safetensors')
+    monkeypatch.setattr(loading, '_CHUNK', 12)
+    whole = torch.cat([*pieces.values()])
+    origin = Origin('experts', [*pieces], (30,), torch.float32, False)
+    with Weights(tmp_path) as weights:
+        arrival = SimpleNamespace(weights=weights, room={}, device=torch.device('cpu'))
+        for start in range(30):
+            for stop in range(start + 1, min(start + 12, 30) + 1):
+                before = weights.read_b
+                assert loading._read(arrival, origin, start, stop).equal(whole[start:stop])
+                assert weights.read_b - before == 4 * (stop - start), (start, stop)
+
+
+def test_rows_of_a_hybrid_mesh_are_those_of_the_group():
+    "Two copies on two ranks each: the second copy reads the same rows as the first."
+    def rows():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('copies', 'parts'))
+        model = fully_shard(torch.nn.Linear(4, 5, bias=False), mesh=mesh)
+        first, last = loading._rows(model.weight)
+        assert last - first == len(model.weight.to_local())
+        return first, last
+    assert run_ranks(rows, 4) == [(0, 3), (3, 5)] * 2
 
 
 # Ties

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds and makes a folder: here, once
 import torch.distributed as dist
-from trouble import later
+from trouble import later, ports
 
 from llm_workbook.training import memory_trace as gauges
 
@@ -77,6 +77,19 @@ def test_a_killed_rank_is_named_within_5_s(launch, world, tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankError, match='rank 1 was killed by SIGKILL') as caught: launch(train, world, (1, stop))
     assert caught.value.rank == 1 and time.monotonic() - float((tmp_path/'killed').read_text()) < 5
+
+
+@pytest.mark.parametrize('launch', [run_ranks, notebook_ranks])
+def test_the_error_of_a_launch_holds_no_port(launch):
+    "While the error is kept, as a notebook keeps the last one, and nothing is collected."
+    listening = ports()
+    def fail():
+        if join() == 1: raise LookupError('spoilt')
+        dist.barrier()
+    with pytest.raises(RankError, match='rank 1 failed: LookupError') as caught: launch(fail)
+    gc.disable()
+    try: assert wait_for(lambda: ports() <= listening), (ports() - listening, caught.value)
+    finally: gc.enable()
 
 
 @both

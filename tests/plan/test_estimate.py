@@ -42,6 +42,20 @@ def test_the_items_of_a_place_add_up():
     with pytest.raises(ValueError, match='did you mean'): e.peaks('gpus')
 
 
+def test_a_place_that_is_too_small_is_enough_whichever_it_is():
+    made = estimate(PAIR)
+    needed = {room.place: room.need_b for room in made.rooms}
+    fields = {'gpu': 'gpu.memory_b', 'host': 'memory_b', 'disk': 'disk_b'}
+    exact = {fields[place]: need for place, need in needed.items()}
+    assert estimate(PAIR, made.node.changed(exact)).fits, 'with room to the byte it fits'
+    for place, field in fields.items():
+        short = estimate(PAIR, made.node.changed(exact | {field: needed[place] - 1}))
+        assert [room.place for room in short.rooms if room.spare_b < 0] == [place]
+        assert not short.fits and short.to_dict()['fits'] is False
+        assert short.verdict.startswith('Does not fit') and 'lacks 1 bytes' in short.verdict
+        assert short.ledger.fits(short.node) is False
+
+
 def test_the_host_holds_the_lines_of_every_rank():
     offloaded = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
     one, host = estimate(PAIR.changed(offloaded)), estimate(PAIR.changed(offloaded)).peaks('host')['step']
@@ -142,6 +156,7 @@ def test_what_is_proved_by_a_lighter_plan_is_true(found):
 
 def test_what_is_counted_misses_exactly_so_many_bytes(found):
     counted = [r for r in found.refused if r.kind == 'memory' and not r.proved]
+    assert counted
     for refusal in sample(counted):
         assert max(-room.spare_b for room in estimate(refusal.draft).rooms) == refusal.short_b
 

@@ -135,6 +135,20 @@ def test_eight_bit_states_are_those_of_bitsandbytes():
     assert size(lines(wide), 'optimizer') == sum(storages.values()) + 8 * embedding
 
 
+@pytest.mark.parametrize('shape', [(64, 63), (64, 64), (4097, 1)], ids=str)
+def test_eight_bit_states_begin_at_4096_numbers_as_in_bitsandbytes(shape):
+    import bitsandbytes
+    import torch
+    from llm_workbook.plan.model_states import Shape, _eight_bit
+    weights = [torch.nn.Parameter(torch.zeros(shape)), torch.nn.Parameter(torch.zeros(128, 128))]
+    optimizer = bitsandbytes.optim.AdamW8bit(weights)
+    for w in weights: w.grad = torch.ones_like(w)
+    optimizer.step()
+    held_by = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for s in optimizer.state.values() for v in s.values()
+               if torch.is_tensor(v)}
+    assert _eight_bit(tuple(Shape('weights', 1, tuple(w.shape), 0) for w in weights))[0] == sum(held_by.values())
+
+
 def test_offloaded_tensors_are_rounded_to_powers_of_two():
     away = {'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
     pinned, paged = lines(away), lines(away | {'sharding.pin_memory': False})

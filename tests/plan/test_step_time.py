@@ -6,10 +6,10 @@ import pytest
 
 from llm_workbook.config.document import asset
 from llm_workbook.config.hardware import node
-from llm_workbook.plan.collectives import collective_s, machine, step_messages, wire_bytes
+from llm_workbook.plan.collectives import Collective, Exchange, collective_s, machine, step_messages, wire_bytes
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.plan.step_time import step_traffic
+from llm_workbook.plan.step_time import _exchange_s, step_traffic
 
 TINY = json.loads((asset('tiny-base') / 'config.json').read_text())
 MODELS = {'tied': TINY, 'grouped': TINY | {'num_key_value_heads': 2, 'tie_word_embeddings': False},
@@ -83,6 +83,29 @@ def test_accumulation_gathers_again_and_reduces_once():
     assert count(more, 'reduce_scatter') == count(LARGE, 'reduce_scatter')
     zero = lambda stage, steps: count(LARGE.changed({'sharding.strategy': f'zero{stage}', 'batch.accumulation': steps}), 'all_reduce')
     assert zero(1, 4) == zero(1, 1) < zero(2, 4)
+
+
+@pytest.mark.parametrize('compute, size', [('bfloat16', 2), ('float32', 4)])
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2'])
+def test_zero_gathers_updated_weights_in_the_type_that_computes(strategy, compute, size):
+    """Llama 3.1 8B has 8,030,261,248 parameters, a multiple of 2 x 16; each rank sends its sixteenth of them to 15 others."""
+    made = sent(LARGE.changed({'sharding.strategy': strategy, 'precision.compute': compute}))
+    gathers = [(c.count, c.tensor_b, c.wire_b) for c in made if c.kind == 'all_gather' and c.moment == 'optimizer']
+    assert gathers == [(1, size * 8_030_261_248, size * 501_891_328 * 15)]
+
+
+@pytest.mark.parametrize('group', [2, 4, 8])
+def test_copies_of_slices_share_the_network(group):
+    """Each node puts the gradients of a layer, all slices of one copy, through its network once, in and out at the same time.
+
+    A layer of Llama 3.1 8B: 4096 x (4096 + 1024 + 1024 + 4096) attention, 3 x 4096 x 14336 MLP, 2 x 4096 norms are 218,112,000
+    numbers, 436,224,000 bytes in bfloat16. Two nodes of 8 ranks hold 16 / group copies; the sets that reduce one slice are
+    `group` many, each of 1 / group of the layer, and both factors cancel: whatever the group, a layer passes once."""
+    layer_b, network = 436_224_000, node('p4de').network
+    reduced = [c for c in sent(LARGE.changed({'sharding.group': group})) if c.kind == 'all_reduce' and c.moment == 'backward']
+    layers, = [c for c in reduced if c.count == 32]
+    assert layers.tensor_b == layer_b // group
+    assert layers.time_s == pytest.approx(layer_b / network.bps, rel=0.01)
 
 
 def test_qlora_gathers_the_payload_and_reduces_adapters():
@@ -172,6 +195,31 @@ def test_parts_add_up_and_utilisation_is_below_one():
     assert made.tokens_per_s == pytest.approx(made.tokens / made.step_s)
     assert made.cost == pytest.approx(2 * made.hours * node('p4de').price_hour)
     assert json.loads(json.dumps(made.to_dict()))['tokens'] == made.tokens
+
+
+@pytest.mark.parametrize('each, exposed', [(False, 11.0), (True, 9.0)])
+def test_what_hides_in_the_early_and_in_the_last_backward_pass(each, exposed):
+    """Four passes, by hand. Half of a message can hide behind arithmetic, and no more than there is arithmetic.
+
+    Forward passes: 4 x 1 s of gathers beside 4 x 1 s of arithmetic: 2 s hide, 2 s show.
+    Gradients after the last pass alone: three early backward passes gather 3 x 2 s beside 3 x 2 s: 3 hide, 3 show; the last
+    gathers 2 s and reduces 6 s beside 2 s: at most 2 hide, 6 show. Together 2 + 3 + 6 = 11 s.
+    Gradients after every pass: 8 + 6 s beside 8 s: 7 hide, 7 show. Together 2 + 7 = 9 s."""
+    def message(kind, seconds): return (Collective(kind, 'backward', 1, 1, 1, 16, seconds),)
+    recipe = LARGE.changed({'batch.accumulation': 4})
+    x = Exchange(0, message('all_gather', 4.0), message('all_gather', 8.0), message('reduce_scatter', 6.0), each, 0, 0, 0)
+    assert _exchange_s(x, recipe, [1.0, 2.0], node('p4de')) == (pytest.approx(exposed), 0.0)
+
+
+@pytest.mark.parametrize('group, ranks', [(None, 16), (8, 8), (4, 4)])
+def test_the_optimizer_steps_over_what_its_group_leaves_to_a_rank(group, ranks):
+    """AdamW reads and writes weight, mean and variance and reads the gradient: 7 x 4 bytes. Clipping reads the gradient, then
+    reads and writes it: 3 x 4 bytes. A rank does that to its part of 8,030,261,248 numbers, at 0.9 of 2.039 TB/s on an A100 80."""
+    box = node('p4de')
+    assert box.gpu.bandwidth_bps == pytest.approx(2.039e12, rel=0.02)
+    seconds = 40 * 8_030_261_248 / ranks / (0.9 * box.gpu.bandwidth_bps)
+    made = dict(step_traffic(LARGE.changed({'sharding.group': group})).parts)
+    assert made['optimizer'] == pytest.approx(seconds, rel=1e-6)
 
 
 def test_nothing_hides_on_cpu_ranks():

@@ -172,6 +172,28 @@ def test_a_file_that_is_not_what_was_meant_is_not_published(adapters, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tensor_that_was_not_written_is_missed(adapters, tmp_path, monkeypatch):
+    def forgetful(self, name, tensor, write=exports._File.add):
+        if 'layers.2.input_layernorm' not in name: write(self, name, tensor)
+    monkeypatch.setattr(exports._File, 'add', forgetful)
+    with pytest.raises(ValueError, match='1 tensors were written wrongly; model.layers.2.input_layernorm.weight is absent'):
+        export(RECIPE, adapters, tmp_path / 'out', facts=NO, prove=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_proof_compares_what_the_fresh_process_says(adapters, monkeypatch):
+    "What stands in for the fresh process says the truth, then something else; the process itself is in slow tests."
+    ids = exports._tokenizer(RECIPE.model)('Hello', add_special_tokens=False, return_tensors='pt')['input_ids']
+    merge = Merge('tiny-base', adapters, 'dequantised', RECIPE.method)
+    model = merged('tiny-base', adapters, method=RECIPE.method)
+    with torch.inference_mode(): logits = model(input_ids=ids).logits[0].float()
+    proof = lambda *found: (monkeypatch.setattr(exports, '_fresh', lambda *asked: ({'answer': 'Hi'}, *found)),
+                            exports._prove(merge, RECIPE, adapters, None, 'Hello'))[1]
+    assert proof(ids, logits) == {'question': 'Hello', 'answer': 'Hi', 'difference': 0}
+    with pytest.raises(ValueError, match='says something else than the merged model'): proof(ids, logits.roll(1, -1))
+    with pytest.raises(ValueError, match='tokenizer reads the question otherwise'): proof(ids.roll(1) + 1, logits)
+
+
 @pytest.mark.slow
 def test_a_wrong_value_is_found_by_the_fresh_process(adapters, tmp_path, monkeypatch):
     def wrong(self, name, tensor, write=exports._File.add): write(self, name, tensor * 3 if 'layers.2.mlp.up' in name else tensor)

@@ -116,6 +116,17 @@ def test_adapters_that_never_moved_are_refused(tampered):
     save_file({n: t for n, t in tensors.items() if 'layers.3.mlp.up_proj.lora_A' not in n}, folder / 'adapter_model.safetensors')
 
 
+def test_adapters_that_training_has_destroyed_are_refused(tampered):
+    from safetensors.torch import load_file, save_file
+    file = tampered() / 'adapter_model.safetensors'
+    tensors = load_file(file)
+    name = next(n for n in tensors if 'layers.1.self_attn.q_proj.lora_B' in n)
+    tensors[name][3, 1] = math.nan
+    save_file(tensors, file)
+    said = '1 of 28 adapters were not trained, their B is zero or NaN: model.layers.1.self_attn.q_proj'
+    with pytest.raises(ValueError, match=said): merged('tiny-base', file.parent)
+
+
 def test_half_a_pair_and_other_shapes_are_refused(tampered):
     from safetensors.torch import load_file, save_file
     folder = tampered()
@@ -128,6 +139,15 @@ def test_half_a_pair_and_other_shapes_are_refused(tampered):
         merged('tiny-base', folder)
     save_file({n.replace('layers.3', 'layers.9'): t for n, t in tensors.items()}, file)
     with pytest.raises(ValueError, match="stores no model.layers.9"): merged('tiny-base', folder)
+
+
+def test_a_tensor_that_no_layer_wants_is_named(tampered):
+    from safetensors.torch import load_file, save_file
+    file = tampered() / 'adapter_model.safetensors'
+    odd = 'base_model.model.model.layers.9.mlp.up_proj.lora_A.weight'
+    save_file(load_file(file) | {odd: torch.ones(16, 256)}, file)
+    with pytest.raises(ValueError, match=rf'1 tensors are wrong; {odd} is \(16, 256\) and should be absent'):
+        load_adapters('tiny-base', file.parent, device='cpu')
 
 
 def test_what_was_never_asked_of_the_method_is_refused(adapters, tmp_path):

@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from llm_workbook.training.data import (DatasetError, TokenView, assistant_mask, check_rows, conversation, detect_format, load_rows,
-                               split_rows, token_view)
-from llm_workbook.config.document import asset
+from llm_workbook.training.data import DatasetError, conversation, detect_format, load_rows, split_rows
+from llm_workbook.training.tokens import TokenView, assistant_mask, check_rows, token_view
+from llm_workbook.files import asset
 from llm_workbook.config.recipe import Data
 
 REAL = Path(os.environ.get('LLMW_DATA', Path(__file__).resolve().parents[3]/'shared/data'))
@@ -246,6 +246,21 @@ def test_rows_that_teach_nothing_are_named(tokenizer):
     with pytest.raises(DatasetError, match='row 2: trains none of its first 64 tokens'): check_rows([{'messages': [ASK, ANSWER]}, long], tokenizer, 64)
     marked = {'messages': [{'role': 'user', 'content': 'Say <|assistant|>'}, ANSWER]}
     with pytest.raises(DatasetError, match='row 1: has'): check_rows([marked], tokenizer)
+
+
+def test_every_answer_must_end_with_the_stop_token(tokenizer):
+    "A template that ends the last answer alone teaches the model to run on after the first."
+    import copy
+    twice = {'messages': [{'role': 'user', 'content': 'One'}, {'role': 'assistant', 'content': 'Two'}] * 2}
+    assert check_rows([twice], tokenizer).rows == 1
+    ids, mask = assistant_mask(twice, tokenizer)
+    ends = [i for i, on in enumerate(mask) if on and ids[i] == tokenizer.eos_token_id]
+    assert len(ends) == 2
+    other = copy.deepcopy(tokenizer)
+    for end in ends:
+        cut = [t for i, t in enumerate(ids) if i != end], [t for i, t in enumerate(mask) if i != end]
+        other.apply_chat_template = lambda *asked, **how: {'input_ids': cut[0], 'assistant_masks': cut[1]}
+        with pytest.raises(DatasetError, match='has an answer without the stop token'): check_rows([twice], other)
 
 
 def test_formats_are_told_apart_by_their_columns():

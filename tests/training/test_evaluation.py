@@ -8,9 +8,9 @@ from trouble import later
 from trouble import small_recipe
 
 from llm_workbook.training import watchdog as guards
-
 from llm_workbook.training import fine_tune as training
 from llm_workbook.parallel.ranks import RankError
+from llm_workbook.release.scores import exact_match
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import read_metrics
 
@@ -70,6 +70,12 @@ def test_a_packed_base_is_untouched_by_evaluation(recipe, tmp_path):
     packed = recipe.changed({'method.kind': 'qlora', 'precision.compute': 'bfloat16', 'optimizer.steps': 4})
     done = run(packed, tmp_path/'packed')  # Which compares the payload before and after
     assert [row['step'] for row in done.evaluations] == [2, 4] and done.ranks[0]['payload']
+
+
+@pytest.mark.parametrize('given, share', [('yes', 1), ('Yes', 0), ('YES', 0), ('yes.', 0), ('yes …', 0), ('', 0)])
+def test_an_exact_match_is_exact(given, share):
+    row = {'messages': [{'role': 'user', 'content': 'Is it?'}, {'role': 'assistant', 'content': 'yes'}]}
+    assert exact_match([row], [given]).share == share
 
 
 def stop_after(monkeypatch, step):

@@ -12,15 +12,13 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trouble import disturb, losses
 
-from llm_workbook.model import adapters
-
 from llm_workbook.parallel import load as loading
 
 from llm_workbook.parallel import ranks
 
 from llm_workbook.parallel import shard
-
 from llm_workbook.training import fine_tune as training
+from llm_workbook.training import rank_run
 from llm_workbook.training.data import load_rows
 from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError, RankTimeout
@@ -79,7 +77,7 @@ def no_weights(monkeypatch):
     "Fail the test when anything loads weights or starts a rank."
     def fail(*args, **kwargs): pytest.fail('a weight was loaded, or a rank started')
     for kind in AutoModelForCausalLM, PreTrainedModel: monkeypatch.setattr(kind, 'from_pretrained', fail)
-    for module, name in (loading, 'load_base'), (ranks, 'notebook_ranks'), (ranks, 'run_ranks'):
+    for module, name in (loading, 'load_base'), (training, 'notebook_ranks'), (ranks, 'notebook_ranks'), (ranks, 'run_ranks'):
         monkeypatch.setattr(module, name, fail)
 
 
@@ -191,7 +189,7 @@ def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
 def test_the_revision_reaches_all_that_is_read(recipe, tmp_path, monkeypatch):
     def note(*args, **kwargs): raise LookupError([*args, *kwargs.values()])
     asked, rows = recipe.changed({'model.revision': 'abc123'}), [{'messages': []}]
-    for module, name, call in ((adapters, 'check_targets', lambda: training.check_recipe(asked)),
+    for module, name, call in ((training, 'check_targets', lambda: training.check_recipe(asked)),
                                (AutoTokenizer, 'from_pretrained', lambda: training.check_recipe(asked)),
                                (loading, 'load_base', lambda: training.train_rank(asked, tmp_path, rows))):
         with monkeypatch.context() as patch, pytest.raises(LookupError, match='abc123'):
@@ -288,11 +286,11 @@ def test_under_deepspeed_a_gradient_that_is_no_number_does_not_claim_whole_weigh
 
 
 def test_a_sharding_that_one_rank_lacks_is_told_to_all(recipe, tmp_path, monkeypatch):
-    look = shard.assert_sharding
+    check = shard.assert_sharding
     def other(*args):
         if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
-        return look(*args)
-    monkeypatch.setattr(shard, 'assert_sharding', other)
+        return check(*args)
+    monkeypatch.setattr(rank_run, 'assert_sharding', other)
     begin = time.monotonic()
     with pytest.raises(RankError, match='ShardingMismatch: spoilt'): training.fine_tune(recipe, tmp_path/'run', 300, live=False)
     assert time.monotonic() - begin < 120 and training.read_metrics(tmp_path/'run'/'metrics.jsonl') == []
@@ -308,7 +306,7 @@ def test_a_run_has_no_limit_and_a_step_has_one():
 
 
 def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
+    monkeypatch.setattr(training, 'cpu_fsdp', nullcontext)
     for rank in 0, 1: disturb(monkeypatch, (tmp_path/f'stepped-{rank}').touch, rank, 1)
     with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but') as caught:
         training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)

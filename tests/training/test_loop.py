@@ -16,7 +16,7 @@ from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.run_directory import begin_run, mark_run, read_metrics, run_state
-from llm_workbook.parallel.shard import fsdp_env
+from llm_workbook.parallel.backends import fsdp_env
 
 SLOW = pytest.mark.slow
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
@@ -78,6 +78,16 @@ def test_the_loop_has_the_losses_of_the_trainer(tmp_path, changes):
     assert far(trainer, loop) <= 1e-6 and [m['num_tokens'] for m in trainer] == [m['num_tokens'] for m in loop]
 
 
+def test_a_clip_of_zero_switches_clipping_off(tmp_path):
+    "As documented: what trains is what trains under a limit that nothing reaches."
+    recipe = small_recipe(tmp_path, 8, **ALONE, **{'optimizer.kind': 'sgd', 'optimizer.steps': 3, 'optimizer.warmup': 0.0})
+    free, far_off = tmp_path/'free', tmp_path/'far off'
+    train(recipe.changed({'optimizer.clip': 0.0}), free)
+    train(recipe.changed({'optimizer.clip': 1e9}), far_off)
+    assert far(lines(free), lines(far_off)) == 0
+    assert len({line['loss'] for line in lines(free)}) == 3, 'every step has changed the weights'
+
+
 # Resumed
 
 @pytest.mark.parametrize('changes, tolerance', [
@@ -89,7 +99,7 @@ def test_a_resumed_loop_is_the_one_that_was_not_stopped(judge, tmp_path, changes
     recipe = judge.changed(changes | {'intervals.evaluation': 2})
     whole = train(recipe, tmp_path/'whole')
     def tell(loop, step):
-        if step == 4 and loop.votes.rank == recipe.cluster.ranks - 1: os.kill(os.getpid(), signal.SIGTERM)
+        if step == 4 and loop.run.rank == recipe.cluster.ranks - 1: os.kill(os.getpid(), signal.SIGTERM)
     assert train(recipe, tmp_path/'two', tell) == [{'preempted': 4}] * recipe.cluster.ranks
     assert run_state(tmp_path/'two') == {'state': 'preempted', 'step': 4} and [f.step for f in survey(tmp_path/'two').valid] == [4]
     resumed = train(recipe, tmp_path/'two', resume=True)
@@ -104,7 +114,7 @@ def test_a_killed_rank_is_named_and_the_loop_goes_on_from_the_last_commit(judge,
     recipe = judge.changed({'intervals.saving': 2})
     train(recipe, tmp_path/'whole')
     def die(loop, step):
-        if step == 6 and loop.votes.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        if step == 6 and loop.run.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'): train(recipe, tmp_path/'two', die)
     assert survey(tmp_path/'two').valid[0].step in (2, 4)
     train(recipe, tmp_path/'two', resume=True)
@@ -122,7 +132,7 @@ def test_a_loss_that_is_no_number_ends_every_rank_and_saves_nothing(judge, tmp_p
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named(judge, tmp_path):
     def hang(loop, step):
-        if step == 2 and loop.votes.rank == 1: time.sleep(1000)
+        if step == 2 and loop.run.rank == 1: time.sleep(1000)
     def work(*args):
         step = module.train_step
         module.train_step = lambda loop, window: (step(loop, window), hang(loop, loop.step))[0]
@@ -144,7 +154,7 @@ def test_under_deepspeed_on_cpu_every_rank_has_rows_of_its_own(judge, tmp_path):
     def count(recipe):
         from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin
-        from llm_workbook.parallel.shard import zero_config
+        from llm_workbook.parallel.backends import zero_config
         plain = recipe is None
         from deepspeed.ops import __compatible_ops__
         __compatible_ops__['deepspeed_shm_comm'] = False  # Or it is compiled here
@@ -172,9 +182,9 @@ def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(judge, tmp_path, c
         with torch.no_grad(): return [model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits.float() for b in loader]
     def keep(loop, step):
         if step < 8: return
-        found = logits(loop.wrapped, loop.batches(class_rows(recipe)[1]))  # The same rows on every rank
-        loop.wrapped.train()
-        torch.save(found, tmp_path/f'logits-{loop.votes.rank}')
+        found = logits(loop.model_wrapped, loop.batches(class_rows(recipe)[1]))  # The same rows on every rank
+        loop.model_wrapped.train()
+        torch.save(found, tmp_path/f'logits-{loop.run.rank}')
     train(recipe, tmp_path/'run', keep)
     tokenizer = class_tokenizer(recipe)
     rows = token_rows(recipe, class_rows(recipe)[1], tokenizer)
@@ -206,31 +216,31 @@ def test_a_constant_rate_with_its_warm_up_and_sparse_lines(judge, tmp_path, zero
 
 def test_a_sharding_that_one_rank_lacks_is_told_to_all(judge, tmp_path):
     from llm_workbook.parallel import shard
-    look = shard.assert_sharding
+    from llm_workbook.training import rank_run
+    check = rank_run.assert_sharding
     def other(*args):
         if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
-        return look(*args)
+        return check(*args)
     said = []
     def work(*args):
-        shard.assert_sharding = other
+        rank_run.assert_sharding = other
         try: module.train_loop(*args)
         except Exception as error: return f'{type(error).__name__}: {error}'
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run')
     said = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
-    assert said == ['CheckpointError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
+    assert said == ['RankError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
 
 
 def test_a_rank_that_hangs_while_rows_are_judged_is_named(judge, tmp_path):
-    from llm_workbook.training import classifier
-    found = classifier.judge_rows
+    judge_rows = module.judge_rows
     def hang(accelerator, model, batches, names):
         def slow():
             for i, batch in enumerate(batches):
                 if i and os.environ['RANK'] == '1': time.sleep(1000)
                 yield batch
-        return found(accelerator, model, slow(), names)
+        return judge_rows(accelerator, model, slow(), names)
     def work(*args):
-        classifier.judge_rows = hang
+        module.judge_rows = hang
         return module.train_loop(*args)
     recipe = judge.changed({'optimizer.steps': 1})
     task = recipe, tmp_path/'run', class_rows(judge)[0], begin_run(recipe, tmp_path/'run'), 10.0

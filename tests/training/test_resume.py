@@ -16,7 +16,7 @@ from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import resume as resuming
 from llm_workbook.training import run_directory
-from llm_workbook.checkpoint.disk import run_lock
+from llm_workbook.training.run_directory import run_lock
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError
