@@ -2,16 +2,58 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from page import KEY, ROOT, code_hash, pages
+from page import KEY, ROOT, code_hash, library_hash, module_file, pages, record, used_modules
 
 
 @pytest.mark.parametrize('page', pages(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_outputs_are_those_of_the_code(page):
     nb = json.loads(page.read_text('utf-8'))
-    assert nb['metadata'].get(KEY, {}).get('code') == code_hash(nb['cells']), 'run make book: the code has changed since'
+    assert nb['metadata'].get(KEY) == record(nb['cells']), 'run make book: the code, or what it uses of the library, has changed since'
+
+
+@pytest.mark.parametrize('page', pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_warnings_and_no_retries_are_kept(page):
+    outputs = [output for cell in json.loads(page.read_text('utf-8'))['cells'] for output in cell.get('outputs', [])]
+    assert [''.join(output['text'])[:200] for output in outputs if output.get('name') == 'stderr'] == []
+
+
+def cell(source): return [{'cell_type': 'code', 'source': source, 'outputs': []}]
+
+
+def test_a_page_uses_what_its_modules_use():
+    used = used_modules(cell('from llm_workbook import estimate'))
+    assert {'plan.estimate', 'plan.ledger', 'config.recipe', 'display'} <= used and 'launching.render' not in used
+    assert used_modules(cell('import llm_workbook.plan.ledger')) >= {'plan.ledger', 'config.recipe'}
+    assert used_modules(cell('from llm_workbook.training import data')) >= {'training.data'}
+    assert used_modules(cell('#| default_exp files\n%matplotlib inline')) == {'files', 'display'}
+    assert used_modules(cell('x = 1')) == set() and module_file('plan') is None
+
+
+def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_path):
+    import page
+    copy = tmp_path/'llm_workbook'
+    shutil.copytree(page.PACKAGE, copy, ignore=shutil.ignore_patterns('__pycache__'))
+    monkeypatch.setattr(page, 'PACKAGE', copy)
+    plan, other = cell('from llm_workbook.plan.estimate import estimate'), cell('from llm_workbook.display import gib')
+
+    def hashes():
+        for cached in (page.tree_of, page.owners, page.reached, page.plain_text, page.named_assets, page.asset_digest):
+            cached.cache_clear()
+        return library_hash(plan), library_hash(other)
+    before = hashes()
+    with (copy/'plan/ledger.py').open('a') as file: file.write('\n# A comment\n')
+    assert hashes() == before
+    with (copy/'plan/ledger.py').open('a') as file: file.write('\nCHANGED = 1\n')
+    changed = hashes()
+    assert changed[0] != before[0] and changed[1] == before[1]
+    with (copy/'assets/hardware.yaml').open('a') as file: file.write('# A comment\n')
+    assert hashes()[0] != changed[0] and hashes()[1] == before[1]
+    monkeypatch.undo()
+    hashes()
 
 
 def test_only_a_change_of_code_counts():

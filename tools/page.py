@@ -1,4 +1,5 @@
 """Execute pages in a real kernel: `page.py run PAGE OUT`, `page.py result OUT`, `page.py book [PAGE ...]`."""
+import ast
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import sys
 import tempfile
 import time
 from configparser import ConfigParser
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,12 +28,106 @@ def code_hash(cells: list) -> str:
     return hashlib.sha256(json.dumps([s for s in sources if s]).encode()).hexdigest()[:16]
 
 
-def package_hash() -> str:
-    "Hash the package and its assets: pages are executed again when the library under them has changed."
+PACKAGE = ROOT/'llm_workbook'
+
+
+def module_file(name: str) -> Path | None:
+    "Find the file of a module of the package, as `plan.ledger`; None for the package itself, and for what is no module."
+    file = PACKAGE.joinpath(*name.split('.')).with_suffix('.py')
+    return file if name and file.exists() else None
+
+
+@cache
+def tree_of(file: Path) -> ast.Module: return ast.parse(file.read_text(encoding='utf-8'))
+
+
+@cache
+def owners() -> dict[str, str]:
+    "Map every public name to the module that exports it."
+    table = {}
+    for file in PACKAGE.rglob('[!_]*.py'):
+        for node in tree_of(file).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
+                module = '.'.join(file.relative_to(PACKAGE).with_suffix('').parts)
+                table |= dict.fromkeys(ast.literal_eval(node.value), module)
+    return table
+
+
+def imported(tree: ast.Module, package: tuple[str, ...] = ()) -> set[str]:
+    "List the modules of the package that a tree imports, anywhere in it; `package`: the folders it lies in."
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import): found |= {alias.name.removeprefix('llm_workbook.') for alias in node.names}
+        if not isinstance(node, ast.ImportFrom): continue
+        base = ('llm_workbook', *package)[:len(package) + 2 - node.level] if node.level else ()
+        where = '.'.join([*base, *filter(None, [node.module])])
+        if where.split('.')[0] != 'llm_workbook': continue
+        where = where.removeprefix('llm_workbook').strip('.')
+        found.add(where)
+        for alias in node.names: found |= {f'{where}.{alias.name}'.strip('.'), owners().get(alias.name, '')}
+    return {name for name in found if module_file(name)}
+
+
+def source_tree(source: str) -> ast.Module:
+    "Parse the code of a cell; what only IPython understands imports nothing."
+    try: return ast.parse(source)
+    except SyntaxError: return ast.parse('')
+
+
+@cache
+def reached(name: str) -> frozenset[str]:
+    "List a module, the modules that it imports, and those which these import in turn."
+    names, waiting = {name}, [name]
+    while waiting:
+        name = waiting.pop()
+        new = imported(tree_of(module_file(name)), tuple(name.split('.')[:-1])) - names
+        names |= new
+        waiting += new
+    return frozenset(names)
+
+
+def used_modules(cells: list) -> set[str]:
+    "List the modules that the code of a page imports, and all that these reach."
+    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
+    names = set().union(*(imported(source_tree(source)) for source in sources))
+    names |= {name for source in sources for name in re.findall(r'#\|\s*default_exp\s+(\S+)', source)}
+    return set().union(*(reached(name) for name in names if module_file(name)))
+
+
+@cache
+def plain_text(file: Path) -> str:
+    "Give the code of a module without comments."
+    return ast.unparse(tree_of(file))
+
+
+@cache
+def named_assets(text: str) -> frozenset[str]:
+    "List the assets whose names stand in a text."
+    return frozenset(asset.name for asset in (PACKAGE/'assets').iterdir() if asset.name in text or asset.stem in text)
+
+
+@cache
+def asset_digest(name: str) -> bytes:
+    "Hash one asset, a file or a folder."
     digest = hashlib.sha256()
-    for path in sorted((ROOT/'llm_workbook').rglob('*')):
-        if path.is_file() and '__pycache__' not in path.parts: digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted([PACKAGE/'assets'/name, *(PACKAGE/'assets'/name).rglob('*')]):
+        if path.is_file(): digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def library_hash(cells: list) -> str:
+    "Hash what a page uses of the library: its modules without comments, and the assets that they or the page name."
+    modules = [plain_text(module_file(name)) for name in sorted(used_modules(cells))]
+    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
+    digest = hashlib.sha256(''.join(modules).encode())
+    assets = set().union(*map(named_assets, modules), *map(named_assets, sources))
+    for name in sorted(assets): digest.update(asset_digest(name))
     return digest.hexdigest()[:16]
+
+
+def record(cells: list) -> dict[str, str]:
+    "Give what a page keeps of its execution: a page is stale when it is another one now."
+    return {'code': code_hash(cells), 'library': library_hash(cells)}
 
 
 def skipped(source: str, lifted: set) -> bool:
@@ -97,14 +193,12 @@ def book(names: list[str]) -> None:
     "Re-execute in place the pages whose code, or the package's, has changed; a page that is named is always executed."
     import nbformat
     from nbdev.clean import nbdev_clean
-    package = package_hash()
     for page in [Path(name).resolve() for name in names] or pages():
         nb = nbformat.read(page, as_version=4)
-        record = {'code': code_hash(nb.cells), 'package': package}
-        if not names and nb.metadata.get(KEY) == record: continue
+        if not names and nb.metadata.get(KEY) == record(nb.cells): continue
         start = time.monotonic()
         nb = execute(page, page.parent)
-        nb.metadata[KEY] = record
+        nb.metadata[KEY] = record(nb.cells)
         nb.metadata.pop('widgets', None)  # the state of progress bars
         nbformat.write(nb, page)
         nbdev_clean(str(page))

@@ -281,8 +281,7 @@ def _from_class(row, data):
     "Ask for the class of a text; no messages for a label that the recipe drops."
     columns = _columns(row, data)
     answers = dict(data.labels)
-    label = str(row.get(columns['label'], ''))
-    label = label.strip()
+    label = str(row.get(columns['label'], '')).strip()
     text = _checked_text(row.get(columns['text']), 'the text')
     if not label: raise ValueError(f'the label {columns["label"]!r} is missing')
     if label not in answers:

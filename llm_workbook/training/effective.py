@@ -72,6 +72,7 @@ def _is_used(name, recipe, readings):
 
 # %% ../../nbs/training/06_effective.ipynb #56fb0b53
 def _agrees(name, asked, found):
+    "Say whether a value is as asked; what is free, or not readable, always is."
     if asked is None or found is None: return True
     if name == 'batch.length': return found <= asked
     if name == 'model.source': return str(_resolved(asked)) == str(_resolved(found))
@@ -93,13 +94,13 @@ def _differences(asked, gathered):
 
 def _not_as_asked(name, asked, values):
     "Write one line for every wrong value, with the ranks that have it."
-    own = name == 'accelerate.rank'
-    pairs = [(rank if own else asked, value) for rank, value in enumerate(values)]
+    by_rank = name == 'accelerate.rank'  # Each rank is asked for its own number
+    pairs = [(rank if by_rank else asked, value) for rank, value in enumerate(values)]
     wrong = [rank for rank, pair in enumerate(pairs) if not _agrees(name, *pair)]
     lines = []
     for rank in wrong:
         alike = [other for other in wrong if pairs[other] == pairs[rank]]
-        if alike[0] != rank: continue  # It has its line
+        if rank != alike[0]: continue  # It stands in the line of the first
         wanted, found = pairs[rank]
         lines.append(f'{name}: asked {wanted!r}, found {found!r} on {_ranks(alike, values)}')
     return lines
@@ -145,6 +146,7 @@ def confirm(
 _WATCHED = 'watched in the first step'
 
 def _effective(recipe, asked, gathered):
+    "Put the readings of all ranks together."
     settings = [_setting(name, value, gathered[0]) for name, value in asked.items()
                 if name not in _OF_A_RANK]
     ranks = [{name: readings[name].value for name in _OF_A_RANK} for readings in gathered]
@@ -161,8 +163,8 @@ def _setting(name, asked, readings):
 def _silence(name, readings):
     "Say why no object says a setting."
     if name == 'optimizer.clip': return _WATCHED
-    always = name.startswith(('optimizer.', 'batch.', 'cluster.'))
-    return 'not in use' if name in readings and not always else 'not readable'
+    always_in_use = name.startswith(('optimizer.', 'batch.', 'cluster.'))
+    return 'not in use' if name in readings and not always_in_use else 'not readable'
 
 def _write(effective, directory):
     file = RunFiles(directory).effective
@@ -291,7 +293,7 @@ def check_launcher(
     "Raise `ConfigMismatch` where settings of a launcher differ from `recipe`; it may lack some."
     wanted = {name: values for name, values in _launcher_values(recipe).items() if name in env}
     if not _is_true(env.get('ACCELERATE_USE_FSDP', recipe.sharding.strategy == 'fsdp2')):
-        unread = [name for name in wanted if name.startswith('FSDP_')]
+        unread = [name for name in wanted if name.startswith('FSDP_')]  # Without FSDP
         for name in unread: del wanted[name]
     differences = []
     for name, values in wanted.items():

@@ -55,8 +55,8 @@ def skip_compiler(
     recipe: Recipe,  # Its strategy and device are read
 ) -> bool:  # Whether there was something to keep it from
     "Keep DeepSpeed from building an all-reduce through shared memory at its first use on a CPU."
-    zero = recipe.sharding.strategy.startswith('zero')
-    if recipe.cluster.device != 'cpu' or not zero: return False
+    if recipe.cluster.device != 'cpu': return False
+    if not recipe.sharding.strategy.startswith('zero'): return False
     from deepspeed.ops import __compatible_ops__
     __compatible_ops__['deepspeed_shm_comm'] = False
     return True

@@ -101,12 +101,17 @@ class _Guarded:
         check_finite(votes, self.state.global_step + 1, numbers, updated, **values)
 
 # %% ../../nbs/training/04_resume.ipynb #b9504198
+_HOOKS = ('_prepare_for_training', '_load_from_checkpoint', '_load_rng_state', '_save_checkpoint',
+          '_get_grad_norm')  # Private methods of `Trainer` that are replaced above
+
 def resumable(
     kind: type,  # `SFTTrainer`, or another kind of `Trainer`; rows may have a number in `row`
 ) -> type:  # The same, with our checkpoints in place of its own, and with guards
     "Teach a kind of trainer to go on where it was, and to stop before it spoils anything."
-    if not hasattr(kind, '_save_checkpoint'):
-        raise ValueError(f'{kind!r} is no trainer of transformers')
+    missing = [name for name in _HOOKS if not hasattr(kind, name)]
+    if missing:
+        raise ValueError(f'{kind!r} is no trainer of transformers that this version knows: '
+                         f'it has no {", ".join(missing)}')
     return type(f'Resumable{kind.__name__}', (_Guarded, _Resuming, kind), {})
 
 # %% ../../nbs/training/04_resume.ipynb #fea3d6e3

@@ -37,10 +37,10 @@ class RunFiles:
         self.lock = self.directory / '.llmw.lock'  # Held while a run goes on: see `run_lock`
         self.state = self.directory / 'run.json'  # How far the run says it is: see `run_state`
         self.metrics = self.directory / 'metrics.jsonl'  # One line per logged step
-        self.evaluations = self.directory / 'evaluation.jsonl'  # One line per held-out loss
+        self.evaluations = self.directory / 'evaluation.jsonl'  # One line per evaluation
         self.effective = self.directory / 'effective.json'  # Settings in force at the first step
         self.adapters = self.directory / 'adapters'  # The result, as peft loads it,
-        self.model = self.directory / 'model'  # or as transformers loads it after a full one
+        self.model = self.directory / 'model'  # or, of a full fine-tune, as transformers does
 
     def checkpoint(self,
         step: int,  # Optimizer steps done
@@ -182,7 +182,7 @@ def begin_run(
 _log = logging.getLogger(__name__)
 
 def _cut_metrics(files, step, checkpoint):
-    "Drop the lines of steps that come again."
+    "Drop the lines of steps after `step`, which come again."
     logged = read_metrics(files.metrics)
     if logged and not checkpoint:
         _log.warning('no checkpoint was committed: starting again at step 0, '
@@ -195,8 +195,7 @@ def _cut_metrics(files, step, checkpoint):
 def _put_aside_after(step, directory):
     "Rename the checkpoints of later steps."
     for commit in survey(directory).valid:
-        if commit.step <= step: continue
-        _put_aside(commit.folder)
+        if commit.step > step: _put_aside(commit.folder)
 
 def _put_aside(folder):
     "Rename a checkpoint so that nothing reads it and nothing is lost."

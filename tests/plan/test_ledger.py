@@ -15,7 +15,7 @@ from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Method, Precision, Recipe, recipe_names
-from llm_workbook.training.resume import _Resuming
+from llm_workbook.training.rank_run import KEPT_CHECKPOINTS
 
 BASE = Recipe(name='tests', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'})
 TINY = spec('tiny-base')
@@ -195,7 +195,7 @@ def test_loading_decides_the_first_peak():
 def test_checkpoints_fill_the_disk():
     full = BASE.changed({'method.kind': 'full', 'intervals.saving': 10, 'optimizer.steps': 45})
     part, whole = memory(full), memory(full.changed({'intervals.checkpoint': 'full'}))
-    n, there = TINY.parameters, _Resuming.kept + 1  # Those that are kept, and the one being written
+    n, there = TINY.parameters, KEPT_CHECKPOINTS + 1  # Those that are kept, and the one being written
     assert sum(memory(full, rank=r).total('save', 'disk') for r in range(2)) == there * 12 * n + 4 * n
     assert whole.on_node('save', 'disk') == there * (12 * n + 4 * 38) + 4 * n
     assert whole.total('save', 'host', 'allocated') > part.total('save', 'host', 'allocated')

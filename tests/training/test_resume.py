@@ -213,6 +213,12 @@ def test_what_is_no_recipe_is_told_how_to_become_one(asked, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trainer_without_a_method_that_is_replaced_is_refused():
+    for missing in resuming._HOOKS:
+        later = type('LaterTrainer', (), {name: None for name in resuming._HOOKS if name != missing})
+        with pytest.raises(ValueError, match=f'is no trainer of transformers .*: it has no {missing}$'): resuming.resumable(later)
+
+
 # Signals before the first step, and after the last
 
 def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
