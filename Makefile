@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 PAGE ?=
 FLAGS ?=
 LINE ?=
+ONLY ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true  # On all cores, as pip cannot; some files are templates
@@ -18,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-cluster cluster-up cluster-down book lab bench docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-cluster mutants cluster-up cluster-down book lab bench docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -41,6 +43,9 @@ test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on rea
 
 test-cluster: $(VENV)/.dev $(VENV)/.compiler ## Train, preempt, cut and resume on a real SLURM of two nodes (needs root and slurm-wlm)
 	@$(BIN)/python tools/suite.py cluster
+
+mutants: $(VENV)/.dev $(VENV)/.compiler ## Plant known mistakes in a copy and see that the tests catch them (ONLY=name for one, JOBS=2)
+	@ONLY="$(ONLY)" JOBS="$(JOBS)" $(BIN)/python tools/mutants.py
 
 cluster-up: $(VENV)/.python ## Bring up that SLURM on this machine, for your own jobs
 	@$(BIN)/python tools/cluster.py up

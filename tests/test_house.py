@@ -14,6 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from measures import measure
 from page import ROOT, pages, skipped
 
 GROUND = 'display', 'files'  # Modules below all rooms
@@ -148,40 +149,90 @@ def test_version_has_one_source():
     assert llm_workbook.__version__ == settings()['version']
 
 
-# Sizes
+# Lines that are read once: tools/measures.py says what is counted
+
+DENSE = {}  # Module -> what is still to be rewritten in it; only ever shorter
+
+
+@pytest.mark.parametrize('path', MODULES, ids=name)
+def test_modules_are_read_at_once(path):
+    found = measure(path)
+    limits = {'code_lines': 500, 'nodes_median': 6, 'longest_line': 100, 'longest_function': 40, 'longest_class': 40,
+              'most_walruses': 1, 'named_lambdas': 0, 'tuple_statements': 0}
+    beyond = {key: getattr(found, key) for key, limit in limits.items() if getattr(found, key) > limit}
+    beyond |= {key: getattr(found, key) for key in ('one_child_bases', 'forwarding_methods') if getattr(found, key)}
+    if dotted(path) in DENSE: assert beyond, f'{dotted(path)} is plain now: take it out of DENSE'
+    else: assert not beyond
+
+
+def test_measures_count_what_they_say(tmp_path):
+    file = ROOT/'llm_workbook/probe.py'
+    source = "class _Base: pass\nclass Child(_Base):\n    def verdict(self): return _verdict(self)\n" \
+             "def _verdict(child): return (a := 1) + (b := a)\nname = lambda x: x\nprint(1), print(2)\n"
+    try:
+        file.write_text(source)
+        found = measure(file)
+    finally: file.unlink()
+    assert (found.code_lines, found.most_walruses, found.named_lambdas, found.tuple_statements) == (6, 2, 1, 1)
+    assert (found.one_child_bases, found.forwarding_methods) == (('_Base',), ('Child.verdict',))
+    assert found.longest_line == max(map(len, source.splitlines())) and found.nodes_median > 1
+
+
+def test_ruff_finds_nothing():
+    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--output-format=concise', 'llm_workbook'],
+                          cwd=ROOT, capture_output=True, text=True)
+    dense = tuple(f'llm_workbook/{module.replace(".", "/")}.py' for module in DENSE)
+    found = [line for line in done.stdout.splitlines() if re.match(r'\S+:\d+:\d+:', line) and not line.startswith(dense or '-')]
+    assert done.returncode in (0, 1), done.stderr
+    assert not [line for line in found if not is_list_of_names(line)]
+
+
+def is_list_of_names(line: str) -> bool:
+    "Say whether ruff speaks of a line of `__all__`, which nbdev writes."
+    file, number, *_ = line.split(':')
+    tree = parsed(ROOT/file)
+    return any(node.lineno <= int(number) <= node.end_lineno for node in tree.body
+               if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__')
+
 
 @pytest.mark.parametrize('path', PROGRAMS, ids=name)
-def test_functions_are_small(path):
-    long = [f'{n.name}: {n.end_lineno - n.lineno + 1} lines' for n in functions(path) if n.end_lineno - n.lineno + 1 > 30]
+def test_programs_are_small(path):
+    long = [f'{n.name}: {n.end_lineno - n.lineno + 1} lines' for n in functions(path) if n.end_lineno - n.lineno + 1 > 40]
     wide = [f'{n.name}: {len(arguments(n))} parameters' for n in functions(path) if len(arguments(n)) > 6]
-    assert not long + wide
-    assert lines_of_code(path.read_text('utf-8')) <= 300
+    lines = enumerate(path.read_text('utf-8').splitlines(), 1)
+    assert not long + wide + [number for number, line in lines if len(line) > 130 and not line.startswith('__all__')]
 
 
-def test_the_package_is_small():
-    # The plan alone is eleven modules, the rehearsal seven, loading, keeping and merging twelve, launching ten, each for one question.
-    assert sum(lines_of_code(p.read_text('utf-8')) for p in MODULES) <= 12_500
+def test_the_assets_are_small():
     assert sum(p.stat().st_size for p in (ROOT/'llm_workbook/assets').rglob('*')) <= 8 * 2**20
 
 
-@pytest.mark.parametrize('path', PROGRAMS, ids=name)
-def test_lines_are_short(path):
-    lines = enumerate(path.read_text('utf-8').splitlines(), 1)
-    long = [number for number, line in lines if len(line) > 130 and not line.startswith('__all__')]
-    assert not long
+def class_cell(source: str) -> bool:
+    "Say whether a cell is a class of short methods: such a cell may be longer than others."
+    body = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)] if source.startswith('#| export') else []
+    methods = [node for cls in body for node in cls.body if isinstance(node, FUNCTION)]
+    return bool(methods) and all(node.end_lineno - node.lineno + 1 <= 15 for node in methods)
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)
 def test_pages_are_small(page):
     sizes = [lines_of_code(source) for source in code(page)]
     words = sum(len(source.split()) for kind, source, _ in cells(page) if kind == 'markdown')
-    assert len(cells(page)) <= 80
-    assert words <= 2200
-    assert words >= 2 * sum(sizes), f'{words} words for {sum(sizes)} lines of code'
+    long = [source[:60] for source in code(page) if lines_of_code(source) > (80 if class_cell(source) else 40)]
+    assert not long
+    assert len(cells(page)) <= 90
+    assert words <= 2400
+    assert words >= sum(sizes), f'{words} words for {sum(sizes)} lines of code'
     assert page.stat().st_size <= 400 * 2**10
-    assert not sizes or max(sizes) <= 30
     notes = 'notes' in page.parts  # a note may be mostly data, as the word lists of the tiny base are
-    assert not sizes or statistics.median(sizes) <= (10 if notes else 5)
+    assert not sizes or statistics.median(sizes) <= (10 if notes else 6)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_a_title_stands_alone(page):
+    "nbdev takes a title and the line below it out of their cell, and drops the rest of it."
+    titles = [source for kind, source, _ in cells(page) if kind == 'markdown' and source.startswith('# ')]
+    assert len(titles) == 1 and re.fullmatch(r'# .+(\n+(> .+\n?)+)?\s*', titles[0]), titles
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)

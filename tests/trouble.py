@@ -119,13 +119,10 @@ def ended(process, seconds=90) -> int:
         process.kill()
 
 
-FIRST = []  # Losses of the first step, by every launcher
-
-
 def launched(recipe, kind):
-    "Render, and run the commands of one kind; all begin with the same loss."
-    import pytest
-    from bench.launch_table import by_command
+    "Render, and run the commands of one kind; it begins with the loss that one process has for the same rows."
+    from bench.launch_table import by_command, single
     by_command(recipe, Path('runs/a b'), kind)
-    FIRST.append(losses(Path('runs/a b'))[0])
-    assert len(losses(Path('runs/a b'))) == 2 and FIRST[-1] == pytest.approx(FIRST[0], abs=1e-5)
+    fine_tune(single(recipe), Path('runs/alone'))
+    found, alone = losses(Path('runs/a b')), losses(Path('runs/alone'))
+    assert len(found) == 2 and found[0] == pytest.approx(alone[0], abs=1e-5) and found[1] != found[0]

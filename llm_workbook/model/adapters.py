@@ -6,64 +6,78 @@
 __all__ = ['check_targets', 'add_adapters', 'cast_adapters', 'Trainable', 'trainable', 'moved', 'save_adapters', 'load_adapters']
 
 # %% ../../nbs/model/06_adapters.ipynb #8fcb3cec
+import math
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..config.recipe import Method
+from ..display import html_table
+from .architecture import configuration, skeleton
+from .quantize import load_base
+
 # %% ../../nbs/model/06_adapters.ipynb #104074b2
 def check_targets(
     source: str,  # Packaged name, preset, directory or hub id: only its configuration is read
-    targets: str | list[str],  # 'all-linear', or the ends of module names as in ['q_proj', 'mlp.down_proj']
+    targets: str | list[str],  # 'all-linear', or ends of module names as in ['q_proj']
     revision: str | None = None,  # Commit, tag or branch of a hub id
 ) -> list[str]:  # Full names of the modules that get an adapter
     "Find the modules that `targets` means, before any weight is loaded."
     import torch
-    from llm_workbook.model.architecture import configuration, skeleton
-    name, raw = configuration(source, revision)
-    model = skeleton(raw, name)
+    name, fields = configuration(source, revision)
+    model = skeleton(fields, name)
     head = model.get_output_embeddings()
-    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    linear = [path for path, module in model.named_modules()
+              if isinstance(module, torch.nn.Linear) and module is not head]
     if targets == 'all-linear': return linear
-    if isinstance(targets, str): raise ValueError(f"targets {targets!r} is not 'all-linear'; name modules in a list")
-    found = {t: [n for n in linear if f'.{n}'.endswith(f'.{t}')] for t in targets}
-    lost = [_suggest(t, linear) for t in targets if not found[t]]
-    if not found: lost = ['the list is empty']
-    if lost: raise ValueError(f"targets match no linear module of {source!r}: {'; '.join(lost)}")
-    return [n for n in linear if any(n in names for names in found.values())]
+    if isinstance(targets, str):
+        raise ValueError(f"targets {targets!r} is not 'all-linear'; name modules in a list")
+    matches = {target: [path for path in linear if f'.{path}'.endswith(f'.{target}')]
+               for target in targets}
+    unmatched = [_suggest(target, linear) for target in targets if not matches[target]]
+    if not matches: unmatched = ['the list is empty']
+    if unmatched:
+        raise ValueError(f"targets match no linear module of {source!r}: {'; '.join(unmatched)}")
+    return [path for path in linear if any(path in paths for paths in matches.values())]
 
 # %% ../../nbs/model/06_adapters.ipynb #a16128ab
 def _suggest(target, names):
     ends = sorted({name.split('.')[-1] for name in names})
     near = get_close_matches(target.split('.')[-1], ends, 1, 0.5)
-    return f"{target!r}, " + (f'did you mean {near[0]!r}?' if near else f'known: {", ".join(ends)}')
+    hint = f'did you mean {near[0]!r}?' if near else f'known: {", ".join(ends)}'
+    return f'{target!r}, {hint}'
 
 # %% ../../nbs/model/06_adapters.ipynb #fc87f790
 @contextmanager
-def _hush():
-    with warnings.catch_warnings():  # peft asks transformers for a name on its way out
+def _without_peft_warning():  # peft asks transformers for a name that is on its way out
+    with warnings.catch_warnings():
         warnings.filterwarnings('ignore', '.*is_gradient_checkpointing', FutureWarning)
         yield
 
 # %% ../../nbs/model/06_adapters.ipynb #3b311eda
 def add_adapters(
     model: 'PreTrainedModel',  # Quantised or not; changed in place, frozen but for the adapters
-    method: 'Method | None' = None,  # A recipe's `Method`: rank, alpha, dropout, targets; None means its defaults
+    method: 'Method | None' = None,  # A recipe's `Method`; None: its defaults
     seed: int = 0,  # For the random half of each adapter: the same on all ranks
     dtype: str = 'float32',  # Of the adapters' weights, and so of the optimizer's state
 ) -> 'PeftModel':  # Computes what `model` computed, until it is trained
     "Freeze `model` and put a LoRA pair on each target of `method`."
     import torch
     from peft import LoraConfig, get_peft_model
-    from llm_workbook.config.recipe import Method
     method = method or Method()
-    if method.kind == 'full': raise ValueError("method 'full' trains every weight and takes no adapters; use 'lora'")
-    targets = method.targets if isinstance(method.targets, str) else list(method.targets)
-    task = 'SEQ_CLS' if type(model).__name__.endswith('ForSequenceClassification') else 'CAUSAL_LM'  # With a head that trains
-    config = LoraConfig(r=method.rank, lora_alpha=method.alpha, lora_dropout=method.dropout, target_modules=targets,
-                        task_type=task)
-    with torch.random.fork_rng(), _hush():
+    if method.kind == 'full':
+        raise ValueError("method 'full' trains every weight and takes no adapters; use 'lora'")
+    # The head of a classifier trains too
+    is_classifier = type(model).__name__.endswith('ForSequenceClassification')
+    config = LoraConfig(
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        target_modules=method.targets if isinstance(method.targets, str) else list(method.targets),
+        task_type='SEQ_CLS' if is_classifier else 'CAUSAL_LM')
+    with torch.random.fork_rng(), _without_peft_warning():
         torch.manual_seed(seed)
         model = get_peft_model(model, config)
     cast_adapters(model, dtype)
@@ -79,43 +93,51 @@ def cast_adapters(
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise ValueError(f"dtype {dtype!r} cannot train; take 'float32' or 'bfloat16'")
-    other = [p for p in model.parameters() if p.requires_grad and p.dtype != wanted]
-    for p in other: p.data = p.data.to(wanted)
-    return len(other)
+    others = [p for p in model.parameters() if p.requires_grad and p.dtype != wanted]
+    for parameter in others: parameter.data = parameter.data.to(wanted)
+    return len(others)
 
 # %% ../../nbs/model/06_adapters.ipynb #e2384c64
 @dataclass(frozen=True, repr=False)
 class Trainable:
     "What trains in a model and what it takes: one row per kind of module."
-    rows: list  # (kind, whether it trains, parameters, bytes in this process), the trained kinds first
+    rows: list  # (kind, whether it trains, parameters, bytes in this process), trained kinds first
 
     @property
     def trained(self) -> int:  # Parameters that get a gradient
         "Count the parameters that train."
-        return sum(row[2] for row in self.rows if row[1])
+        return sum(count for _, trains, count, _ in self.rows if trains)
 
     @property
     def total(self) -> int:  # Packed parameters counted one by one
         "Count all parameters."
-        return sum(row[2] for row in self.rows)
+        return sum(count for _, _, count, _ in self.rows)
 
     def __repr__(self):
-        return f'{self.trained:,} of {self.total:,} parameters train ({self.trained / self.total:.2%})'
+        share = self.trained / self.total
+        return f'{self.trained:,} of {self.total:,} parameters train ({share:.2%})'
 
     def _repr_html_(self):
-        line = lambda *cells: '<tr>' + ''.join(f'<td>{cell}</td>' for cell in cells) + '</tr>'
-        rows = [line(k, 'yes' if t else 'no', f'{n:,}', f'{b:,}', f'{n / self.total:.2%}') for k, t, n, b in self.rows]
-        held, share = sum(row[3] for row in self.rows), f'{self.trained / self.total:.2%} trains'
-        head = line('<b>module</b>', '<b>trains</b>', '<b>parameters</b>', '<b>bytes here</b>', '<b>share</b>')
-        return f'<table>{head}{"".join(rows)}{line("all", "", f"{self.total:,}", f"{held:,}", share)}</table>'
+        rows = []
+        for kind, trains, count, size_b in self.rows:
+            share = f'{count / self.total:.2%}'
+            rows.append((kind, 'yes' if trains else 'no', f'{count:,}', f'{size_b:,}', share))
+        total_b = sum(size_b for *_, size_b in self.rows)
+        share = f'{self.trained / self.total:.2%} trains'
+        rows.append(('all', '', f'{self.total:,}', f'{total_b:,}', share))
+        heads = 'module', 'trains', 'parameters', 'bytes on this rank', 'share'
+        return html_table(heads, rows, numbers=(2, 3, 4))
 
 # %% ../../nbs/model/06_adapters.ipynb #be4ef0bc
+_WRAPPERS = '_checkpoint_wrapped_module', '_orig_mod', 'module'
+_COMMON = 'default', 'weight', 'bias', 'base_layer'  # Parts of a name that say nothing of its kind
+
 def _plain(name):
     "The name of a parameter without what distribution and checkpointing put into it."
-    return '.'.join(p for p in name.split('.') if p not in ('_checkpoint_wrapped_module', '_orig_mod', 'module'))
+    return '.'.join(part for part in name.split('.') if part not in _WRAPPERS)
 
 def _kind(name):
-    parts = [p for p in _plain(name).split('.') if p not in ('default', 'weight', 'bias', 'base_layer')]
+    parts = [part for part in _plain(name).split('.') if part not in _COMMON]
     return ' '.join(parts[-2:] if parts[-1].startswith('lora_') else parts[-1:])
 
 # %% ../../nbs/model/06_adapters.ipynb #6110809f
@@ -123,58 +145,76 @@ def trainable(
     model: 'torch.nn.Module',  # Any model, sharded or not
 ) -> Trainable:  # Parameters of the whole model, bytes of this process
     "Tabulate what trains, what is frozen and what each takes."
-    kinds = {}
-    for name, p in model.named_parameters():
+    counts, sizes_b = {}, {}
+    for name, parameter in model.named_parameters():
         state = getattr(model.get_submodule(name.rpartition('.')[0]), 'quant_state', None)
-        row = kinds.setdefault((_kind(name), p.requires_grad), [0, 0])
-        row[0] += state.shape.numel() if state is not None and name.endswith('weight') else p.numel()
-        row[1] += getattr(p, '_local_tensor', p).numel() * p.element_size()
-    if not kinds: raise ValueError(f'{type(model).__name__} has no parameters')
-    return Trainable(sorted(((*key, *row) for key, row in kinds.items()), key=lambda row: (not row[1], row[0])))
+        is_packed = state is not None and name.endswith('weight')
+        key = _kind(name), parameter.requires_grad
+        local = getattr(parameter, '_local_tensor', parameter)
+        counts[key] = counts.get(key, 0) + (state.shape.numel() if is_packed else parameter.numel())
+        sizes_b[key] = sizes_b.get(key, 0) + local.numel() * parameter.element_size()
+    if not counts: raise ValueError(f'{type(model).__name__} has no parameters')
+    rows = [(*key, counts[key], sizes_b[key]) for key in counts]
+    return Trainable(sorted(rows, key=lambda row: (not row[1], row[0])))
 
 # %% ../../nbs/model/06_adapters.ipynb #da4ea5eb
 def moved(
-    adapters: 'str | Path | dict',  # A directory that `save_adapters` wrote, or tensors under peft's names
+    adapters: 'str | Path | dict',  # Directory that `save_adapters` wrote, or tensors by peft's names
 ) -> dict[str, float]:  # Target -> norm of its B, which is zero before training
     "Show how far each adapter has moved; raise if one has not."
     if not isinstance(adapters, dict):
         from safetensors.torch import load_file
         adapters = load_file(Path(adapters) / 'adapter_model.safetensors')
-    norms = {n.removeprefix('base_model.model.').split('.lora_B')[0]: t.float().norm().item()
-             for n, t in adapters.items() if '.lora_B.' in n}
-    still = [n for n, norm in norms.items() if not norm > 0]
+    norms = {}
+    for name, tensor in adapters.items():
+        if '.lora_B.' not in name: continue
+        target = name.removeprefix('base_model.model.').split('.lora_B')[0]
+        norms[target] = tensor.float().norm().item()
     if not norms: raise ValueError('there is no lora_B among these tensors: they change nothing')
-    if still: raise ValueError(f'{len(still)} of {len(norms)} adapters were not trained, their B is zero or NaN: '
-                               f'{", ".join(still[:3])}')
+    untrained = [target for target, norm in norms.items() if not 0 < norm < math.inf]  # NaN is neither
+    if untrained:
+        raise ValueError(f'{len(untrained)} of {len(norms)} adapters were not trained, their B is zero '
+                         f'or NaN: {", ".join(untrained[:3])}')
     return norms
 
 # %% ../../nbs/model/06_adapters.ipynb #62475577
+def _name_in_file(name):
+    return _plain(name).replace('.modules_to_save.default.', '.').replace('.default.', '.')
+
+def _whole(parameter):  # On the CPU; of a sharded one, gathered by all ranks
+    full = parameter.full_tensor() if hasattr(parameter, 'full_tensor') else parameter
+    return full.detach().cpu().contiguous()
+
 def _adapter_state(model):
-    "This model's trained tensors, whole, on the CPU of every rank, under the names of peft's files."
-    whole = lambda p: (p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().cpu().contiguous()
-    return {_filed(name): whole(p) for name, p in model.named_parameters() if p.requires_grad}
+    "Gather what trains in `model`, on the CPU of every rank, under the names of peft's files."
+    return {_name_in_file(name): _whole(parameter) for name, parameter in model.named_parameters()
+            if parameter.requires_grad}
 
-def _filed(name): return _plain(name).replace('.modules_to_save.default.', '.').replace('.default.', '.')  # In peft's file
-
-def _expected(model):
-    "Names and shapes that an adapter file of `model` must hold, by its layers, not its tensors."
+def _expected_shapes(model):
+    "Give names and shapes that an adapter file of `model` must hold, by its layers."
     from peft.tuners.lora import LoraLayer
     shapes = {}
     for name, layer in model.named_modules():
+        path = _plain(name)
         if hasattr(layer, 'modules_to_save') and hasattr(layer, 'original_module'):  # A new head
-            shapes[f'{_plain(name)}.weight'] = (layer.original_module.out_features, layer.original_module.in_features)
+            head = layer.original_module
+            shapes[f'{path}.weight'] = head.out_features, head.in_features
         if not isinstance(layer, LoraLayer): continue
-        shapes[f'{_plain(name)}.lora_A.weight'] = (layer.r['default'], layer.in_features)
-        shapes[f'{_plain(name)}.lora_B.weight'] = (layer.out_features, layer.r['default'])
+        shapes[f'{path}.lora_A.weight'] = layer.r['default'], layer.in_features
+        shapes[f'{path}.lora_B.weight'] = layer.out_features, layer.r['default']
     return shapes
 
 # %% ../../nbs/model/06_adapters.ipynb #fe821191
-def _compare(model, tensors, file):
+def _check_shapes(model, tensors, file):
     "Raise unless `tensors` are those that `model` has layers for."
-    expected, found = _expected(model), {name: tuple(t.shape) for name, t in tensors.items()}
-    odd = [f'{n} is {found.get(n, "absent")} and should be {expected.get(n, "absent")}'
-           for n in sorted(expected.keys() | found.keys()) if expected.get(n) != found.get(n)]
-    if odd: raise ValueError(f'{file.name}: {len(odd)} tensors are wrong; {"; ".join(odd[:2])}')
+    expected = _expected_shapes(model)
+    actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [name for name in sorted(expected.keys() | actual.keys())
+             if expected.get(name) != actual.get(name)]
+    if not wrong: return
+    words = [f'{name} is {actual.get(name, "absent")} and should be {expected.get(name, "absent")}'
+             for name in wrong[:2]]
+    raise ValueError(f'{file.name}: {len(wrong)} tensors are wrong; {"; ".join(words)}')
 
 def _write(model, state, directory):
     from safetensors.torch import load_file, save_file
@@ -182,7 +222,7 @@ def _write(model, state, directory):
     file = directory / 'adapter_model.safetensors'
     save_file(state, file, metadata={'format': 'pt'})
     getattr(model, 'module', model).peft_config['default'].save_pretrained(str(directory))
-    _compare(model, load_file(file), file)
+    _check_shapes(model, load_file(file), file)
     return moved(directory)
 
 # %% ../../nbs/model/06_adapters.ipynb #37f7a046
@@ -192,21 +232,24 @@ def save_adapters(
 ) -> dict[str, float]:  # What `moved` finds in the file, on every rank
     "Gather the adapters, write them as peft does, read them back and check them."
     import torch.distributed as dist
-    if not _expected(model): raise ValueError(f'{type(model).__name__} has no adapters to save')
-    state, result = _adapter_state(model), [None, None]
+    if not _expected_shapes(model):
+        raise ValueError(f'{type(model).__name__} has no adapters to save')
+    state = _adapter_state(model)
     if not dist.is_initialized(): return _write(model, state, Path(directory))
+    outcome = [None, None]  # Norms, or the error of rank 0
     if dist.get_rank() == 0:
-        try: result[0] = _write(model, state, Path(directory))
-        except Exception as error: result[1] = f'{type(error).__name__}: {error}'
-    dist.broadcast_object_list(result)
-    if result[1]: raise ValueError(f'rank 0 could not save the adapters: {result[1]}')
-    return result[0]
+        try: outcome[0] = _write(model, state, Path(directory))
+        except Exception as error: outcome[1] = f'{type(error).__name__}: {error}'
+    dist.broadcast_object_list(outcome)
+    norms, error = outcome
+    if error: raise ValueError(f'rank 0 could not save the adapters: {error}')
+    return norms
 
 # %% ../../nbs/model/06_adapters.ipynb #edbd08f4
 def load_adapters(
-    source: 'str | PreTrainedModel',  # The base: packaged name, directory, hub id, or the loaded model itself
+    source: 'str | PreTrainedModel',  # Base: packaged name, directory, hub id, or the loaded model
     directory: 'str | Path',  # Where `save_adapters` wrote
-    method: 'Method | None' = None,  # A recipe's `Method`: how to load the base, where `source` is a name
+    method: 'Method | None' = None,  # How to load the base, where `source` is a name
     precision: 'Precision | None' = None,  # A recipe's `Precision`, likewise
     device: str | None = None,  # 'cpu' or 'cuda', likewise
     revision: str | None = None,  # Commit, tag or branch of a hub id
@@ -214,13 +257,17 @@ def load_adapters(
     "Put saved adapters onto their base and check that every tensor arrived."
     from peft import PeftModel
     from safetensors.torch import load_file
-    from llm_workbook.model.quantize import load_base
     file = Path(directory) / 'adapter_model.safetensors'
-    if not file.is_file(): raise ValueError(f'{Path(directory).name!r} has no {file.name}: nothing was saved there')
-    base = load_base(source, method, precision, device, revision) if isinstance(source, (str, Path)) else source
-    with _hush(): tensors, model = load_file(file), PeftModel.from_pretrained(base, str(directory)).eval()
-    _compare(model, tensors, file)
-    there = {_filed(n): p for n, p in model.named_parameters()}
-    lost = [n for n, t in tensors.items() if not there[n].cpu().equal(t)]
-    if lost: raise ValueError(f'{len(lost)} of {len(tensors)} adapter tensors did not arrive, first {lost[0]}')
+    if not file.is_file():
+        raise ValueError(f'{Path(directory).name!r} has no {file.name}: nothing was saved there')
+    is_name = isinstance(source, (str, Path))
+    base = load_base(source, method, precision, device, revision) if is_name else source
+    tensors = load_file(file)
+    with _without_peft_warning(): model = PeftModel.from_pretrained(base, str(directory)).eval()
+    _check_shapes(model, tensors, file)
+    loaded = {_name_in_file(name): parameter for name, parameter in model.named_parameters()}
+    lost = [name for name, tensor in tensors.items() if not loaded[name].cpu().equal(tensor)]
+    if lost:
+        raise ValueError(f'{len(lost)} of {len(tensors)} adapter tensors did not arrive, '
+                         f'first {lost[0]}')
     return model

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import yaml
 
-from ..config.document import asset, nearest, resolve
+from ..display import nearest
+from ..files import asset, resolve
 
 # %% ../../nbs/model/01_architecture.ipynb #acee52f6
 class Preset(NamedTuple):
@@ -24,104 +25,155 @@ class Preset(NamedTuple):
     published: int  # What the source counts; `source` explains a difference
     source: str  # Who published the count
     config: dict  # As in config.json
-    also: dict  # Other names on the Hub with the same shapes -> fields of the configuration that differ
+    also: dict  # Other names on the Hub with the same shapes -> fields that differ
 
 @cache
 def presets() -> dict[str, Preset]:  # Name -> preset, in the order of the file
     "Read the architectures of this package."
     rows = yaml.safe_load(asset('models.yaml').read_text(encoding='utf-8'))
-    return {name: Preset(**{'hub': '', 'published': row['parameters'], 'also': {}} | row) for name, row in rows.items()}
+    found = {}
+    for name, row in rows.items():
+        defaults = {'hub': '', 'published': row['parameters'], 'also': {}}
+        found[name] = Preset(**defaults | row)
+    return found
 
 # %% ../../nbs/model/01_architecture.ipynb #b825cc7a
 @cache
-def _hub_names() -> dict[str, tuple[str, dict]]:
-    hubs = [(name, p, hub, new) for name, p in presets().items() for hub, new in ({p.hub: {}} | p.also).items()]
-    return {hub.lower(): (name, p.config | new) for name, p, hub, new in hubs if hub}
+def _presets_by_hub_name() -> dict[str, tuple[str, dict]]:  # owner/name -> (preset, fields)
+    table = {}
+    for name, preset in presets().items():
+        for hub, changes in ({preset.hub: {}} | preset.also).items():
+            if hub: table[hub.lower()] = name, preset.config | changes
+    return table
 
 @cache
 def _from_hub(name, revision) -> dict:
     from transformers import PreTrainedConfig
     try: return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     except (OSError, ValueError) as error:
-        near = get_close_matches(name.lower(), _hub_names(), 1)
-        hint = f'did you mean {near[0]!r}, which needs no network?' if near else 'a directory with its config.json will do'
-        raise ValueError(f'{name!r} is no preset, and the Hub does not give its config.json; {hint}') from error
+        near = get_close_matches(name.lower(), _presets_by_hub_name(), 1)
+        hint = 'a directory with its config.json will do'
+        if near: hint = f'did you mean {near[0]!r}, which needs no network?'
+        reason = 'is no preset, and the Hub does not give its config.json'
+        raise ValueError(f'{name!r} {reason}; {hint}') from error
 
 # %% ../../nbs/model/01_architecture.ipynb #fe13b334
-def configuration(source: 'str | Path | dict',  # Preset, Hub name, packaged name, directory with config.json, or its content
+def configuration(
+    source: 'str | Path | dict',  # Preset, Hub or packaged name, directory, or content of config.json
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
 ) -> tuple[str, dict]:  # A name to show, and the fields as they are written
     "Find the configuration that `source` means."
     if isinstance(source, dict): return source.get('_name_or_path') or 'this dict', source
-    name = str(source)
-    if name in presets(): return name, presets()[name].config
-    if name.lower() in _hub_names(): return _hub_names()[name.lower()]
-    try: found = resolve(source)
+    name, known = str(source), presets()
+    if name in known: return name, known[name].config
+    if name.lower() in _presets_by_hub_name(): return _presets_by_hub_name()[name.lower()]
+    try: place = resolve(source)
     except ValueError:
-        raise ValueError(f'{name!r} is no preset, no path and no owner/name; {nearest(name, list(presets()))}') from None
-    if isinstance(found, str): return name, _from_hub(found, revision)
-    file = found / 'config.json' if found.is_dir() else found
+        hint = nearest(name, list(known))
+        raise ValueError(f'{name!r} is no preset, no path and no owner/name; {hint}') from None
+    if isinstance(place, str): return name, _from_hub(place, revision)
+    file = place / 'config.json' if place.is_dir() else place
     try: return name, json.loads(file.read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:
         raise ValueError(f'{name!r}: {file.name} cannot be read as JSON: {error}') from None
 
 # %% ../../nbs/model/01_architecture.ipynb #2a9be6f3
-_LIMITS = {'num_hidden_layers': 2_000, 'hidden_size': 2**20, 'intermediate_size': 2**22, 'num_attention_heads': 2**14,
-           'num_key_value_heads': 2**14, 'head_dim': 2**14, 'vocab_size': 2**24, 'num_experts_per_tok': 2**14,
-           'num_local_experts': 2**14, 'n_routed_experts': 2**14, 'num_experts': 2**14, 'moe_intermediate_size': 2**22}
+_LIMITS = {
+    'num_hidden_layers': 2_000, 'hidden_size': 2**20, 'intermediate_size': 2**22,
+    'num_attention_heads': 2**14, 'num_key_value_heads': 2**14, 'head_dim': 2**14,
+    'vocab_size': 2**24, 'num_experts_per_tok': 2**14, 'num_local_experts': 2**14,
+    'n_routed_experts': 2**14, 'num_experts': 2**14, 'moe_intermediate_size': 2**22}
+_NOT_READ = 'quantization_config', 'auto_map', 'dtype', 'torch_dtype'  # They change no shape
 
-# The configuration object, or what is wrong with it.
-def _parsed(raw, name):
+def _model_type(fields, name) -> str:
     from transformers import CONFIG_MAPPING
-    kind, known = raw.get('model_type') if isinstance(raw, dict) else None, list(CONFIG_MAPPING.keys())
-    if not kind: raise ValueError(f"{name} is no configuration of a model: it has no model_type, as in 'llama'")
-    if kind not in known:
-        near = get_close_matches(str(kind), known, 1)
-        hint = f'did you mean {near[0]!r}?' if near else 'code that comes with a model is never run here'
-        raise ValueError(f'{name}: transformers has no model_type {kind!r}; {hint}')
-    for field, value in [*raw.items(), *(raw.get('text_config') or {}).items()]:
-        if field in _LIMITS and type(value) is int and not 1 <= value <= _LIMITS[field]:
+    known = list(CONFIG_MAPPING.keys())
+    kind = fields.get('model_type') if isinstance(fields, dict) else None
+    if not kind:
+        raise ValueError(f"{name} is no configuration of a model: "
+                         "it has no model_type, as in 'llama'")
+    if kind in known: return kind
+    near = get_close_matches(str(kind), known, 1)
+    hint = 'code that comes with a model is never run here'
+    if near: hint = f'did you mean {near[0]!r}?'
+    raise ValueError(f'{name}: transformers has no model_type {kind!r}; {hint}')
+
+def _refuse_extremes(fields, name):  # A slip of the pen would ask for shapes beyond all memory
+    for field, value in [*fields.items(), *(fields.get('text_config') or {}).items()]:
+        if field not in _LIMITS or type(value) is not int: continue
+        if not 1 <= value <= _LIMITS[field]:
             raise ValueError(f'{name}: {field} = {value} must be from 1 to {_LIMITS[field]:,}')
-    drop = ('quantization_config', 'auto_map', 'dtype', 'torch_dtype')
-    try: return CONFIG_MAPPING[kind].from_dict({k: v for k, v in raw.items() if k not in drop})
-    except Exception as error: raise ValueError(f'{name}: {" ".join(str(error).split())}') from None
+
+def _parsed(fields, name) -> 'PreTrainedConfig':
+    from transformers import CONFIG_MAPPING
+    kind = _model_type(fields, name)
+    _refuse_extremes(fields, name)
+    read = {key: value for key, value in fields.items() if key not in _NOT_READ}
+    try: return CONFIG_MAPPING[kind].from_dict(read)
+    except Exception as error:
+        reason = ' '.join(str(error).split())
+        raise ValueError(f'{name}: {reason}') from None
 
 # %% ../../nbs/model/01_architecture.ipynb #129f81bd
-# Raise unless `config` is a language model whose numbers go together; `mapping` knows the classes for a head.
-def _check(config, name, mapping):
+_EXPERT_FIELDS = 'num_local_experts', 'n_routed_experts', 'num_experts'  # One fact, three spellings
+
+def _check_model(config, name, classes):
+    "Raise unless `config` is a causal language model that has a class for its head in `classes`."
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
-    kind, text = config.model_type, config.get_text_config(decoder=True)
-    if type(config) not in causal or config.is_encoder_decoder or getattr(config, 'is_decoder', 1) is False:
-        words = f'{type(config).__name__} does not predict the next token'
-        raise ValueError(f'{name} is no causal language model: {words} (model_type {kind!r})')
-    if type(config) not in mapping: raise ValueError(f'{name}: transformers has no classification head for {kind!r}')
+    kind = config.model_type
+    is_decoder = getattr(config, 'is_decoder', True) is not False
+    if type(config) not in causal or config.is_encoder_decoder or not is_decoder:
+        reason = f'{type(config).__name__} does not predict the next token'
+        raise ValueError(f'{name} is no causal language model: {reason} (model_type {kind!r})')
+    if type(config) not in classes:
+        raise ValueError(f'{name}: transformers has no classification head for {kind!r}')
+
+def _check_numbers(config, name):
+    "Raise unless the numbers of heads and experts go together."
+    text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    kv = getattr(text, 'num_key_value_heads', None) or heads
-    if heads % kv: raise ValueError(f'{name}: num_key_value_heads = {kv} does not divide num_attention_heads = {heads}')
-    experts = next((v for n in ('num_local_experts', 'n_routed_experts', 'num_experts') if (v := getattr(text, n, None))), None)
-    each = getattr(text, 'num_experts_per_tok', None) or 0
-    if experts and each > experts: raise ValueError(f'{name}: num_experts_per_tok = {each} is more than all {experts} experts')
+    groups = getattr(text, 'num_key_value_heads', None) or heads
+    if heads % groups:
+        raise ValueError(f'{name}: num_key_value_heads = {groups} does not divide '
+                         f'num_attention_heads = {heads}')
+    counts = [getattr(text, field, None) for field in _EXPERT_FIELDS]
+    experts = next(filter(None, counts), None)
+    chosen = getattr(text, 'num_experts_per_tok', None) or 0
+    if experts and chosen > experts:
+        raise ValueError(f'{name}: num_experts_per_tok = {chosen} is more than all '
+                         f'{experts} experts')
 
 # %% ../../nbs/model/01_architecture.ipynb #091f537b
-def skeleton(config: dict,  # As `configuration` gives it
+def _checked_heads(head, classes):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    heads = {'causal_lm': AutoModelForCausalLM,
+             'classification': AutoModelForSequenceClassification}
+    if head not in heads: raise ValueError(f"head {head!r} must be 'causal_lm' or 'classification'")
+    if type(classes) is not int or classes < 2:
+        raise ValueError(f'classes = {classes}: a classification needs at least 2')
+    return heads[head]
+
+def skeleton(
+    config: dict,  # As `configuration` gives it
     name: str = 'this dict',  # What to call it in errors
     head: str = 'causal_lm',  # Or 'classification'
     classes: int = 2,  # Outputs of a classification head
 ) -> 'PreTrainedModel':  # On the meta device: shapes without numbers
     "Build the class of transformers that `config` means, without memory."
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
-    heads = {'causal_lm': AutoModelForCausalLM, 'classification': AutoModelForSequenceClassification}
-    if head not in heads: raise ValueError(f"head {head!r} must be 'causal_lm' or 'classification'")
-    if type(classes) is not int or classes < 2: raise ValueError(f'classes = {classes}: a classification needs at least 2')
-    parsed, told = _parsed(config, name), logging.get_verbosity()
-    _check(parsed, name, heads[head]._model_mapping)
+    from transformers import logging
+    auto = _checked_heads(head, classes)
+    parsed = _parsed(config, name)
+    _check_model(parsed, name, auto._model_mapping)
+    _check_numbers(parsed, name)
     if head == 'classification': parsed.num_labels = classes
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with torch.device('meta'): return heads[head].from_config(parsed)
-    except Exception as error: raise ValueError(f'{name}: {type(error).__name__} in building it: {error}') from error
-    finally: logging.set_verbosity(told)
+        with torch.device('meta'): return auto.from_config(parsed)
+    except Exception as error:
+        raise ValueError(f'{name}: {type(error).__name__} in building it: {error}') from error
+    finally: logging.set_verbosity(level)
 
 # %% ../../nbs/model/01_architecture.ipynb #2b3aa6fe
 def materialise(
@@ -129,19 +181,23 @@ def materialise(
     dtype: 'torch.dtype | None' = None,  # Of floating-point parameters; None keeps theirs
     device: str = 'cpu',  # Where
 ) -> 'torch.nn.Module':  # The same model, with memory
-    "Give every parameter and buffer of `model` a tensor of its shape, without numbers; tied ones stay one."
+    "Give every parameter and buffer a tensor of its shape, without numbers; tied ones stay one."
     import torch
     if not hasattr(model, 'modules'): raise ValueError(f'{type(model).__name__} is no model')
-    made = {}
+
+    def with_memory(old):
+        is_parameter = isinstance(old, torch.nn.Parameter)
+        casts = dtype is not None and is_parameter and old.is_floating_point()
+        new = torch.empty(old.shape, dtype=dtype if casts else old.dtype, device=device)
+        return torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
+
+    twins = {}  # Identity of a tensor -> the one that replaces it, wherever it stands
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
                 if old is None: continue
-                kind = dtype if dtype and old.is_floating_point() and tensors is module._parameters else old.dtype
-                if id(old) not in made:
-                    new = torch.empty(old.shape, dtype=kind, device=device)
-                    made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if isinstance(old, torch.nn.Parameter) else new
-                tensors[name] = made[id(old)]
+                if id(old) not in twins: twins[id(old)] = with_memory(old)
+                tensors[name] = twins[id(old)]
     return model
 
 # %% ../../nbs/model/01_architecture.ipynb #08c2c585
@@ -149,12 +205,12 @@ WEIGHT_KINDS = ('embedding', 'attention', 'mlp', 'expert', 'router', 'norm', 'he
 
 class Weight(NamedTuple):
     "One parameter of a model."
-    name: str  # Relative to its layer, as in 'self_attn.q_proj.weight'; the whole path outside the layers
-    shape: tuple[int, ...]  # As stored: (out, in) for a linear layer, (experts, out, in) for most fused experts
+    name: str  # Relative to its layer, as in 'self_attn.q_proj.weight'; the whole path outside layers
+    shape: tuple[int, ...]  # As stored: (out, in), or (experts, out, in) for most fused experts
     kind: str  # One of `WEIGHT_KINDS`
     linear: bool  # The weight of an nn.Linear, an output layer included
     module: str  # Last part of the module's path, as in 'q_proj'
-    packs: bool  # Stock loading with bitsandbytes packs it: linear, and neither an output layer nor tied to something
+    packs: bool  # Stock 4-bit loading packs it: linear, no output layer, not tied
 
     @property
     def numel(self) -> int:  # Product of the shape
@@ -162,37 +218,49 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def path(self) -> str:  # As in 'self_attn.q_proj', or 'mlp.experts.down_proj' for a parameter of its own
+    def path(self) -> str:  # As in 'self_attn.q_proj'
         "Name the module, or the parameter where no module has it as its weight."
         return self.name.removesuffix('.weight')
 
 # %% ../../nbs/model/01_architecture.ipynb #9f29a0ac
-def _kind(path, module, inside, head) -> str:
-    parts, sort = path.split('.'), type(module).__name__
+_MLP_WORDS = 'mlp', 'ffn', 'feed_forward', 'expert'
+
+def _kind(path, module, in_decoder, head) -> str:
+    parts, class_name = path.split('.'), type(module).__name__
     if module is head or parts[0] == 'score': return 'head'
-    if not inside: return 'other'
-    tests = {'embedding': 'Embedding' in sort, 'norm': 'Norm' in sort, 'expert': 'experts' in parts,
-             'router': 'Router' in sort or parts[-2].endswith(('gate', 'router')),
-             'attention': any('attn' in p or 'attention' in p for p in parts),
-             'mlp': any(word in p for p in parts for word in ('mlp', 'ffn', 'feed_forward', 'expert'))}
-    return next((kind for kind, true in tests.items() if true), 'other')
+    if not in_decoder: return 'other'
+    is_kind = {
+        'embedding': 'Embedding' in class_name,
+        'norm': 'Norm' in class_name,
+        'expert': 'experts' in parts,
+        'router': 'Router' in class_name or parts[-2].endswith(('gate', 'router')),
+        'attention': any('attn' in part or 'attention' in part for part in parts),
+        'mlp': any(word in part for part in parts for word in _MLP_WORDS)}
+    return next((kind for kind, holds in is_kind.items() if holds), 'other')
 
 # %% ../../nbs/model/01_architecture.ipynb #0250316d
-def inventory(model: 'PreTrainedModel',  # On any device, not yet quantised
+def inventory(
+    model: 'PreTrainedModel',  # On any device, not yet quantised
 ) -> dict[str, Weight]:  # Full name -> weight; tied parameters once
     "List every parameter of `model` with its class."
     from torch.nn import Linear
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
-    if not hasattr(model, 'get_decoder'): raise ValueError(f'{type(model).__name__} is no language model of transformers')
-    skip, found = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())], {}
-    decoder = next(n for n, m in model.named_modules() if m is model.get_decoder())
-    for name, p in model.named_parameters():
+    if not hasattr(model, 'get_decoder'):
+        raise ValueError(f'{type(model).__name__} is no language model of transformers')
+    not_packed = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder) + '.'
+    weights = {}
+    for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition('.')
         module = model.get_submodule(owner)
         linear = leaf == 'weight' and isinstance(module, (Linear, Conv1D))
-        packs = linear and type(module) in (Linear, Conv1D) and should_convert_module(owner, skip)
-        kind = _kind(name, module, name.startswith(f'{decoder}.'), model.get_output_embeddings())
-        found[name] = Weight(name, tuple(p.shape), kind, linear, owner.rpartition('.')[2], packs)
-    return found
+        is_stock = linear and type(module) in (Linear, Conv1D)
+        weights[name] = Weight(
+            name=name, shape=tuple(parameter.shape),
+            kind=_kind(name, module, name.startswith(prefix), head),
+            linear=linear, module=owner.rpartition('.')[2],
+            packs=is_stock and should_convert_module(owner, not_packed))
+    return weights

@@ -11,17 +11,20 @@ import logging
 import os
 from dataclasses import dataclass
 
-logging.getLogger('bitsandbytes.backends.cpu.ops').setLevel(logging.ERROR)  # it regrets an optional kernel at import
+from ..config.recipe import Method, Model, Precision
+from ..files import resolve
+
+# At import it warns of an optional kernel
+logging.getLogger('bitsandbytes.backends.cpu.ops').setLevel(logging.ERROR)
 
 # %% ../../nbs/model/03_quantize.ipynb #25a781fc
 def _defaults(method, precision):
-    from llm_workbook.config.recipe import Method, Precision
     return method or Method(), precision or Precision()
 
 # %% ../../nbs/model/03_quantize.ipynb #d8ca7ff5
 def nf4_config(
-    method: 'Method | None' = None,  # `storage` and `double_quant` are read; None means its defaults
-    precision: 'Precision | None' = None,  # A recipe's `Precision`: `compute` is read; None means its defaults
+    method: 'Method | None' = None,  # `storage` and `double_quant` are read; None: its defaults
+    precision: 'Precision | None' = None,  # `compute` is read; None: its defaults
 ) -> 'BitsAndBytesConfig':  # What `from_pretrained` takes as `quantization_config`
     "Say NF4 in transformers' words, with the storage dtype of `method`."
     import torch
@@ -29,37 +32,62 @@ def nf4_config(
     method, precision = _defaults(method, precision)
     storage = getattr(torch, method.storage, None)
     if not isinstance(storage, torch.dtype):
-        raise ValueError(f"storage {method.storage!r} is not a torch dtype; take 'bfloat16', the one that shards")
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_quant_storage=storage,
-                              bnb_4bit_use_double_quant=method.double_quant,
-                              bnb_4bit_compute_dtype=getattr(torch, precision.compute))
+        raise ValueError(f"storage {method.storage!r} is not a torch dtype; "
+                         "take 'bfloat16', the one that shards")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type='nf4',
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_use_double_quant=method.double_quant,
+        bnb_4bit_compute_dtype=getattr(torch, precision.compute))
 
 # %% ../../nbs/model/03_quantize.ipynb #9cc0fa2a
 _WRAPPERS = {'_checkpoint_wrapped_module', '_orig_mod', 'module', 'base_layer'}
 
-def _linears(model):
+def _packed_layers(model):
     "Yield (name without wrappers, layer) for each 4-bit layer of `model`."
     from bitsandbytes.nn import Linear4bit
     for name, module in model.named_modules():
-        if isinstance(module, Linear4bit):
-            plain = '.'.join(part for part in name.split('.') if part not in _WRAPPERS)
-            yield plain.removeprefix('base_model.model.'), module
+        if not isinstance(module, Linear4bit): continue
+        plain = '.'.join(part for part in name.split('.') if part not in _WRAPPERS)
+        yield plain.removeprefix('base_model.model.'), module
 
 # %% ../../nbs/model/03_quantize.ipynb #38854279
 def keep_payload(
     model: 'torch.nn.Module',  # A model with 4-bit layers
-) -> int:  # How many layers were told
+) -> int:  # How many layers were changed
     "Forbid bitsandbytes to repack the weights of `model` in place on CPUs with AVX512-BF16."
-    layers = list(_linears(model))
-    late = [name for name, layer in layers if getattr(layer.quant_state, 'packing_format_for_cpu', False)]
-    if late: raise ValueError(f'{len(late)} layers are repacked already, first {late[0]}: load the model again')
+    layers = list(_packed_layers(model))
+    repacked = [name for name, layer in layers
+                if getattr(layer.quant_state, 'packing_format_for_cpu', False)]
+    if repacked:
+        raise ValueError(f'{len(repacked)} layers are repacked already, first {repacked[0]}: '
+                         'load the model again')
     for _, layer in layers: layer.support_avx512bf16_for_cpu = False
     return len(layers)
 
 # %% ../../nbs/model/03_quantize.ipynb #773ef824
+def _pretrained(base, method, precision, device):
+    "Load the base of a recipe with transformers: the model, and what was missing or left over."
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    is_classifier = base.head == 'classification'
+    auto = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    options = {'num_labels': base.classes} if is_classifier else {}
+    return auto.from_pretrained(
+        resolve(base.source),
+        revision=base.revision,
+        device_map={'': device},
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype='float32' if method.kind == 'full' else precision.compute,
+        attn_implementation='flash_attention_2' if base.attention == 'flash' else base.attention,
+        quantization_config=nf4_config(method, precision) if method.kind == 'qlora' else None,
+        output_loading_info=True,
+        **options)
+
 def load_base(
-    source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, which has a head, too
-    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
+    source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
+    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in fp32
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
@@ -67,23 +95,19 @@ def load_base(
 ) -> 'PreTrainedModel':  # Whole, on the device of this process, in evaluation mode
     "Load `source` as `method` wants it."
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from llm_workbook.config.document import resolve
-    from llm_workbook.config.recipe import Model
     method, precision = _defaults(method, precision)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda': device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    base = source if isinstance(source, Model) else Model(source=str(source), revision=revision, attention=attention)
-    judges, packed = base.head == 'classification', method.kind == 'qlora'
-    model, told = (AutoModelForSequenceClassification if judges else AutoModelForCausalLM).from_pretrained(
-        resolve(base.source), revision=base.revision, device_map={'': device}, use_safetensors=True, trust_remote_code=False,
-        dtype='float32' if method.kind == 'full' else precision.compute, output_loading_info=True,
-        attn_implementation='flash_attention_2' if base.attention == 'flash' else base.attention,
-        quantization_config=nf4_config(method, precision) if packed else None, **({'num_labels': base.classes} if judges else {}))
-    lost = sorted({*told['missing_keys']} - {'score.weight'}) if judges else []
-    if lost: raise ValueError(f'{base.source!r} has no {lost[0]}: only a head may be new')
+    base = source
+    if not isinstance(source, Model):
+        base = Model(source=str(source), revision=revision, attention=attention)
+    model, loading_info = _pretrained(base, method, precision, device)
+    if base.head == 'classification':
+        missing = sorted({*loading_info['missing_keys']} - {'score.weight'})
+        if missing: raise ValueError(f'{base.source!r} has no {missing[0]}: only a head may be new')
     model.config._name_or_path = model.name_or_path = base.source
-    if packed and not keep_payload(model): raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
+    if method.kind == 'qlora' and not keep_payload(model):
+        raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
     return model
 
 # %% ../../nbs/model/03_quantize.ipynb #9f264289
@@ -96,28 +120,34 @@ def load_nf4(
 ) -> 'PreTrainedModel':  # Linear layers in NF4 but for the head, never to be repacked
     "Load `source` with its linear layers packed in NF4."
     method, precision = _defaults(method, precision)
-    if method.kind != 'qlora': raise ValueError(f"method {method.kind!r} does not quantise: use `load_base`")
+    if method.kind != 'qlora':
+        raise ValueError(f"method {method.kind!r} does not quantise: use `load_base`")
     return load_base(source, method, precision, device, revision)
 
 # %% ../../nbs/model/03_quantize.ipynb #e865acc9
 def _statistics(state):
     "The tensors of bitsandbytes' `state`, by name; double quantisation nests a second state."
     parts = {'absmax': state.absmax, 'code': state.code}
-    if state.nested: parts |= {'offset': state.offset, 'absmax2': state.state2.absmax, 'code2': state.state2.code}
-    return parts
+    if not state.nested: return parts
+    inner = state.state2
+    return parts | {'offset': state.offset, 'absmax2': inner.absmax, 'code2': inner.code}
 
 # %% ../../nbs/model/03_quantize.ipynb #96f55d1f
+def _local_b(tensor):  # Of a sharded tensor, the bytes of this rank
+    return getattr(tensor, '_local_tensor', tensor).numel() * tensor.element_size()
+
 def payload_bytes(
     model: 'torch.nn.Module',  # Any model; of a sharded parameter only this rank's part counts
-) -> dict[str, int]:  # Bytes: 'payload' packed, 'absmax' all statistics, 'other' the parameters that are not packed
+) -> dict[str, int]:  # Bytes: 'payload' packed, 'absmax' all statistics, 'other' what is not packed
     "Count the bytes that this process holds of `model`, packed and not."
     if not hasattr(model, 'parameters'): raise ValueError(f'{type(model).__name__} is not a model')
-    size = lambda t: getattr(t, '_local_tensor', t).numel() * t.element_size()
-    layers = [layer for _, layer in _linears(model)]
+    layers = [layer for _, layer in _packed_layers(model)]
     packed = {id(layer.weight) for layer in layers}
-    return {'payload': sum(size(layer.weight) for layer in layers),
-            'absmax': sum(size(t) for layer in layers for t in _statistics(layer.quant_state).values()),
-            'other': sum(size(p) for p in model.parameters() if id(p) not in packed)}
+    statistics = [tensor for layer in layers for tensor in _statistics(layer.quant_state).values()]
+    others = [parameter for parameter in model.parameters() if id(parameter) not in packed]
+    return {'payload': sum(_local_b(layer.weight) for layer in layers),
+            'absmax': sum(map(_local_b, statistics)),
+            'other': sum(map(_local_b, others))}
 
 # %% ../../nbs/model/03_quantize.ipynb #547c9db0
 @dataclass(frozen=True)
@@ -131,12 +161,13 @@ class Fingerprint:
         "Hash the hashes: one line to print or to store."
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()[:16]
 
-    def differences(self,
+    def differences(
+        self,
         other: 'Fingerprint',  # What to compare with
     ) -> list[str]:  # Names of the tensors that differ, or that only one side has
         "Name the tensors whose bytes are not the same in `other`."
         names = self.tensors.keys() | other.tensors.keys()
-        return sorted(n for n in names if self.tensors.get(n) != other.tensors.get(n))
+        return sorted(name for name in names if self.tensors.get(name) != other.tensors.get(name))
 
 # %% ../../nbs/model/03_quantize.ipynb #f69333fb
 def _bytes(tensor):
@@ -151,10 +182,13 @@ def fingerprint(
     model: 'torch.nn.Module',  # With 4-bit layers; sharded or not, with adapters or not
 ) -> Fingerprint:  # The same for the same packed bytes, wherever they lie
     "Hash payload and statistics of every 4-bit layer; on a sharded model call it on all ranks."
-    hashes, total = {}, 0
-    for name, layer in _linears(model):
-        for part, tensor in ({'payload': layer.weight} | _statistics(layer.quant_state)).items():
-            raw = _bytes(tensor)
-            hashes[f'{name}.{part}'], total = hashlib.sha256(raw).hexdigest()[:16], total + len(raw)
-    if not hashes: raise ValueError(f'{type(model).__name__} has no 4-bit layer: load it with `load_nf4`')
-    return Fingerprint(hashes, total)
+    hashes, hashed_b = {}, 0
+    for name, layer in _packed_layers(model):
+        tensors = {'payload': layer.weight} | _statistics(layer.quant_state)
+        for part, tensor in tensors.items():
+            content = _bytes(tensor)
+            hashes[f'{name}.{part}'] = hashlib.sha256(content).hexdigest()[:16]
+            hashed_b += len(content)
+    if not hashes:
+        raise ValueError(f'{type(model).__name__} has no 4-bit layer: load it with `load_nf4`')
+    return Fingerprint(hashes, hashed_b)

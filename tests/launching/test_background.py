@@ -212,6 +212,23 @@ def test_what_a_nursery_has_imported_is_not_collected_again_in_every_child(monke
     finally: gc.unfreeze()
 
 
+SAVING = """trap 'echo saved > {place}; exit 0' TERM; touch {place}; while :; do sleep 0.02; done"""
+DEAF = "trap '' TERM; touch {place}; while :; do sleep 0.02; done"
+
+
+@pytest.mark.parametrize('program, said, code', [(SAVING, 'saved\n', 0), (DEAF, '', -signal.SIGKILL)], ids=['saves', 'does not listen'])
+def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(program, said, code, tmp_path, monkeypatch):
+    "The nursery's own signals to a process that stands for the run; the whole of it is in tests/fault."
+    run = subprocess.Popen(['bash', '-c', program.format(place=tmp_path/'run')])
+    assert wait_for((tmp_path/'run').exists)
+    monkeypatch.setattr(launching, '_LAST_S', 0.5 if code else 10)
+    nursery = launching._Nursery.__new__(launching._Nursery)
+    nursery.child = run.pid
+    nursery.look = lambda: run.poll() is not None and setattr(nursery, 'child', None)
+    launching._bury(nursery)
+    assert (run.wait(5), (tmp_path/'run').read_text()) == (code, said)
+
+
 def test_a_nursery_takes_no_second_run():
     nursery = launching._Nursery.__new__(launching._Nursery)
     nursery.child = 1

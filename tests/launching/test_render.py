@@ -388,7 +388,8 @@ def test_a_task_of_skypilot_has_the_fields_of_its_schema_and_its_commands_run(pl
     (place/'python3').write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN"\n')
     (place/'python3').chmod(0o755)
     env = {'PATH': f'{place}:{os.environ["PATH"]}', 'SEEN': str(place/'seen'), 'HOME': '/home of mine',
-           'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2', 'SKYPILOT_NUM_GPUS_PER_NODE': '4'}  # As its manual has it
+           'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2',
+           'SKYPILOT_NUM_GPUS_PER_NODE': '4'}  # All that its manual has
     for rank in '0', '1':
         subprocess.run(['bash', '-c', task['run']], env=env | {'SKYPILOT_NODE_RANK': rank}, check=True, timeout=20)
         seen = (place/'seen').read_text().split('\0')

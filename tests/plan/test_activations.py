@@ -88,6 +88,15 @@ def test_moments_say_what_matters():
     assert peak({'batch.accumulation': 2})[0] > plain + 15e9
 
 
+def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():
+    """down_proj of Llama 3.2 1B: 8192 x 2048 = 16,777,216 numbers in bfloat16, 33,554,432 bytes; a block of 64 has one
+    float32, 262,144 of them, and double quantisation undone holds them twice: 2,097,152 bytes."""
+    llama = spec('llama-3.2-1b')
+    tape, _ = layer_tape(llama.units[0], llama, Setting(kind='qlora', packed='nf4'))
+    op, = [op for op in tape.ops if op.name == 'down_proj']
+    assert op.work == op.fore == 33_554_432 + 2_097_152
+
+
 def test_every_kind_is_one_of_the_ledger():
     kinds = set('activations logits gradients unsharded prefetch collective dequantised buffers zero_buckets optimizer'.split())
     llama = spec('llama-3.2-1b')

@@ -80,6 +80,14 @@ def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
     assert made.sharding.offload_optimizer == 'none' and any('count to the GPU' in note for note in notes)
 
 
+@pytest.mark.parametrize('strategy, kept', [('zero2', True), ('zero3', False), ('fsdp1', False)])
+def test_what_plays_for_another_strategy_keeps_what_it_keeps(plain, strategy, kept):
+    "ZeRO-2 holds all weights for the whole step; ZeRO-3 and FSDP1 drop what they have gathered."
+    part, notes = script(plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16'}))
+    assert (part.sharding.strategy, part.sharding.reshard_after_forward) == ('fsdp2', not kept)
+    assert [note for note in notes if ' plays as FSDP2' in note]
+
+
 def test_shrunk_recipes_and_one_process(plain):
     assert rehearse(shrink(Recipe.named('70b-2x24gb-qlora'))).peak_b > 0
     alone = rehearse(plain.changed(FULL | {'sharding.strategy': 'none', 'cluster.processes': 1}))

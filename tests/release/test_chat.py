@@ -211,3 +211,13 @@ def test_the_bundle_has_its_static_twin(panel):
 def test_without_ipywidgets_the_error_names_the_extra(chat, monkeypatch):
     monkeypatch.setitem(sys.modules, 'ipywidgets', None)
     with pytest.raises(ImportError, match=r'llm-workbook\[lab\]'): ChatPanel(chat)
+
+
+def test_the_answer_must_have_room_beside_the_question(chat):
+    from dataclasses import replace
+    from llm_workbook.chat import _prompt
+    asked, limit = [{'role': 'user', 'content': 'Add 2 and 3.'}], chat.model.config.max_position_embeddings
+    used = _prompt(replace(chat, longest=1), asked)['input_ids'].shape[1]
+    assert _prompt(replace(chat, longest=limit - used), asked)['input_ids'].shape[1] == used
+    with pytest.raises(ValueError, match=f'more than the {limit} of this model'):
+        _prompt(replace(chat, longest=limit - used + 1), asked)

@@ -187,8 +187,9 @@ def test_the_proof_compares_what_the_fresh_process_says(adapters, monkeypatch):
     merge = Merge('tiny-base', adapters, 'dequantised', RECIPE.method)
     model = merged('tiny-base', adapters, method=RECIPE.method)
     with torch.inference_mode(): logits = model(input_ids=ids).logits[0].float()
-    proof = lambda *found: (monkeypatch.setattr(exports, '_fresh', lambda *asked: ({'answer': 'Hi'}, *found)),
-                            exports._prove(merge, RECIPE, adapters, None, 'Hello'))[1]
+    def proof(*found):
+        monkeypatch.setattr(exports, '_fresh', lambda *asked: ({'answer': 'Hi'}, *found))
+        return exports._prove(merge, RECIPE, adapters, None, 'Hello')
     assert proof(ids, logits) == {'question': 'Hello', 'answer': 'Hi', 'difference': 0}
     with pytest.raises(ValueError, match='says something else than the merged model'): proof(ids, logits.roll(1, -1))
     with pytest.raises(ValueError, match='tokenizer reads the question otherwise'): proof(ids.roll(1) + 1, logits)

@@ -225,3 +225,12 @@ def test_the_program_asks_before_it_sets_anything(recipe, tmp_path, monkeypatch)
     with pytest.raises(ConfigMismatch, match="FSDP_VERSION is '1', the recipe says '2'"):
         command(['train', str(tmp_path/'recipe.yaml'), '--directory', str(tmp_path/'run')])
     assert not (tmp_path/'run').exists()
+
+
+def test_what_nobody_asked_for_must_be_the_same_on_all_ranks_but_where_each_has_its_own():
+    from llm_workbook.effective import _wrong
+    names = 'precision.trained', 'held', 'host'
+    def said(*values): return [{name: Named(value=value) for name in names} for value in values]
+    asked = dict.fromkeys(names)
+    assert _wrong(asked, said(4, 4, 4)) == []
+    assert _wrong(asked, said(4, 4, 2)) == ['precision.trained: 4 on rank 0, 2 on rank 2 of 3']

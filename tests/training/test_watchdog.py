@@ -23,7 +23,8 @@ def both_say_it():
 def test_a_value_of_one_rank_that_is_no_number_stops_all_of_them():
     said = 'loss nan at step 2: nothing is saved, and no weight was updated (rank 1, rows 1, 7)'
     assert run_ranks(both_say_it, 2, timeout_s=10) == [said] * 2
-    with pytest.raises(RankError, match='FloatingPointError: loss nan at step 2'): run_ranks(only_rank_1, 2, timeout_s=10)
+    with pytest.raises(RankError, match='FloatingPointError: loss nan at step 2'):
+        run_ranks(only_rank_1, 2, timeout_s=10)
 
 
 def test_a_watch_counts_nothing_in_a_pause_and_everything_after_it(tmp_path):
