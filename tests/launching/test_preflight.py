@@ -194,7 +194,7 @@ def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monk
         def __init__(self, recipe): super().__init__(recipe), made.append(self)
         def run(self): time.sleep(5), super().run()
     made, seen, links = [], [], doctor.time_links
-    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_Saved', Late)
+    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_PlannedSave', Late)
     monkeypatch.setattr(doctor, 'time_links', lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
     env = {'RANK': '0', 'WORLD_SIZE': '1'}
     found = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
