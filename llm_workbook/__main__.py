@@ -7,11 +7,14 @@ __all__ = ['main']
 
 # %% ../nbs/package/03_command.ipynb #62a2810c
 import argparse
+import os
 import sys
+import time
 from pathlib import Path
 
 from .config.recipe import Recipe
-from .launching.preflight import preflight_command
+from .display import nearest
+from .launching.preflight import preflight
 from .training.fine_tune import train_here
 from .training.run_directory import run_status
 
@@ -20,9 +23,13 @@ def main(
     words: 'list[str] | None' = None,  # Of the command line; None takes those of this process
 ) -> int:  # Exit code
     "Start the program that the first word names."
-    verb, *rest = sys.argv[1:] if words is None else words
-    if verb != 'train': return preflight_command(rest)
-    arguments = _train_arguments(rest)
+    verb, *rest = (sys.argv[1:] if words is None else words) or ['']
+    if verb == 'train': return _train_command(_train_arguments(rest))
+    if verb == 'preflight': return _preflight(_preflight_arguments(rest))
+    print(f'{verb!r} is no command; {nearest(verb, ["train", "preflight"])}', file=sys.stderr)
+    return 2
+
+def _train_command(arguments):
     if arguments.status: return _print_status(arguments.directory)
     from torch.distributed.elastic.multiprocessing.errors import record
     return record(_train)(arguments)  # `record` hands the error of a rank to torchrun
@@ -49,6 +56,34 @@ def _print_status(directory):
     print(text)
     return code
 
+# %% ../nbs/package/03_command.ipynb #bc3b705e
+def _preflight_arguments(words):
+    parser = argparse.ArgumentParser('python -m llm_workbook preflight',
+                                     description=_preflight.__doc__)
+    parser.add_argument('recipe', help='YAML file')
+    parser.add_argument('--directory', required=True, help='where the run will write')
+    parser.add_argument('--head', help='node of rank 0')
+    parser.add_argument('--port', type=int, help='where rank 0 listens')
+    return parser.parse_args(words)
+
+def _preflight(arguments):
+    "Look before the run: one task per node with srun, torchrun's ranks, or this machine alone."
+    os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')  # Else torch warns of names nobody wants
+    rank = os.environ.get('RANK', os.environ.get('SLURM_PROCID'))
+    env = None if rank is None else dict(os.environ)
+    recipe = Recipe.load(arguments.recipe)
+    verdict = preflight(recipe, arguments.directory, env, arguments.head, arguments.port)
+    if rank in (None, '0') or not verdict.members:
+        print(verdict, flush=True)
+    elif verdict.problems:
+        print(*verdict.problems, sep='\n', flush=True)
+        time.sleep(1)  # srun may end all when the first one fails
+    return 1 if verdict.problems else 0
+
 # %% ../nbs/package/03_command.ipynb #5279ffda
 if __name__ == '__main__' and '__file__' in globals():  # As a program; a kernel has no file
-    sys.exit(main())
+    _code = main()
+    if sys.argv[1:2] == ['preflight']:
+        sys.stdout.flush()
+        os._exit(_code)
+    sys.exit(_code)

@@ -11,12 +11,11 @@ import tempfile, threading, time, warnings, weakref
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 
 from ..checkpoint.manifest import check, latest_valid
-from ..config.document import html_table
-from ..parallel.ranks import RankError, log_tail
 from ..config.recipe import Recipe
+from ..display import html_table
+from ..parallel.ranks import RankError, log_tail
 from ..training.resume import Preempted
 from ..training.run_directory import read_metrics
 from ..training.fine_tune import Run, check_recipe, fine_tune
@@ -24,234 +23,332 @@ from ..training.fine_tune import Run, check_recipe, fine_tune
 # %% ../../nbs/launching/07_background.ipynb #2b7a5c01
 _PROGRAM = ('import json, sys; *more, sys.path[:] = json.loads(sys.argv[1]); '
             'from llm_workbook.launching.background import _serve; _serve(*more)')
-_HEAVY = ('torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.run '
-          'transformers.modeling_utils datasets accelerate.launchers').split()
-_OPENS_CUDA = 'bitsandbytes', 'transformers.trainer', 'peft', 'trl.trainer.sft_trainer'  # On GPUs, each rank imports these itself
+_HEAVY = ['torch._dynamo', 'torch.distributed.checkpoint', 'torch.distributed.fsdp',
+          'torch.distributed.run', 'transformers.modeling_utils', 'datasets',
+          'accelerate.launchers']
+_OPENS_CUDA = ('bitsandbytes', 'transformers.trainer', 'peft',
+               'trl.trainer.sft_trainer')  # On GPUs, each rank imports these itself
 
 def _import_all():
-    gc.disable()  # It would look again and again through all that these bring,
+    "Import once what every run needs."
+    gc.disable()  # It would look again and again through all that these bring
     from accelerate.utils import is_cuda_available
-    for name in _HEAVY + ([] if is_cuda_available() else list(_OPENS_CUDA)): importlib.import_module(name)
-    gc.freeze(), gc.enable()  # and later once in every child, which copies the memory that it looks at
+    modules = list(_HEAVY)
+    if not is_cuda_available(): modules += _OPENS_CUDA
+    for module in modules: importlib.import_module(module)
+    gc.freeze()  # Else every child would look through it, which copies the memory
+    gc.enable()
 
 # %% ../../nbs/launching/07_background.ipynb #7e9c2c23
 _LAST_S = 10  # How long a run may save once its kernel is gone
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
-class _Line:  # What kernel and nursery say to each other, seen from the nursery
-    ended, rest = False, b''
+class _Nursery:
+    "One thread, no computing: it forks a child for each run and buries what that leaves behind."
     def __init__(self, kernel, temp):
-        self.kernel, self.temp, self.pid, self.out = kernel, Path(temp), os.getpid(), os.dup(1)
+        self.kernel, self.temp, self.pid = kernel, Path(temp), os.getpid()
+        self.child, self.stop_sent = None, False
+        self.ended, self.unread = False, b''
+        self.out = os.dup(1)
         os.dup2(2, 1)  # What libraries print must not get among the answers
-        ctypes.CDLL(None).prctl(36, 1)  # 36: PR_SET_CHILD_SUBREAPER, so that orphans come here
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # Orphans come here
 
-    def tell(self, **what):
-        _write(self.out, f'\n{json.dumps(what)}\n')  # The first break ends what a killed child had begun to say
+    def answer(self, **message):
+        _write(self.out, f'\n{json.dumps(message)}\n')  # The first break ends a killed child's line
 
-    def asked(self):  # What the kernel has said since the last time; EOFError once it has gone
-        data = os.read(0, 2**16) if select.select([0], [], [], 0.02 if self.child else 0.5)[0] else None
-        if self.ended or data == b'' or os.getppid() != self.kernel: raise EOFError
-        *lines, self.rest = (self.rest + (data or b'')).split(b'\n')
-        return map(json.loads, lines)
+    def requests(self):
+        "What the kernel has asked since the last time; EOFError once it has gone."
+        pause_s = 0.02 if self.child else 0.5
+        readable, _, _ = select.select([0], [], [], pause_s)
+        data = os.read(0, 2**16) if readable else b''
+        hung_up = readable and not data
+        if self.ended or hung_up or os.getppid() != self.kernel: raise EOFError
+        *lines, self.unread = (self.unread + data).split(b'\n')
+        return [json.loads(line) for line in lines]
+
+    def obey(self, do, **request):
+        if do == 'end': self.end()
+        elif do == 'run': self.fork(request)
+        elif self.child and do == 'kill': os.kill(self.child, signal.SIGKILL)
+        elif self.child and not self.stop_sent: os.kill(self.child, signal.SIGTERM)
+        if do in ('stop', 'kill'): self.stop_sent = True
 
     def end(self, *signal): self.ended = True
 
-# %% ../../nbs/launching/07_background.ipynb #a3f156b7
-class _Nursery(_Line):  # One thread, no computing: it forks a child for each run and buries what that leaves behind
-    child, told = None, False
-
-    def obey(self, do, **what):
-        if do == 'end': self.end()
-        elif do == 'run': self.fork(what)
-        elif self.child and (do == 'kill' or not self.told):
-            self.told = True
-            os.kill(self.child, signal.SIGKILL if do == 'kill' else signal.SIGTERM)
-
-    def fork(self, what):
+    def fork(self, request):
         if self.child: raise RuntimeError('a run is there already')
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # One that comes at once waits until the child is ready for it
-        self.told, self.child = False, os.fork()
-        if self.child: return signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        try: self.tell(answer=_packed(_outcome(self, **what)))
+        self.stop_sent = False
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Until the child is ready
+        self.child = os.fork()
+        if self.child:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            return
+        try: self.answer(answer=_packed(_outcome(self, **request)))
         finally: os._exit(0)
 
-    def look(self):  # A child that is gone leaves nothing: what it started is killed, what it wrote for itself is removed
-        if not self.child or not (status := os.waitpid(self.child, os.WNOHANG))[0]: return
-        while orphans := Path(f'/proc/self/task/{self.pid}/children').read_text().split():
-            for pid in map(int, orphans):
-                for kill in os.killpg, os.kill:
-                    with suppress(OSError): kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+    def bury(self):
+        "Kill what a child that has ended had started, and remove what it wrote for itself."
+        if not self.child: return
+        pid, status = os.waitpid(self.child, os.WNOHANG)
+        if not pid: return
+        while orphans := _children(self.pid):
+            for orphan in orphans: _kill(orphan)
         for path in self.temp.iterdir(): shutil.rmtree(path, ignore_errors=True)
         self.child = None
-        self.tell(left=os.waitstatus_to_exitcode(status[1]))
+        self.answer(left=os.waitstatus_to_exitcode(status))
 
-# %% ../../nbs/launching/07_background.ipynb #6e17d596
-def _serve(kernel, temp):  # The main program of the nursery
-    nursery = _Nursery(kernel, temp)
-    try:
-        _import_all()
-        signal.signal(signal.SIGTERM, nursery.end), nursery.tell(ready=True)
-        with suppress(EOFError, BrokenPipeError):
-            while True:
-                for asked in nursery.asked(): nursery.obey(**asked)
-                nursery.look()
-    finally: _bury(nursery), shutil.rmtree(temp, ignore_errors=True)
+# %% ../../nbs/launching/07_background.ipynb #a3f156b7
+def _children(pid):
+    return [int(child) for child in Path(f'/proc/self/task/{pid}/children').read_text().split()]
 
-def _bury(nursery):  # Nobody listens any more: let the run save, then end it
-    late = time.monotonic() + _LAST_S
-    with suppress(BrokenPipeError):
-        if nursery.child: nursery.obey('stop')
-        while nursery.child:
-            if time.monotonic() > late: nursery.obey('kill')
-            nursery.look(), time.sleep(0.02)
+def _kill(pid):
+    "End a process and its group, and wait until it is gone."
+    for kill in os.killpg, os.kill:
+        with suppress(OSError): kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 def _write(file, text):
     data = text.encode()
-    while data: data = data[os.write(file, data):]
+    while data:
+        written_b = os.write(file, data)
+        data = data[written_b:]
 
-def _lines(file):  # Of a pipe, until its other end is closed; without a lock that a thread of the kernel could die with
-    rest = b''
+def _lines(file):
+    "Lines of a pipe until it is closed; without a lock that a thread of the kernel could die with."
+    unread = b''
     while data := os.read(file, 2**20):
-        *lines, rest = (rest + data).split(b'\n')
+        *lines, unread = (unread + data).split(b'\n')
         yield from filter(None, lines)
 
-# %% ../../nbs/launching/07_background.ipynb #68d61b9f
-def _outcome(nursery, recipe, directory, folder, env, how):  # In the child: what each rank reports, or what was raised
+# %% ../../nbs/launching/07_background.ipynb #6e17d596
+def _serve(kernel, temp):
+    "Be the nursery: its main program."
+    nursery = _Nursery(kernel, temp)
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if os.getppid() != nursery.pid: os._exit(1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.chdir(folder), os.environ.clear()
-        os.environ.update(env, TMPDIR=str(nursery.temp), LLMW_LOGS=f'{directory}/logs')
-        tempfile.tempdir = str(nursery.temp)
-        warnings.filterwarnings('ignore', '.*gradient_checkpointing', FutureWarning)  # trl's, four lines in every log
+        _import_all()
+        signal.signal(signal.SIGTERM, nursery.end)
+        nursery.answer(ready=True)
+        with suppress(EOFError, BrokenPipeError):
+            while True:
+                for request in nursery.requests(): nursery.obey(**request)
+                nursery.bury()
+    finally:
+        _save_and_end(nursery)
+        shutil.rmtree(temp, ignore_errors=True)
+
+def _save_and_end(nursery):
+    "Nobody listens any more: let the run save, then end it."
+    end = time.monotonic() + _LAST_S
+    with suppress(BrokenPipeError):
+        nursery.obey('stop')
+        while nursery.child:
+            if time.monotonic() > end: nursery.obey('kill')
+            nursery.bury()
+            time.sleep(0.02)
+
+# %% ../../nbs/launching/07_background.ipynb #68d61b9f
+def _become_child(nursery, directory, folder, env):
+    "Take the folder and the variables of the kernel, and end when the nursery ends."
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != nursery.pid: os._exit(1)  # It has ended already
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env, TMPDIR=str(nursery.temp), LLMW_LOGS=f'{directory}/logs')
+    tempfile.tempdir = str(nursery.temp)
+
+def _outcome(nursery, recipe, directory, folder, env, how):
+    "In the child: what each rank reports, or what was raised."
+    try:
+        _become_child(nursery, directory, folder, env)
+        trl_repeats = '.*gradient_checkpointing'  # Four lines in every log
+        warnings.filterwarnings('ignore', trl_repeats, FutureWarning)
         return fine_tune(Recipe.parse(recipe), directory, live=False, **how).ranks
     except BaseException as error:
-        if not isinstance(error, (Preempted, RankError, ValueError)): sys.excepthook(*sys.exc_info())
+        expected = isinstance(error, (Preempted, RankError, ValueError))
+        if not expected: sys.excepthook(*sys.exc_info())
         return error
 
-def _committed(directory):  # The step that a run would go on from
-    found = latest_valid(directory) if Path(directory).is_dir() else None
-    return check(found).step if found else 0
+def _committed(directory):
+    "The step that a run would go on from."
+    newest = latest_valid(directory) if Path(directory).is_dir() else None
+    return check(newest).step if newest else 0
 
 # %% ../../nbs/launching/07_background.ipynb #79ed0cfb
-def _packed(outcome):  # As text; an error in the first way that brings it over as it is
-    if not isinstance(outcome, BaseException): return _text('value', outcome)
-    said = f'{type(outcome).__name__}: {outcome}'
-    ways = ('value', outcome), ('apart', (type(outcome), outcome.args, vars(outcome))), ('value', RuntimeError(said))
-    for way in ways:
+def _packed(outcome):
+    "As text; an error in the first way that brings it over as it is."
+    if not isinstance(outcome, BaseException): return _pickled('value', outcome)
+    parts = type(outcome), outcome.args, vars(outcome)
+    for way, content in (('value', outcome), ('parts', parts)):
         with suppress(Exception):
-            copy = _unpacked(text := _text(*way))
-            if way is ways[-1] or (type(copy), str(copy), vars(copy)) == (type(outcome), str(outcome), vars(outcome)): return text
+            text = _pickled(way, content)
+            if _same_error(_unpacked(text), outcome): return text
+    return _pickled('value', RuntimeError(f'{type(outcome).__name__}: {outcome}'))
 
-def _text(*what): return base64.b64encode(pickle.dumps(what)).decode()
+def _pickled(way, content): return base64.b64encode(pickle.dumps((way, content))).decode()
+
+def _same_error(copy, error):
+    return (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 def _unpacked(text):
-    way, what = pickle.loads(base64.b64decode(text))
-    if way == 'value': return what
-    kind, args, state = what
+    way, content = pickle.loads(base64.b64decode(text))
+    if way == 'value': return content
+    kind, args, attributes = content
     error = kind.__new__(kind, *args)
-    error.args, error.__dict__ = args, state
+    error.args, error.__dict__ = args, attributes
     return error
 
 # %% ../../nbs/launching/07_background.ipynb #b7c24a04
-class _Handle:  # Looks at a nursery and ends it
+class _Box:
+    "What the kernel and its listening thread know of a nursery."
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.ready = threading.Event()  # Everything is imported, or the nursery has ended
+        self.run = None  # The `Launched` that it works for
+        self.waits = None  # A launch that came before everything was imported
+        self.once = False  # Whether it ends with its first run
+        self.last_words = ''  # What it has printed, once it has ended
+        self.temp = tempfile.mkdtemp(prefix='llmw-workers-')
+        self.log = tempfile.TemporaryFile()
+        words = json.dumps([os.getpid(), self.temp, sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, '-c', _PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log, bufsize=0, start_new_session=True)
+        self.listener = threading.Thread(target=_listen, args=(self,), name='workers', daemon=True)
+        self.listener.start()
+
+# %% ../../nbs/launching/07_background.ipynb #c4d1e6eb
+class Workers:
+    "A process beside the kernel that has imported everything, and forks one run after another."
+    def __init__(self):
+        self._box = _Box()
+        last = weakref.finalize(self, _send, self._box, do='end')
+        last.atexit = False  # The end of the kernel says it, too
+
     def ready(self,
         timeout_s: float = 120.0,  # When to give up, s
     ) -> 'Workers':  # Itself
         "Wait until everything is imported; a run may be launched before."
-        if not self._box.ready.wait(timeout_s): raise TimeoutError(f'the workers are not ready after {timeout_s:g} s')
-        if self._box.process.poll() is not None: raise RuntimeError(_gone(self._box))
+        if not self._box.ready.wait(timeout_s):
+            raise TimeoutError(f'the workers are not ready after {timeout_s:g} s')
+        if self._box.process.poll() is not None: raise RuntimeError(_why_ended(self._box))
         return self
-
-    def __enter__(self): return self
-
-    def __exit__(self, *what): self.close()
-
-    def __repr__(self):
-        state = 'ended' if self._box.process.poll() is not None else 'ready' if self._box.ready.is_set() else 'importing'
-        return f'Workers({state}, process {self._box.process.pid}{", busy" * (self._box.run is not None)})'
-
-# %% ../../nbs/launching/07_background.ipynb #c4d1e6eb
-class Workers(_Handle):
-    "A process beside the kernel that has imported everything, and forks the ranks of one run after another."
-    def __init__(self):
-        self._box = box = SimpleNamespace(lock=threading.RLock(), ready=threading.Event(), run=None, waits=None,
-                                          once=False, said='', temp=tempfile.mkdtemp(prefix='llmw-workers-'),
-                                          log=tempfile.TemporaryFile())
-        words = json.dumps([os.getpid(), box.temp, sys.path])
-        box.process = subprocess.Popen([sys.executable, '-c', _PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       stderr=box.log, bufsize=0, start_new_session=True)
-        box.listener = threading.Thread(target=_listen, args=(box,), name='workers', daemon=True)
-        box.listener.start()
-        weakref.finalize(self, _send, box, do='end').atexit = False  # The end of the kernel says it, too
 
     def close(self) -> None:
         "Stop what runs, save it if that takes less than ten seconds, and end the process."
-        if run := self._box.run: run.stop()
-        if self._box.ready.is_set(): _send(self._box, do='end')
-        else: self._box.process.kill()
-        try: self._box.process.wait(_LAST_S + 5)
-        except subprocess.TimeoutExpired: self._box.process.kill()
-        self._box.listener.join(5)
+        box = self._box
+        if box.run: box.run.stop()
+        if box.ready.is_set(): _send(box, do='end')
+        else: box.process.kill()
+        try: box.process.wait(_LAST_S + 5)
+        except subprocess.TimeoutExpired: box.process.kill()
+        box.listener.join(5)
+
+    def __enter__(self): return self
+
+    def __exit__(self, *error): self.close()
+
+    def __repr__(self):
+        state = 'ready' if self._box.ready.is_set() else 'importing'
+        if self._box.process.poll() is not None: state = 'ended'
+        busy = ', busy' if self._box.run is not None else ''
+        return f'Workers({state}, process {self._box.process.pid}{busy})'
 
 # %% ../../nbs/launching/07_background.ipynb #a8aa61b9
-def _send(box, **what):
+def _send(box, **request):
     with box.lock, suppress(OSError, ValueError):  # It may be gone; then the listener knows
-        _write(box.process.stdin.fileno(), json.dumps(what) + '\n')
-        if what == {'do': 'end'}: box.process.stdin.close()
+        _write(box.process.stdin.fileno(), json.dumps(request) + '\n')
+        if request == {'do': 'end'}: box.process.stdin.close()
 
 # %% ../../nbs/launching/07_background.ipynb #0b2d69cb
-def _gone(box):
-    return f'the workers have ended (exit code {box.process.poll()}): make new ones' + (f'\n\n{box.said}' if box.said else '')
+def _why_ended(box):
+    why = f'the workers have ended (exit code {box.process.poll()}): make new ones'
+    return f'{why}\n\n{box.last_words}' if box.last_words else why
 
 # %% ../../nbs/launching/07_background.ipynb #a546cb55
-def _listen(box):  # A thread of the kernel, for as long as the nursery lives; it must not hold on to `Workers`
-    answer = last = None
+def _listen(box):
+    "A thread of the kernel, for as long as the nursery lives; it must not hold on to `Workers`."
+    answer, code = None, None
     for line in _lines(box.process.stdout.fileno()):
-        try: said = json.loads(line)
-        except ValueError: continue
-        answer = said.get('answer', answer)
-        if 'ready' in said: _hand_over(box)
-        if 'left' not in said: continue
-        last, answer = (answer, said['left']), None
-        if box.once: _send(box, do='end')
-        else: last = _end_run(box, *last)
-    box.process.wait(), box.process.stdout.close(), box.log.seek(0)
-    box.said = box.log.read().decode(errors='replace')[-4000:]
-    box.log.close(), _send(box, do='end'), shutil.rmtree(box.temp, ignore_errors=True), box.ready.set()
-    _end_run(box, *(last or (answer, None)))
+        try: message = json.loads(line)
+        except ValueError: continue  # What a child had begun to say when it was killed
+        answer = message.get('answer', answer)
+        if 'ready' in message: _hand_over(box)
+        if 'left' not in message: continue
+        if box.once:  # The run is over when the nursery is
+            code = message['left']
+            _send(box, do='end')
+        else:
+            _end_run(box, answer, message['left'])
+            answer = None
+    _clear_up(box)
+    _end_run(box, answer, code)
+
+def _clear_up(box):
+    "After the end of the nursery: read what it printed, and leave nothing."
+    box.process.wait()
+    box.process.stdout.close()
+    box.log.seek(0)
+    box.last_words = box.log.read().decode(errors='replace')[-4000:]
+    box.log.close()
+    _send(box, do='end')
+    shutil.rmtree(box.temp, ignore_errors=True)
+    box.ready.set()
 
 def _hand_over(box):
+    "Everything is imported: start the launch that waited for it."
     with box.lock:
         box.ready.set()
         if box.waits: _send(box, **box.waits)
         box.waits = None
 
 def _end_run(box, answer, code):
-    with box.lock: run, box.run, box.waits = box.run, None, None
+    with box.lock:
+        run, box.run, box.waits = box.run, None, None
     if run: run._end(answer, code)
 
 # %% ../../nbs/launching/07_background.ipynb #37393377
-class _Seen:  # What can be read of a run at any time
+class Launched:
+    "A fine-tune that runs beside the kernel: watch it, wait for it, stop it."
+    def __init__(self, recipe: Recipe,  # What runs
+        directory: Path,  # Where it writes
+        workers: Workers,  # Who runs it
+    ):
+        self.recipe, self.directory, self.workers = recipe, directory, workers
+        self._ended, self._asked = threading.Event(), ''
+        self._run, self._error = None, None
+
     @property
     def state(self) -> str:  # 'running', 'stopping', 'finished', 'preempted' or 'failed'
         "Say how it stands."
         if not self._ended.is_set(): return 'stopping' if self._asked else 'running'
-        return 'finished' if self._run else 'preempted' if isinstance(self._error, Preempted) else 'failed'
+        if self._run: return 'finished'
+        return 'preempted' if isinstance(self._error, Preempted) else 'failed'
+
+    @property
+    def error(self) -> str:  # Empty for a run that has not failed
+        "Say why it failed, as `wait` would raise it."
+        return f'{type(self._error).__name__}: {self._error}' if self.state == 'failed' else ''
+
+    @property
+    def saved_step(self) -> int | None:  # None for a run that was not stopped
+        "Say from which step a run that was stopped goes on."
+        return self._error.step if self.state == 'preempted' else None
 
     @property
     def metrics(self) -> list[dict]:  # One value per step, as `read_metrics` gives them
         "Read the steps so far."
         return read_metrics(self.directory / 'metrics.jsonl')
 
-    def log(self,
-        rank: int = 0,  # Whose
+    def log(self, rank: int = 0,  # Whose
         most_b: int = 2**16,  # How much of its end, bytes
     ) -> str:  # Its last lines, of this start and of earlier ones; empty if it has said nothing
         "Read what a rank has printed, while it runs or later."
         ranks = self.recipe.cluster.ranks
-        if rank not in range(ranks): raise ValueError(f'rank {rank!r} is none of 0 to {ranks - 1}')
+        if rank not in range(ranks):
+            raise ValueError(f'rank {rank!r} is none of 0 to {ranks - 1}')
         return log_tail(self.directory / 'logs' / f'rank-{rank}.log', most_b)
 
     def plot(self) -> 'Figure':  # Loss by step
@@ -259,95 +356,105 @@ class _Seen:  # What can be read of a run at any time
         from llm_workbook.training.loss_curve import loss_figure
         return loss_figure(self.metrics, self.recipe.optimizer.steps)
 
-    def __repr__(self):
-        done = max((row['step'] for row in self.metrics), default=0)
-        return f'Launched({self.recipe.name!r}, {self.state}, {done} of {self.recipe.optimizer.steps} steps)'
-
-    def _repr_html_(self):
-        logs = [(rank, (self.log(rank, 2000).splitlines() or ['nothing yet'])[-1]) for rank in range(self.recipe.cluster.ranks)]
-        return f'<p>{escape(repr(self))}</p>' + html_table(('rank', 'last line of its log'), logs)
-
-# %% ../../nbs/launching/07_background.ipynb #985bc9e9
-class _Told(_Seen):  # How it is told to stop, and how it ends
-    def _tell(self, how):
-        box = self.workers._box
-        with box.lock:
-            if box.run is not self: return
-            self._asked = how
-            if box.ready.is_set(): return _send(box, do=how)
-            if box.once: box.process.kill()  # It imports, and has started nothing
-            else: _end_run(box, None, None)  # Before anybody can hand it over
-
-    def _end(self, answer, code):  # Called by the listener
-        try:
-            found = _unpacked(answer) if answer else self._unanswered(code)
-            if isinstance(found, BaseException): self._error = found
-            else: self._run = Run(self.recipe, self.directory, found)
-        except Exception as error: self._error = error
-        self._ended.set()
-
-    def _unanswered(self, code):
-        if self._asked: return Preempted(_committed(self.directory))
-        if code is None: return RuntimeError(_gone(self.workers._box))
-        hint = ' (SIGKILL: memory may have run out)' * (code == -9)
-        return RuntimeError(f'the process of the run left with exit code {code}{hint}')
-
-# %% ../../nbs/launching/07_background.ipynb #9fea043f
-class Launched(_Told):
-    "A fine-tune that runs beside the kernel: watch it, wait for it, stop it."
-    def __init__(self,
-        recipe: Recipe,    # What runs
-        directory: Path,   # Where it writes
-        workers: Workers,  # Who runs it
-    ):
-        self.recipe, self.directory, self.workers = recipe, directory, workers
-        self._ended, self._asked, self._run, self._error = threading.Event(), '', None, None
-
-    def wait(self,
-        timeout_s: float | None = None,  # When to give up waiting, s; the run goes on. None waits for the end
+    def wait(self, timeout_s: float | None = None,  # When to give up, s; the run goes on
     ) -> Run:  # With what each rank reports
-        "Wait for the end, or raise what ended it; an interrupt stops the run, and a second one kills it."
+        "Wait for the end, or raise what ended it; an interrupt stops the run, a second kills it."
         try: self._ended.wait(timeout_s)
-        except KeyboardInterrupt:
-            self.stop()
-            try: self._ended.wait()
-            except KeyboardInterrupt:
-                self.kill(), self._ended.wait(5)
-                raise
-        if not self._ended.is_set(): raise TimeoutError(f'{self.directory.name!r} is still {self.state} after {timeout_s:g} s')
+        except KeyboardInterrupt: _wait_for_save(self)
+        if not self._ended.is_set():
+            name = self.directory.name
+            raise TimeoutError(f'{name!r} is still {self.state} after {timeout_s:g} s')
         if self._error: raise self._error.with_traceback(None)
         return self._run
 
     def stop(self) -> None:
         "Tell the ranks to save and to end, and return at once."
-        self._tell('stop')
+        _tell(self, 'stop')
 
     def kill(self) -> None:
         "End the ranks at once; what was committed stays."
-        self._tell('kill')
+        _tell(self, 'kill')
+
+    def _end(self, answer, code):
+        "Take what came of it; called by the listener."
+        try: outcome = _unpacked(answer) if answer else _unanswered(self, code)
+        except Exception as error: outcome = error
+        if isinstance(outcome, BaseException): self._error = outcome
+        else: self._run = Run(self.recipe, self.directory, outcome)
+        self._ended.set()
+
+    def __repr__(self):
+        done = max((row['step'] for row in self.metrics), default=0)
+        steps = self.recipe.optimizer.steps
+        return f'Launched({self.recipe.name!r}, {self.state}, {done} of {steps} steps)'
+
+    def _repr_html_(self):
+        rows = []
+        for rank in range(self.recipe.cluster.ranks):
+            lines = self.log(rank, 2000).splitlines()
+            rows.append((rank, lines[-1] if lines else 'nothing yet'))
+        return f'<p>{escape(repr(self))}</p>' + html_table(('rank', 'last line of its log'), rows)
+
+# %% ../../nbs/launching/07_background.ipynb #985bc9e9
+def _tell(run, request):
+    box = run.workers._box
+    with box.lock:
+        if box.run is not run: return  # It has ended
+        run._asked = request
+        if box.ready.is_set(): _send(box, do=request)
+        elif box.once: box.process.kill()  # It imports, and has started nothing
+        else: _end_run(box, None, None)  # Before anybody can hand it over
+
+def _wait_for_save(run):
+    "After an interrupt: save and end; at the next one, end at once."
+    run.stop()
+    try: run._ended.wait()
+    except KeyboardInterrupt:
+        run.kill()
+        run._ended.wait(5)
+        raise
+
+
+def _unanswered(run, code):
+    "Why a child has gone without an answer."
+    if run._asked: return Preempted(_committed(run.directory))
+    if code is None: return RuntimeError(_why_ended(run.workers._box))
+    hint = ' (SIGKILL: memory may have run out)' if code == -9 else ''
+    return RuntimeError(f'the process of the run left with exit code {code}{hint}')
 
 # %% ../../nbs/launching/07_background.ipynb #7179849c
-def launch(
-    recipe: Recipe,         # For one node
-    directory: str | Path,  # Where to write; made if absent
-    workers: Workers | None = None,  # Who runs it; None makes some for this run alone
-    resume: bool = False,   # Whether a run that is there goes on; else it is refused
-    timeout_s: float | None = None,  # When to end the ranks without a save, and name those that hang, s; None never does
-    step_timeout_s: float | None = 1200.0,  # Longest time between two steps before the ranks that hang are named, s; None waits
-) -> Launched:  # At once, while it runs
-    "Check `recipe` here, and fine-tune beside the kernel."
+def _check_launch(recipe, workers, timeout_s):
+    "Refuse what cannot be launched, before anything is started."
     if not isinstance(workers, Workers | None): raise ValueError(f'{workers!r} are no Workers')
     check_recipe(recipe)
-    if (nodes := recipe.cluster.nodes) > 1:
-        raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone; `submit` asks SLURM for more')
-    if timeout_s is not None and not timeout_s > 0: raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
-    made, directory = workers or Workers(), Path(directory).absolute()
-    launched, box = Launched(recipe, directory, made), made._box
-    how = dict(resume=resume, timeout_s=timeout_s, step_timeout_s=step_timeout_s)
-    asked = dict(do='run', recipe=recipe.dump(), directory=str(directory), folder=os.getcwd(), env=dict(os.environ), how=how)
+    nodes = recipe.cluster.nodes
+    if nodes > 1:
+        raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone; '
+                         '`submit` asks SLURM for more')
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
+
+def launch(
+    recipe: Recipe,  # For one node
+    directory: str | Path,  # Where to write; made if absent
+    workers: Workers | None = None,  # Who runs it; None makes some for this run alone
+    resume: bool = False,  # Whether a run that is there goes on; else it is refused
+    timeout_s: float | None = None,  # When to end ranks without a save, naming those that hang, s
+    step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits
+) -> Launched:  # At once, while it runs
+    "Check `recipe` here, and fine-tune beside the kernel."
+    _check_launch(recipe, workers, timeout_s)
+    directory = Path(directory).absolute()
+    launched = Launched(recipe, directory, workers or Workers())
+    box = launched.workers._box
+    limits = {'resume': resume, 'timeout_s': timeout_s, 'step_timeout_s': step_timeout_s}
+    request = {'do': 'run', 'recipe': recipe.dump(), 'directory': str(directory),
+               'folder': os.getcwd(), 'env': dict(os.environ), 'how': limits}
     with box.lock:
-        if box.run: raise RuntimeError(f'these workers are busy with {box.run.directory.name!r}: wait for it, or make others')
-        if box.process.poll() is not None: raise RuntimeError(_gone(box))
-        box.run, box.once, box.waits = launched, workers is None, asked
+        if box.run:
+            raise RuntimeError(f'these workers are busy with {box.run.directory.name!r}: '
+                               'wait for it, or make others')
+        if box.process.poll() is not None: raise RuntimeError(_why_ended(box))
+        box.run, box.once, box.waits = launched, workers is None, request
         if box.ready.is_set(): _hand_over(box)
     return launched

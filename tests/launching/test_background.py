@@ -223,9 +223,9 @@ def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(p
     assert wait_for((tmp_path/'run').exists)
     monkeypatch.setattr(launching, '_LAST_S', 0.5 if code else 10)
     nursery = launching._Nursery.__new__(launching._Nursery)
-    nursery.child = run.pid
-    nursery.look = lambda: run.poll() is not None and setattr(nursery, 'child', None)
-    launching._bury(nursery)
+    nursery.child, nursery.stop_sent = run.pid, False
+    nursery.bury = lambda: run.poll() is not None and setattr(nursery, 'child', None)
+    launching._save_and_end(nursery)
     assert (run.wait(5), (tmp_path/'run').read_text()) == (code, said)
 
 

@@ -15,6 +15,8 @@ METRICS = [{'step': n, 'loss': 3 / n, 'seconds': 2. * n} for n in range(1, 5)]
 
 class Beside:
     "What `Launched` shows to a console."
+    error, saved_step = '', None
+
     def __init__(self, ranks=2):
         self.recipe = type('Recipe', (), {'name': 'small', 'cluster': type('', (), {'ranks': ranks}), 'optimizer': type('', (), {'steps': 8})})
         self.state, self.metrics, self.stopped, self.texts = 'running', [], 0, ['' for _ in range(ranks)]
@@ -89,7 +91,38 @@ def test_what_is_no_run_is_refused(wrong):
     with pytest.raises(ValueError, match='no run that can be watched'): Console(wrong)
 
 
+def test_a_run_that_failed_says_why(run):
+    run.state, run.error, run.metrics = 'failed', "ValueError: 'a' <holds> a run already", METRICS
+    state, html = console_state(run), console_state(run)._repr_html_()
+    assert state.line == 'small: failed, step 4 of 8, loss 0.750, trained for 8 s'
+    assert 'a&#x27; &lt;holds&gt; a run already' in html and html.index('failed, step 4') < html.index('&lt;holds&gt;')
+    assert json.loads(json.dumps(state.to_dict()))['error'] == run.error
+    run.error = 'x' * 10**6
+    assert len(console_state(run)._repr_html_()) < 100_000
+
+
+def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(run):
+    run.state, run.saved_step, run.metrics = 'preempted', 3, METRICS
+    assert console_state(run).line == ('small: stopped and saved at step 3 of 8, loss 0.750, trained for 8 s; '
+                                       'launch(..., resume=True) goes on')
+    run.saved_step, run.metrics = 0, []
+    assert console_state(run).line == 'small: stopped before its first step was saved, at step 0'
+
+
+def test_long_decimals_of_a_log_are_shortened(run):
+    run.texts = ['{"loss": 2.7182818284590452, "seconds": 1.5, "rate": 3.0000000000000001e-05, "version": "1.23456789.4"}', '']
+    html = console_state(run)._repr_html_()
+    assert '2.71828,' in html and '1.5,' in html and '3e-05,' in html and '1.23456789.4' in html
+
+
 # The widget
+
+def test_a_run_that_is_refused_shows_the_reason_in_the_widget(run):
+    pytest.importorskip('ipywidgets')
+    console = Console(run)
+    run.state, run.error = 'failed', 'ValueError: it holds a run already'
+    assert wait_for(lambda: console._done.is_set()) and 'it holds a run already' in console.line.value
+
 
 def test_the_console_follows_by_itself_until_the_end(run):
     pytest.importorskip('ipywidgets')

@@ -20,7 +20,7 @@ from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.launching.rendezvous import Flaw, Place, Talk, place_of
-from llm_workbook.launching.node_report import look_up, same_folder
+from llm_workbook.launching.node_report import describe_source, same_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -177,11 +177,11 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
         def __init__(self, place, face, limit_s):
             super().__init__(place, face, 15)
             self.began, self.until = self.began - 12, self.until - 12
-    class Slow(doctor._Saved):
+    class Slow(doctor._PlannedSave):
         def run(self): time.sleep(3), super().run()
     def disturb(rank):
         if rank: doctor.Talk = Earlier
-        doctor._Saved = Slow
+        doctor._PlannedSave = Slow
         return {}
     found, made = two(tmp_path, disturb)
     assert found == [] and made['seconds'] > 3
@@ -190,12 +190,12 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('wait_s, known', [(8, True), (0.1, False)])
 def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monkeypatch, wait_s, known):
-    class Late(doctor._Saved):
+    class Late(doctor._PlannedSave):
         def __init__(self, recipe): super().__init__(recipe), made.append(self)
         def run(self): time.sleep(5), super().run()
-    made, seen, links = [], [], Talk.links
-    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_Saved', Late)
-    monkeypatch.setattr(Talk, 'links', lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
+    made, seen, links = [], [], doctor.time_links
+    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_PlannedSave', Late)
+    monkeypatch.setattr(doctor, 'time_links', lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
     env = {'RANK': '0', 'WORLD_SIZE': '1'}
     found = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
     assert not found.findings and seen == [known] and 5 < found.seconds < 20  # It counts in the end
@@ -205,8 +205,8 @@ def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monk
 def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], 'preflight', partial(preflight, limit_s=9))
     def hung(rank):
-        see = doctor.see
-        doctor.see = lambda *args: (time.sleep(60 * rank), see(*args))[1]
+        report_node = doctor.report_node
+        doctor.report_node = lambda *args: (time.sleep(60 * rank), report_node(*args))[1]
         return {}
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
     finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
@@ -238,8 +238,8 @@ def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Talk, 'take', lambda self, key, host, doing, seconds=60., pause_s=0.005:
                         take(self, key, host, doing, 2 if key == 'facts/1' else seconds, pause_s))
     def silent(rank):
-        see = doctor.see
-        doctor.see = lambda *args: (time.sleep(6 * rank), see(*args))[1]
+        report_node = doctor.report_node
+        doctor.report_node = lambda *args: (time.sleep(6 * rank), report_node(*args))[1]
         return {}
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
     finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
@@ -285,8 +285,8 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 # What one node says, judged by itself
 
-FACT = {'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(), 'faces': {'lo': '127.0.0.1'},
-        'own': '10.0.0.1', 'others': {}, 'sources': {}, 'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0,
+FACT = {'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(), 'interfaces': {'lo': '127.0.0.1'},
+        'own_address': '10.0.0.1', 'others': {}, 'sources': {}, 'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0,
         'planned_b': 10**8}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
 
@@ -301,7 +301,7 @@ def test_little_room(free_b, stops):
 
 def test_what_is_saved_is_what_the_ledger_plans():
     recipe = ONE.changed({'intervals.saving': 10})
-    (saved := doctor._Saved(recipe)).join()
+    (saved := doctor._PlannedSave(recipe)).join()
     lines = [x for x in doctor.memory(recipe).lines if (x.phase, x.place) == ('save', 'disk')]
     assert saved.size_b == sum(x.size_b * (2 if x.each else 1) for x in lines) > 10**6
     assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
@@ -309,7 +309,7 @@ def test_what_is_saved_is_what_the_ledger_plans():
 
 @pytest.mark.parametrize('own, face, words', [('127.0.1.1', None, 'its own name leads to 127.0.1.1'), ('127.0.1.1', 'lo', None)])
 def test_a_name_that_leads_home(own, face, words):
-    found = assess(TWO.changed({'cluster.interface': face}), [FACT, OTHER | {'own': own}])
+    found = assess(TWO.changed({'cluster.interface': face}), [FACT, OTHER | {'own_address': own}])
     assert words is None and not found or only(found, 'names').host == 'node2' and words in found[0].what
 
 
@@ -340,12 +340,12 @@ def test_links_that_are_bad(change, words, stops):
 
 def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
     recipe = TWO.changed({'cluster.hardware': '8x-h100@infiniband-400', 'cluster.device': 'cuda'})
-    assert doctor._planned(recipe, LINK) is None  # gloo: the plan counts with NCCL
-    assert doctor._planned(recipe, LINK | {'backend': 'nccl'}) == pytest.approx(40e9)
+    assert doctor._planned_bps(recipe, LINK) is None  # gloo: the plan counts with NCCL
+    assert doctor._planned_bps(recipe, LINK | {'backend': 'nccl'}) == pytest.approx(40e9)
     eight = recipe.changed({'cluster.processes': 8})  # Of which one is timed
-    assert doctor._planned(eight, LINK | {'backend': 'nccl'}) == pytest.approx(5e9)
-    assert doctor._planned(recipe, LINK | {'backend': 'nccl', 'hosts': ['a', 'a']}) > 1e11
-    assert doctor._planned(TWO, LINK) is None
+    assert doctor._planned_bps(eight, LINK | {'backend': 'nccl'}) == pytest.approx(5e9)
+    assert doctor._planned_bps(recipe, LINK | {'backend': 'nccl', 'hosts': ['a', 'a']}) > 1e11
+    assert doctor._planned_bps(TWO, LINK) is None
 
 
 def test_a_driver_may_differ():
@@ -373,29 +373,29 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
     import huggingface_hub.constants as hub
     monkeypatch.setattr(hub, 'HF_HUB_CACHE', str(tmp_path))
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', True)
-    assert look_up('owner/name') == {'error': 'is not in the cache of the Hub'}
+    assert describe_source('owner/name') == {'error': 'is not in the cache of the Hub'}
     place = tmp_path/'models--owner--name'
     (place/'snapshots/0123456789abcdef').mkdir(parents=True), (place/'refs').mkdir()
     (place/'refs/main').write_text('0123456789abcdef')
-    assert look_up('owner/name') == look_up('owner/name', '0123456789abcdef') == {'said': 'commit 0123456789ab'}
+    assert describe_source('owner/name') == describe_source('owner/name', '0123456789abcdef') == {'content': 'commit 0123456789ab'}
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
-    assert look_up('owner/name', kind='datasets')['later']
-    there, absent = ({'sources': {'data': one}} for one in ({'said': 'commit 0'}, look_up('owner/name', kind='datasets')))
+    assert describe_source('owner/name', kind='datasets')['later']
+    there, absent = ({'sources': {'data': one}} for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
     finding = only(assess(TWO, [FACT | there, OTHER | absent]), 'files')
     assert (finding.host, finding.stops) == ('node2', False) and 'hf download' in finding.mend
 
 
 def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
     (file := tmp_path/'a.bin').write_bytes(bytes(300_000))
-    before = look_up(str(tmp_path))
-    assert before == look_up(str(tmp_path)) and before['said'].startswith('1 file, 300,000 bytes')
+    before = describe_source(str(tmp_path))
+    assert before == describe_source(str(tmp_path)) and before['content'].startswith('1 file, 300,000 bytes')
     for place, byte in ((0, b'x'), (299_999, b'y')):
         with open(file, 'r+b') as out: out.seek(place), out.write(byte)
-        before, was = look_up(str(tmp_path)), before
+        before, was = describe_source(str(tmp_path)), before
         assert before != was
-    assert look_up(str(tmp_path/'*.bin'))['said'].startswith('1 file,')
-    assert look_up(str(tmp_path/'*.csv')) == {'error': 'leads to no file'}
-    assert look_up(str(tmp_path/'no.csv')) == {'error': 'is not there'}
+    assert describe_source(str(tmp_path/'*.bin'))['content'].startswith('1 file,')
+    assert describe_source(str(tmp_path/'*.csv')) == {'error': 'leads to no file'}
+    assert describe_source(str(tmp_path/'no.csv')) == {'error': 'is not there'}
 
 
 # Where a process stands
@@ -404,7 +404,7 @@ def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
     ('node1', ['node1']), ('node[1-3]', ['node1', 'node2', 'node3']), ('a[01-02,10],b', ['a01', 'a02', 'a10', 'b']),
     ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']), ('', [])])
 def test_names_of_nodes_are_read_as_slurm_writes_them(text, names):
-    assert talks._expand(text) == names
+    assert talks.node_names(text) == names
 
 
 def test_the_place_of_a_process():
@@ -475,3 +475,18 @@ def test_the_program_says_stop_by_its_exit_code(tmp_path):
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost', 'SLURM_JOB_ID': str(free_port())}
     done = program(TWO, tmp_path, **env)
     assert done.returncode == 1 and 'STOP world' in done.stdout and 'Traceback' not in done.stderr
+
+
+def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
+    "A call into a dead network may never come back; the verdict must."
+    ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
+    code = ('import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
+            'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; runpy.run_module("llm_workbook", run_name="__main__")')
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')} | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and ': go' in done.stdout, done.stderr
+
+
+def test_a_word_that_is_no_command_is_refused(tmp_path):
+    done = subprocess.run([sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean 'preflight'" in done.stderr

@@ -417,5 +417,5 @@ def test_two_that_render_at_once_both_succeed(tmp_path, monkeypatch):
     def replace(part, file, real=os.replace): together.wait(), real(part, file)
     monkeypatch.setattr(os, 'replace', replace)
     with ThreadPoolExecutor(2) as pool:
-        for one in [pool.submit(rendering._put, tmp_path/'a.yaml', 'a: 1\n') for _ in range(2)]: one.result()
+        for one in [pool.submit(rendering._write_if_changed, tmp_path/'a.yaml', 'a: 1\n') for _ in range(2)]: one.result()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [('a.yaml', 'a: 1\n')]

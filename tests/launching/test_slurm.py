@@ -20,8 +20,7 @@ LINE = ('JobId={id} JobName=reviews-qlora-shrunk UserId=me(1000) GroupId=me(1000
         'BatchHost=node1 NumNodes=2 NumCPUs=2 Command={script} WorkDir=/x JobState=COMPLETED Reason=y StdErr=/z StdOut=/z Power=')
 PROGRAMS = {
     'sbatch': 'printf "%s\\n" "$@" > "$SEEN/submitted"; env > "$SEEN/environment"; echo "${NUMBER:-17}"',
-    'scontrol': """case "$*" in
-"show hostnames node[1-2]") printf 'node1\\nnode2\\n';; *"show job"*) [ -e "$SEEN/job" ] && exec cat "$SEEN/job"
+    'scontrol': """case "$*" in *"show job"*) [ -e "$SEEN/job" ] && exec cat "$SEEN/job"
 echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; *) echo "scontrol $*" >> "$SEEN/asked";; esac""",
     'scancel': 'echo "scancel $*" >> "$SEEN/asked"'}
 
@@ -131,9 +130,10 @@ def test_of_two_kernels_that_submit_at_once_one_gets_the_job(slurm, tmp_path):
     assert 'job 17 is PENDING' in error and (slurm/'count').read_text() == 'x\n'
 
 
-def test_a_job_that_cannot_be_recorded_is_taken_back(slurm, tmp_path):
-    (tmp_path/'run/.job.json.part').mkdir(parents=True)
-    with pytest.raises(IsADirectoryError): submit(RECIPE, tmp_path/'run')
+def test_a_job_that_cannot_be_recorded_is_taken_back(slurm, tmp_path, monkeypatch):
+    def full(*words): raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(jobs, 'publish', full)
+    with pytest.raises(OSError, match='No space left'): submit(RECIPE, tmp_path/'run')
     assert asked(slurm) == ['scancel 17']
 
 
