@@ -246,7 +246,7 @@ def test_what_was_seen_is_not_worked_out_again():
     with FakeTensorMode() as mode:
         memo, x = Memo(mode), torch.ones(4, 4)
         outs = [memo(OPS.mm.default, (x, x), {}) for _ in range(5)]
-    assert len(memo.seen) == 1 and len({id(out.untyped_storage()) for out in outs}) == 5
+    assert len(memo.results) == 1 and len({id(out.untyped_storage()) for out in outs}) == 5
 
 
 def test_the_default_type_is_part_of_the_key():
