@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .recorder import Stage
+from .recorder import Recorder
 
 # %% ../../nbs/rehearsal/06_findings.ipynb #659923dc
 @dataclass(frozen=True)
@@ -171,19 +171,19 @@ def _saves(seen) -> Iterator[Finding]:
 
 # %% ../../nbs/rehearsal/06_findings.ipynb #315c7aad
 def findings(
-    stage: Stage,  # On which a program has played, with `Stage.watch` called
+    stage: Recorder,  # On which a program has played, with `Recorder.watch` called
     model: 'torch.nn.Module',  # As it trained there
     optimizer: 'torch.optim.Optimizer | None' = None,  # As it stepped there
 ) -> list[Finding]:  # The most bytes first; empty where nothing is wrong
     "Find what raises nothing and should not happen."
     if not hasattr(model, 'named_parameters'): raise ValueError(f'{type(model).__name__} is no model: give the one that trained')
-    if not stage.places.names: raise ValueError('the stage knows no module: call stage.watch(model, optimizer) in the program')
+    if not stage.modules.names: raise ValueError('the stage knows no module: call stage.watch(model, optimizer) in the program')
     seen = _Seen(stage, model, optimizer)
     found = [f for check in (_whole, _wraps, _graphs, _logits, _steps, _again, _saves) for f in check(seen)]
     return sorted(found, key=lambda f: -f.size_b)
 
 def check_stage(
-    stage: Stage,  # As for `findings`
+    stage: Recorder,  # As for `findings`
     model: 'torch.nn.Module',  # As it trained there
     optimizer: 'torch.optim.Optimizer | None' = None,  # As it stepped there
 ) -> None:

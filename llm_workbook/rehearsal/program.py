@@ -24,7 +24,7 @@ from ..config.document import Problem, RecipeError, resolve
 from ..model.spec import spec as find_spec
 from ..model.quantize import keep_payload, nf4_config
 from ..config.recipe import Recipe, Zero, planned_only
-from .recorder import Stage, staged
+from .recorder import Recorder, recorded
 from .timeline import Irregular
 
 # %% ../../nbs/rehearsal/04_program.ipynb #0f6493be
@@ -100,7 +100,7 @@ def script(
 # %% ../../nbs/rehearsal/04_program.ipynb #308ca6ce
 class Play(NamedTuple):
     "One training step as one rank saw it."
-    stage: Stage  # All that was done
+    stage: Recorder  # All that was done
     begin: int  # Event with which the step begins
     end: int  # The one after its last
     layers: int  # Of the model that played
@@ -119,7 +119,7 @@ def play(
     marks = {'start': time.monotonic()}
     model, offload = _skeleton(recipe, layers), recipe.sharding.offload_parameters == 'cpu'
     with _quietly(), patch.dict(os.environ, _variables(recipe)), tempfile.TemporaryDirectory() as folder:
-        with staged(recipe.cluster.ranks, rank, gpu, offload) as stage, _players(recipe, gpu):
+        with recorded(recipe.cluster.ranks, rank, gpu, offload) as stage, _players(recipe, gpu):
             trainer = _trainer(recipe, folder, _base(recipe, model), packed)
             trainer.add_callback(_prompter(trainer, stage, marks, recipe))
             trainer.began = time.monotonic()

@@ -23,7 +23,7 @@ from ..config.hardware import node as find_node
 from ..model.spec import spec as find_spec
 from .program import play, script, shortened
 from ..config.recipe import Recipe
-from .recorder import staged
+from .recorder import recorded
 from .timeline import Irregular, Timeline, spans, stretched
 from ..model.weight_files import Entry, Weights
 
@@ -210,7 +210,7 @@ def _arrive(part, layers, rank, gpu, locked):
         stack.enter_context(patch.dict(os.environ, fsdp_env(part)))
         stack.enter_context(warnings.catch_warnings(action='ignore'))
         model = stack.enter_context(arriving(part.changed({'model.source': str(place)})))
-        stage = stack.enter_context(staged(part.cluster.ranks, rank, gpu, part.sharding.offload_parameters == 'cpu'))
+        stage = stack.enter_context(recorded(part.cluster.ranks, rank, gpu, part.sharding.offload_parameters == 'cpu'))
         stack.enter_context(cpu_fsdp())
         if part.method.kind != 'full': model = add_adapters(model, part.method, part.seed)
         trained = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ..config.document import canvas
-from .recorder import Stage
+from .recorder import Recorder
 
 # %% ../../nbs/rehearsal/03_timeline.ipynb #3735fb66
 class Span(NamedTuple):
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 # %% ../../nbs/rehearsal/03_timeline.ipynb #d753c7a9
 def spans(
-    stage: Stage,  # What a program did
+    stage: Recorder,  # What a program did
     begin: int = 0,  # First event to look at
     end: int | None = None,  # The one after the last; None means to the end
     head: tuple = ('', 'lm_head', 'score'),  # Modules whose tensors are logits

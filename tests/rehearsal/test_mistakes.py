@@ -123,8 +123,8 @@ def test_nothing_is_found_where_nothing_is_wrong(page, method, how):
 @pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
 def test_nothing_is_found_under_ddp(page, method):
     "With real tensors: DDP's own code in C++ reads them."
-    from llm_workbook.rehearsal.recorder import staged
-    with staged(4, 3, real=True) as stage:
+    from llm_workbook.rehearsal.recorder import recorded
+    with recorded(4, 3, real=True) as stage:
         here, config = page.Played(stage, page.SMALL, 64), page.transformers.AutoConfig.for_model(**page.SMALL)
         here.model = lambda dtype: page.transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         model, optimizer = healthy(page, method, 'ddp')(here)
@@ -173,10 +173,10 @@ def test_a_weight_that_was_left_out_is_named(page):
 
 
 def test_a_gate_names_the_costliest(page):
-    from llm_workbook.rehearsal.recorder import staged
+    from llm_workbook.rehearsal.recorder import recorded
     from llm_workbook.rehearsal.findings import StageProblem, check_stage
     def both(here): return page.early(here, late=False)
-    with staged(2) as stage: model, optimizer, _ = both(page.Played(stage, page.SMALL, 64))
+    with recorded(2) as stage: model, optimizer, _ = both(page.Played(stage, page.SMALL, 64))
     with pytest.raises(StageProblem, match='39 of its 39 parameters are not in the model.*make the optimizer after sharding$'):
         check_stage(stage, model, optimizer)
 
