@@ -38,7 +38,7 @@ class Event(NamedTuple):
     phase: str  # As in a `Block`
     where: str  # Module at work
     op: str  # Name
-    flops: int  # FLOP by torch's formulas, those of attention on GPUs alone; and products of experts
+    flops: int  # FLOP by torch's formulas, attention on GPUs alone; and products of experts
 
 class Message(NamedTuple):
     "One collective, on one rank."

@@ -24,7 +24,7 @@ from ..model.spec import spec as find_spec
 from .program import play, script, shortened
 from ..config.recipe import Recipe
 from .recorder import recorded
-from .timeline import Irregular, Timeline, spans, stretched
+from .timeline import Irregular, Timeline, spans, extrapolated
 from ..model.weight_files import Entry, Weights
 
 # %% ../../nbs/rehearsal/05_step.ipynb #b3182a3c
@@ -115,7 +115,7 @@ def rehearse(
         steps.append(played.step_s)
         return Timeline(tuple(spans(played.stage, played.begin, played.end)), played.layers)
     depths = None if exact or part.sharding.strategy == 'ddp' else _depths(find_spec(part.model.source, part.model.revision))
-    try: timeline = stretched(*map(run, depths[:2]), depths[2]) if depths else run(None)
+    try: timeline = extrapolated(*map(run, depths[:2]), depths[2]) if depths else run(None)
     except Irregular as error:
         depths, timeline = None, run(None)
         notes.append(f'every layer played: {error}')
