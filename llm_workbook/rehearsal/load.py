@@ -28,7 +28,7 @@ from ..model.spec import spec as find_spec
 from ..model.weight_files import Entry, Weights
 from ..parallel import load as loader
 from ..parallel.shard import cpu_fsdp, fsdp_env
-from .program import rehearsable, shortened
+from .program import script, shortened
 from .recorder import recorded
 from .timeline import shallow_depths
 
@@ -211,7 +211,7 @@ def rehearse_load(
 ) -> LoadRehearsal:  # An error of the loader is raised as the launch would
     "Load the base of `recipe` for one rank at full size, without memory, files or other ranks."
     began = time.monotonic()
-    changed, _ = rehearsable(recipe)
+    changed, _ = script(recipe)
     model, sharding = recipe.model, recipe.sharding
     asked = sharding.loading, changed.sharding.strategy, model.head
     if asked != ('sharded', 'fsdp2', 'causal_lm'):

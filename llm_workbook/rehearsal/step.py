@@ -15,7 +15,7 @@ from ..config.hardware import node as find_node
 from ..config.recipe import Recipe
 from ..display import binary_size, html_table
 from ..model.spec import spec as find_spec
-from .program import record_step, rehearsable
+from .program import play, script
 from .timeline import Irregular, Timeline, extrapolated, shallow_depths, spans
 
 # %% ../../nbs/rehearsal/05_step.ipynb #b3182a3c
@@ -102,20 +102,20 @@ def _card_b(recipe):
 
 # %% ../../nbs/rehearsal/05_step.ipynb #8ecca9f2
 def rehearse(
-    recipe: Recipe,  # Any that `rehearsable` does not refuse
+    recipe: Recipe,  # Any that `script` does not refuse
     exact: bool = False,  # Whether every layer runs; else two small models do
     rank: int = 0,  # Which rank to be
 ) -> Rehearsal:  # An error of the program is raised as the launch would; `notes` say what differs
     "Run one step of the training program at full size, without its memory and without its ranks."
     began = time.monotonic()
-    changed, notes = rehearsable(recipe)
+    changed, notes = script(recipe)
     if type(rank) is not int or not 0 <= rank < recipe.cluster.ranks:
         raise ValueError(f'rank = {rank!r} must be from 0 to {recipe.cluster.ranks - 1}')
     gpu = recipe.cluster.device == 'cuda'
     steps_s = []
 
     def run(layers):
-        step = record_step(changed, layers, rank, gpu, recipe.batch.packing)
+        step = play(changed, layers, rank, gpu, recipe.batch.packing)
         steps_s.append(step.step_s)
         return Timeline(tuple(spans(step.recorder, step.begin, step.end)), step.layers)
 
