@@ -1,4 +1,4 @@
-"""How far the ledger and the rehearsal are apart in the fullest moment of a step, on a grid of presets and recipes."""
+"""How far ledger and rehearsal are apart at the peak of a step, on a grid of recipes."""
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -7,6 +7,7 @@ from multiprocessing import get_context
 from bench.record import record
 
 _KEPT = {'sharding.activation_checkpointing': 'none'}
+_OFFLOADED = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
 RECIPES = {  # Name -> changes to a plain full fine-tune with checkpointing under FSDP2 on GPUs
     'full': {}, 'full, nothing recomputed': _KEPT,
     'full, whole logits': {'batch.loss_head': 'full'},
@@ -16,29 +17,40 @@ RECIPES = {  # Name -> changes to a plain full fine-tune with checkpointing unde
     'full, 4 micro-batches': {'batch.accumulation': 4},
     'full, packed for flash': {'batch.packing': True, 'model.attention': 'flash'},
     'full, eager attention': {'model.attention': 'eager', 'batch.length': 1024} | _KEPT,
-    'full, offloaded': {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
+    'full, offloaded': _OFFLOADED,
     'full, fused AdamW': {'optimizer.kind': 'adamw_fused'},
     'lora': {'method.kind': 'lora'}, 'lora, nothing recomputed': {'method.kind': 'lora'} | _KEPT,
     'lora, whole logits': {'method.kind': 'lora', 'batch.loss_head': 'full'},
-    'lora, packed for flash': {'method.kind': 'lora', 'batch.packing': True, 'model.attention': 'flash'},
-    'qlora': {'method.kind': 'qlora'}, 'qlora, nothing recomputed': {'method.kind': 'qlora'} | _KEPT,
+    'lora, packed for flash': {
+        'method.kind': 'lora', 'batch.packing': True, 'model.attention': 'flash'},
+    'qlora': {'method.kind': 'qlora'},
+    'qlora, nothing recomputed': {'method.kind': 'qlora'} | _KEPT,
     'qlora, whole logits': {'method.kind': 'qlora', 'batch.loss_head': 'full'},
     'qlora, 4 micro-batches': {'method.kind': 'qlora', 'batch.accumulation': 4},
-    'qlora, offloaded': {'method.kind': 'qlora', 'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
+    'qlora, offloaded': {'method.kind': 'qlora'} | _OFFLOADED,
     'qlora, ddp': {'method.kind': 'qlora', 'sharding.strategy': 'ddp'},
     'lora, ddp': {'method.kind': 'lora', 'sharding.strategy': 'ddp'},
     'full, ddp': {'sharding.strategy': 'ddp'},
     'full, ddp, 8-bit AdamW': {'sharding.strategy': 'ddp', 'optimizer.kind': 'adamw_8bit'},
-    'full, cpu': {'cluster.device': 'cpu'}, 'qlora, cpu': {'cluster.device': 'cpu', 'method.kind': 'qlora'}}
-_BOTH = 'full', 'full, nothing recomputed', 'lora', 'lora, nothing recomputed', 'qlora', 'qlora, nothing recomputed'
+    'full, cpu': {'cluster.device': 'cpu'},
+    'qlora, cpu': {'cluster.device': 'cpu', 'method.kind': 'qlora'}}
+_BOTH = (
+    'full', 'full, nothing recomputed', 'lora', 'lora, nothing recomputed',
+    'qlora', 'qlora, nothing recomputed')
 GRID = {  # Preset -> nodes, processes on each, rows of a forward pass, recipes
-    'llama-3.2-1b': (1, 2, 2, (*_BOTH, 'full, whole logits', 'full, ddp', 'lora, ddp', 'qlora, ddp', 'full, cpu', 'qlora, cpu')),
-    'llama-3.1-8b': (1, 8, 2, (*_BOTH, 'full, whole logits', 'full, weights kept gathered', 'full, 4 micro-batches',
-                               'full, bf16 weights', 'full, packed for flash', 'full, offloaded', 'full, eager attention',
-                               'lora, whole logits', 'qlora, whole logits', 'qlora, 4 micro-batches', 'qlora, offloaded')),
-    'llama-3.1-70b': (2, 8, 1, (*_BOTH, 'full, in copies of 8', 'full, fused AdamW', 'lora, packed for flash')),
+    'llama-3.2-1b': (1, 2, 2, (
+        *_BOTH, 'full, whole logits', 'full, ddp', 'lora, ddp', 'qlora, ddp',
+        'full, cpu', 'qlora, cpu')),
+    'llama-3.1-8b': (1, 8, 2, (
+        *_BOTH, 'full, whole logits', 'full, weights kept gathered', 'full, 4 micro-batches',
+        'full, bf16 weights', 'full, packed for flash', 'full, offloaded',
+        'full, eager attention', 'lora, whole logits', 'qlora, whole logits',
+        'qlora, 4 micro-batches', 'qlora, offloaded')),
+    'llama-3.1-70b': (2, 8, 1, (
+        *_BOTH, 'full, in copies of 8', 'full, fused AdamW', 'lora, packed for flash')),
     'llama-3.1-405b': (128, 8, 1, ('full', 'lora', 'qlora')),
-    'qwen2.5-0.5b': (1, 4, 4, ('full', 'full, nothing recomputed', 'full, ddp, 8-bit AdamW', 'qlora, ddp', 'full, cpu')),
+    'qwen2.5-0.5b': (1, 4, 4, (
+        'full', 'full, nothing recomputed', 'full, ddp, 8-bit AdamW', 'qlora, ddp', 'full, cpu')),
     'qwen2.5-72b': (4, 8, 1, ('full', 'qlora')),
     'qwen3-8b': (1, 4, 2, (*_BOTH, 'full, fused AdamW')),
     'mistral-7b-v0.3': (1, 8, 2, (*_BOTH, 'full, in copies of 8')),
@@ -48,7 +60,8 @@ GRID = {  # Preset -> nodes, processes on each, rows of a forward pass, recipes
     'gemma-3-1b': (1, 2, 2, ('full', 'full, nothing recomputed', 'qlora')),
     'phi-4': (1, 8, 1, ('full', 'full, nothing recomputed', 'lora', 'qlora')),
     'mixtral-8x7b': (2, 8, 1, ('full', 'lora', 'qlora')),
-    'qwen3-30b-a3b': (1, 8, 1, ('full', 'full, nothing recomputed', 'lora', 'lora, nothing recomputed', 'qlora'))}
+    'qwen3-30b-a3b': (1, 8, 1, (
+        'full', 'full, nothing recomputed', 'lora', 'lora, nothing recomputed', 'qlora'))}
 GOAL = 3  # Per cent
 PAIRS = tuple((preset, name) for preset, (*_, names) in GRID.items() for name in names)
 WHY = {}  # (preset, recipe) -> reason of a difference beyond the goal; there is none at present
@@ -58,10 +71,17 @@ def recipe(preset: str, name: str):
     "One recipe of the grid."
     from llm_workbook import Recipe, spec
     nodes, processes, micro, _ = GRID[preset]
-    attention = 'eager' if spec(preset).softcap else 'sdpa'  # torch's own attention cannot cap the scores
-    plain = Recipe(name='grid', model={'source': preset, 'attention': attention}, data={'source': 'sample-conversations'},
-                   method={'kind': 'full'}, cluster={'nodes': nodes, 'processes': processes, 'device': 'cuda'},
-                   sharding={'activation_checkpointing': 'full'}, batch={'micro': micro, 'length': 2048})
+    capped = spec(preset).softcap  # torch's own attention cannot cap the scores
+    attention = 'eager' if capped else 'sdpa'
+    plain = Recipe(
+        name='grid',
+        model={'source': preset, 'attention': attention},
+        data={'source': 'sample-conversations'},
+        method={'kind': 'full'},
+        cluster={'nodes': nodes, 'processes': processes, 'device': 'cuda'},
+        sharding={'activation_checkpointing': 'full'},
+        batch={'micro': micro, 'length': 2048},
+    )
     return plain.changed(RECIPES[name])
 
 
@@ -77,22 +97,33 @@ def row(preset: str, name: str) -> dict:
     "Plan one recipe and rehearse it."
     from llm_workbook.plan.ledger import memory
     from llm_workbook.rehearsal.step import rehearse
-    made = recipe(preset, name)
-    ledger, heard = memory(made), rehearse(made)
-    plan_b, peak = ledger.total('step', level='allocated'), heard.timeline.peak
-    return {'preset': preset, 'recipe': name, 'ranks': made.cluster.ranks, 'ledger_b': plan_b, 'rehearsal_b': heard.peak_b,
-            'difference': round(100 * (plan_b / heard.peak_b - 1), 3), 'ledger_moment': moment(ledger),
-            'rehearsal_moment': ', '.join(filter(None, (peak.phase, peak.where, peak.op))), 'seconds': round(heard.seconds, 1)}
+    planned = recipe(preset, name)
+    ledger, rehearsal = memory(planned), rehearse(planned)
+    ledger_b, peak = ledger.total('step', level='allocated'), rehearsal.timeline.peak
+    return {
+        'preset': preset,
+        'recipe': name,
+        'ranks': planned.cluster.ranks,
+        'ledger_b': ledger_b,
+        'rehearsal_b': rehearsal.peak_b,
+        'difference': round(100 * (ledger_b / rehearsal.peak_b - 1), 3),
+        'ledger_moment': moment(ledger),
+        'rehearsal_moment': ', '.join(filter(None, (peak.phase, peak.where, peak.op))),
+        'seconds': round(rehearsal.seconds, 1),
+    }
 
 
 def rows(pairs: Iterable[tuple[str, str]]) -> list[dict]:
     "Two at a time, each in a process that has rehearsed before."
-    with ProcessPoolExecutor(2, get_context('spawn')) as pool: return list(pool.map(row, *zip(*pairs)))
+    with ProcessPoolExecutor(2, get_context('spawn')) as pool:
+        return list(pool.map(row, *zip(*pairs)))
 
 
 def measure() -> dict:
-    "Go through the grid; the value is the median difference, and what is beyond the goal has a reason."
-    found = rows(PAIRS)
-    for one in found:
-        if abs(one['difference']) > GOAL: one['why'] = WHY.get((one['preset'], one['recipe']), 'not known yet')
-    return record('rehearsal_grid', [abs(one['difference']) for one in found], '%', goal=GOAL, rows=found)
+    "Go through the grid; the value is the median difference; what is beyond the goal has a reason."
+    compared = rows(PAIRS)
+    for pair in compared:
+        if abs(pair['difference']) <= GOAL: continue
+        pair['why'] = WHY.get((pair['preset'], pair['recipe']), 'not known yet')
+    differences = [abs(pair['difference']) for pair in compared]
+    return record('rehearsal_grid', differences, '%', goal=GOAL, rows=compared)

@@ -13,7 +13,7 @@ from llm_workbook.config.recipe import Recipe, recipe_names, shrink
 from llm_workbook.rehearsal.step import Rehearsal
 from llm_workbook.report import CLASSES, Compared, Report, reconcile
 from llm_workbook.parallel.shard import ShardReport
-from llm_workbook.rehearsal.recorder import Stage
+from llm_workbook.rehearsal.recorder import Recorder
 from llm_workbook.rehearsal.timeline import Span, Timeline
 from llm_workbook.plan.step_time import step_traffic
 from llm_workbook.training.fine_tune import Run
@@ -265,7 +265,7 @@ def test_values_of_two_recipes_are_refused_with_the_first_field(ledger, rehearsa
 def test_another_rank_or_type_is_refused_with_the_fix(ledger, rehearsal):
     with pytest.raises(ValueError, match=r'take memory\(recipe, rank=1\)'): reconcile(ledger, replace(rehearsal, rank=1))
     with pytest.raises(ValueError, match=r'is no Ledger: make one, as in memory\(recipe\)'): reconcile(rehearsal, ledger)
-    with pytest.raises(ValueError, match='is no Rehearsal'): reconcile(ledger, Stage)
+    with pytest.raises(ValueError, match='is no Rehearsal'): reconcile(ledger, Recorder)
     with pytest.raises(ValueError, match='is no Run'): reconcile(ledger, rehearsal, {})
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #72d0f228
 @contextmanager
@@ -19,116 +20,223 @@ def fake_ranks(
     ranks: int,  # Processes to pretend, at least 1
     rank: int = 0,  # Which of them this process is
 ) -> Iterator[None]:  # For as long as the block lasts
-    "Be one of `ranks` processes that are not there: collectives have shapes and sizes, and move nothing."
+    "Be one of `ranks` pretended processes: collectives have shapes and sizes, and move nothing."
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    if type(ranks) is not int or ranks < 1: raise ValueError(f'ranks = {ranks!r} must be a whole number of at least 1')
-    if type(rank) is not int or not 0 <= rank < ranks: raise ValueError(f'rank = {rank!r} must be from 0 to {ranks - 1}')
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f'ranks = {ranks!r} must be a whole number of at least 1')
+    if type(rank) is not int or not 0 <= rank < ranks:
+        raise ValueError(f'rank = {rank!r} must be from 0 to {ranks - 1}')
     if dist.is_initialized():
-        raise ValueError(f'this process is one of {dist.get_world_size()} ranks already: leave their group first')
-    with _alone(ranks, rank):
+        size = dist.get_world_size()
+        raise ValueError(f'this process is one of {size} ranks already: leave their group first')
+    with _as_launched(ranks, rank):
         dist.init_process_group('fake', rank=rank, world_size=ranks, store=FakeStore())
-        try: yield
-        finally: dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #1fe4f0c6
 @contextmanager
-def _alone(ranks, rank):  # The environment of a launcher; what accelerate remembers of this process is put aside
+def _as_launched(ranks, rank):
+    "Set the variables of a launcher, and put aside what accelerate remembers of this process."
     from unittest.mock import patch
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    names = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, RANK=rank, LOCAL_RANK=0, MASTER_ADDR='127.0.0.1', MASTER_PORT=0,
-                 ACCELERATE_USE_CPU='true')
+    variables = {
+        'WORLD_SIZE': str(ranks),
+        'LOCAL_WORLD_SIZE': str(ranks),
+        'RANK': str(rank),
+        'LOCAL_RANK': '0',
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': '0',
+        'ACCELERATE_USE_CPU': 'true',
+    }
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, {name: str(value) for name, value in names.items()}))
+        stack.enter_context(patch.dict(os.environ, variables))
         for state in (AcceleratorState, GradientState, PartialState):
             stack.enter_context(patch.dict(state._shared_state, clear=True))
         yield
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #35a8c818
-class _Odd(Exception):
-    "What cannot be remembered."
+class _NotRemembered(Exception):
+    "This call, or its result, is not one that `Memo` can build again."
 
-class _Keys:
-    "What decides the shape of a result: shapes, strides, types, places and numbers of the arguments."
+class _CallKeys:
+    "Makes the key of a call: all that decides the shapes of its result."
+    def __init__(self):
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensor
+        self.Tensor = torch.Tensor
+        self.FakeTensor = FakeTensor
+        self.strided = torch.strided
+        self.default_dtype = torch.get_default_dtype
+
+    def key(self, func, args, kwargs, tensors):
+        "Give the key, and collect in `tensors` id -> (position, tensor) of the fake arguments."
+        named = ()
+        if kwargs: named = self._describe(tuple(kwargs.items()), tensors)
+        return func, self.default_dtype(), self._describe(args, tensors), named
+
+    def _describe(self, value, tensors):
+        kind = type(value)
+        if issubclass(kind, self.FakeTensor): return self._describe_fake(value, tensors)
+        if kind is tuple or kind is list:
+            return tuple([self._describe(part, tensors) for part in value])
+        if isinstance(value, self.Tensor): raise _NotRemembered
+        if kind in (int, float, bool): return kind, value
+        return value
+
+    def _describe_fake(self, tensor, tensors):
+        dtype = tensor.dtype
+        known = tensor.constant is not None
+        if known or tensor.layout is not self.strided or dtype.is_complex: raise _NotRemembered
+        entry = tensors.setdefault(id(tensor), (len(tensors), tensor))
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return entry[0], dtype, size, stride, offset, tensor.fake_device
+
+# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #b4cb1f26
+class _Layout(NamedTuple):
+    "All that a fake tensor says about itself."
+    size: tuple
+    stride: tuple
+    offset: int
+    dtype: 'torch.dtype'
+    device: 'torch.device'
+
+class _NewMemory(NamedTuple):
+    "A tensor in memory of its own."
+    layout: _Layout
+
+    def build(self, arguments, fakes): return fakes.new(self.layout)
+
+class _View(NamedTuple):
+    "A tensor in the memory of an argument."
+    position: int
+    layout: _Layout
+
+    def build(self, arguments, fakes): return fakes.view(arguments[self.position], self.layout)
+
+class _Argument(NamedTuple):
+    "One of the arguments itself."
+    position: int
+
+    def build(self, arguments, fakes): return arguments[self.position]
+
+class _Value(NamedTuple):
+    "What is no tensor."
+    value: object
+
+    def build(self, arguments, fakes): return self.value
+
+class _Several(NamedTuple):
+    "A tuple or a list of results."
+    kind: type
+    parts: list
+
+    def build(self, arguments, fakes):
+        return self.kind([part.build(arguments, fakes) for part in self.parts])
+
+# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #a1edf782
+class _Fakes:
+    "Makes fake tensors of a mode from their layouts."
     def __init__(self, mode):
         import torch
         from torch._subclasses.fake_tensor import FakeTensor
         from torch.utils._mode_utils import no_dispatch
-        self.mode, self.torch, self.fake, self.quiet, self.meta = mode, torch, FakeTensor, no_dispatch, torch.device('meta')
-        self.default, self.strided = torch.get_default_dtype, torch.strided
+        self.mode = mode
+        self.torch = torch
+        self.FakeTensor = FakeTensor
+        self.no_dispatch = no_dispatch
+        self.meta = torch.device('meta')
 
-    def _key(self, value, tensors):
-        kind = type(value)
-        if kind is self.fake or issubclass(kind, self.fake):
-            dtype = value.dtype
-            if value.constant is not None or value.layout is not self.strided or dtype.is_complex: raise _Odd
-            index = tensors.setdefault(id(value), (len(tensors), value))[0]
-            return index, dtype, value.size(), value.stride(), value.storage_offset(), value.fake_device
-        if kind is tuple or kind is list: return tuple([self._key(part, tensors) for part in value])
-        if isinstance(value, self.torch.Tensor): raise _Odd
-        return (kind, value) if kind in (int, float, bool) else value
+    def new(self, layout):
+        with self.no_dispatch():
+            raw = self.torch.empty_strided(
+                layout.size, layout.stride, dtype=layout.dtype, device=self.meta)
+        return self.FakeTensor(self.mode, raw, layout.device)
 
-    def _call(self, func, args, kwargs, tensors):
-        named = self._key(tuple(kwargs.items()), tensors) if kwargs else ()
-        return func, self.default(), self._key(args, tensors), named
+    def view(self, tensor, layout):
+        with self.no_dispatch():
+            raw = self.torch.empty((0,), dtype=layout.dtype, device=self.meta)
+            storage = tensor.untyped_storage()
+            raw.set_(storage, layout.offset, layout.size, layout.stride)
+        return self.FakeTensor(self.mode, raw, layout.device)
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #7a1fda57
-class _Remembered(_Keys):
-    "What an operation returned, as a recipe to build it again: new memory, a view of an argument, or the argument itself."
-    def _learn(self, out, given):
-        stores = {}
-        for index, tensor in enumerate(given): stores[self._store(tensor)] = None if self._store(tensor) in stores else index
-        return self._part(out, {id(tensor): index for index, tensor in enumerate(given)}, stores)
+class _Origins:
+    "Finds out how the results of one call came from its arguments."
+    def __init__(self, arguments):
+        self.positions = {id(tensor): index for index, tensor in enumerate(arguments)}
+        self.owners = {}  # Storage -> position of its argument; None where it is not one's alone
+        for index, tensor in enumerate(arguments):
+            storage = id(tensor.untyped_storage())
+            self.owners[storage] = None if storage in self.owners else index
 
-    def _store(self, tensor): return id(tensor.untyped_storage())
+    def of(self, result):
+        import torch
+        if isinstance(result, (tuple, list)):
+            return _Several(type(result), [self.of(part) for part in result])
+        if not isinstance(result, torch.Tensor): return _Value(result)
+        if id(result) in self.positions: return _Argument(self.positions[id(result)])
+        return self._of_memory(result)
 
-    def _part(self, out, same, stores):
-        if isinstance(out, (tuple, list)): return _many, type(out), [self._part(part, same, stores) for part in out]
-        if not isinstance(out, self.torch.Tensor): return _value, out
-        if id(out) in same: return _same, same[id(out)]
-        if type(out) is not self.fake or out.constant is not None or out.layout is not self.strided: raise _Odd
-        how = out.size(), out.stride(), out.storage_offset(), out.dtype, out.fake_device
-        base = stores.get(self._store(out), -1)
-        if base is None or base < 0 and not self._tight(out): raise _Odd
-        if base >= 0: return _view, base, *how
-        stores[self._store(out)] = None  # Another result in this memory could not be built again
-        return _new, None, *how
+    def _of_memory(self, result):
+        if not _is_ordinary_fake(result): raise _NotRemembered
+        size, stride, offset = result.size(), result.stride(), result.storage_offset()
+        layout = _Layout(size, stride, offset, result.dtype, result.fake_device)
+        storage = id(result.untyped_storage())
+        if storage in self.owners:
+            position = self.owners[storage]
+            if position is None: raise _NotRemembered
+            return _View(position, layout)
+        if not _fills_its_memory(result): raise _NotRemembered
+        self.owners[storage] = None  # A second result in this memory could not be built again
+        return _NewMemory(layout)
 
-    def _tight(self, out):  # Whether its memory ends where it ends
-        reach = 1 + sum((n - 1) * step for n, step in zip(out.size(), out.stride())) if out.numel() else 0
-        return not out.storage_offset() and out.untyped_storage().nbytes() == reach * out.element_size()
+# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #35dde966
+def _is_ordinary_fake(tensor):
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    if type(tensor) is not FakeTensor or tensor.constant is not None: return False
+    return tensor.layout is torch.strided
+
+def _fills_its_memory(tensor):
+    "Say whether a tensor begins and ends where its storage does, as new memory does."
+    if tensor.storage_offset(): return False
+    elements = 0
+    if tensor.numel():
+        steps = zip(tensor.size(), tensor.stride())
+        elements = 1 + sum((length - 1) * stride for length, stride in steps)
+    return tensor.untyped_storage().nbytes() == elements * tensor.element_size()
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #3fa9ab19
-class _Rebuilt(_Remembered):
-    "The same again, from its recipe and the arguments of now."
-    def _rebuild(self, made, given):
-        kind, which, *how = made
-        if kind is _same: return given[which]
-        if kind is _value: return which
-        if kind is _many: return which([self._rebuild(part, given) for part in how[0]])
-        size, stride, offset, dtype, device = how
-        with self.quiet():
-            if kind is _new: raw = self.torch.empty_strided(size, stride, dtype=dtype, device=self.meta)
-            else:
-                raw = self.torch.empty((0,), dtype=dtype, device=self.meta)
-                raw.set_(given[which].untyped_storage(), offset, size, stride)
-        return self.fake(self.mode, raw, device)
+_NEVER = {
+    'set_', 'resize_', 'resize_as_',  # They give an argument other memory
+    'nonzero', 'equal', '_fused_sdp_choice',  # They look at numbers, or at the device
+    'lift_fresh', 'lift_fresh_copy',  # They make tensors whose numbers are known
+    '_conj', '_neg_view',  # They set a flag on a view
+}
 
-    def _plain(self, func):  # Whether shapes and plain arguments say all about what it returns
-        if func not in self.plain:
-            tag, packet = self.torch.Tag, func._overloadpacket.__name__
-            odd = {tag.inplace_view, tag.data_dependent_output, tag.dynamic_output_shape} & set(func.tags)
-            self.plain[func] = func.namespace in ('aten', 'bitsandbytes') and packet not in _NEVER and not odd
-        return self.plain[func]
+@cache
+def _repeats(func):
+    "Say whether shapes and plain arguments decide all that `func` returns."
+    import torch
+    if func.namespace not in ('aten', 'bitsandbytes'): return False
+    if func._overloadpacket.__name__ in _NEVER: return False
+    tag = torch.Tag
+    irregular = {tag.inplace_view, tag.data_dependent_output, tag.dynamic_output_shape}
+    return irregular.isdisjoint(func.tags)
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #035639e7
-class Memo(_Rebuilt):
-    "Runs operations on fake tensors; one whose shapes it has seen is not worked out again."
+class Memo:
+    "Runs operations on fake tensors; a call whose shapes it knows is not worked out again."
     def __init__(self,
         mode: 'FakeTensorMode',  # Whose tensors they are
     ):
-        super().__init__(mode)
-        self.seen, self.plain = {}, {}
+        self.results = {}  # Key of a call -> how its result is built
+        self.keys = _CallKeys()
+        self.fakes = _Fakes(mode)
 
     def __call__(self,
         func: 'OpOverload',  # What to run
@@ -136,226 +244,326 @@ class Memo(_Rebuilt):
         kwargs: dict,  # And those with names
     ) -> object:  # What `func` returns
         "Run `func`, or rebuild what it returned for the same shapes, strides, types and numbers."
-        if not self._plain(func): return func(*args, **kwargs)
+        if not _repeats(func): return func(*args, **kwargs)
         tensors = {}
-        try: made = self.seen.get(key := self._call(func, args, kwargs, tensors))
-        except (TypeError, _Odd): return func(*args, **kwargs)
-        given = [tensor for _, tensor in tensors.values()]
-        if made is not None: return self._rebuild(made, given)
-        out = func(*args, **kwargs)
         try:
-            if self._call(func, args, kwargs, {}) == key: self.seen[key] = self._learn(out, given)  # Else it changed an argument
-        except _Odd: pass
-        return out
-
-# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #4eb2c046
-_new, _view, _same, _value, _many = range(5)  # What an operation returns
-_NEVER = 'set_ resize_ resize_as_ nonzero equal lift_fresh lift_fresh_copy _fused_sdp_choice _conj _neg_view'.split()
+            key = self.keys.key(func, args, kwargs, tensors)
+            known = self.results.get(key)
+        except (TypeError, _NotRemembered):  # A TypeError: an argument has no hash
+            return func(*args, **kwargs)
+        arguments = [tensor for _, tensor in tensors.values()]
+        if known is not None: return known.build(arguments, self.fakes)
+        result = func(*args, **kwargs)
+        try:
+            changed_an_argument = self.keys.key(func, args, kwargs, {}) != key
+            if not changed_an_argument: self.results[key] = _Origins(arguments).of(result)
+        except _NotRemembered:
+            pass
+        return result
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #8e9497f7
 @cache
-def _known():  # Operations that fakes answer in their own way
+def _operations():
+    "Operations that the mode answers in its own way, by what they do."
     import torch
     aten = torch.ops.aten
-    return SimpleNamespace(device=torch.ops.prim.device.default, number=aten._local_scalar_dense.default,
-                           chosen=aten.index.Tensor, arrived=torch.ops._c10d_functional.wait_tensor.default,
-                           clone=aten.clone.default, add=aten.add.Tensor, add_=aten.add_.Tensor)
+    return SimpleNamespace(
+        device=torch.ops.prim.device.default,
+        number=aten._local_scalar_dense.default,
+        index=aten.index.Tensor,
+        wait=torch.ops._c10d_functional.wait_tensor.default,
+        clone=aten.clone.default,
+        add=aten.add.Tensor,
+        add_=aten.add_.Tensor,
+    )
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #be53ce59
 @cache
-def _mode():
+def _mode_class():
+    "The class of the mode: it has a base of torch's, which is imported late."
     from torch.utils._python_dispatch import TorchDispatchMode
-    known = _known()
 
-    class Watching(TorchDispatchMode):
+    class WatchingMode(TorchDispatchMode):
         @classmethod
-        def _should_skip_dynamo(cls): return False  # Nothing here is compiled
+        def _should_skip_dynamo(cls): return False  # Nothing under this mode is compiled
 
         def __init__(self, memo, watch):
             super().__init__()
-            self.memo, self.watch = memo, watch
-            _engine_alone()
+            self.memo = memo  # None where tensors are real
+            self.watch = watch
+            _owners_in_engine()  # Measured now: not in the middle of a backward pass
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            if self.memo and func is known.device: return args[0].fake_device
-            if _wraps(types): return _each(self, func, args, kwargs) if self.memo else NotImplemented
-            if func is known.add and _in_place(args): func = known.add_
-            if self.memo and func is known.number: return _number(args[0], func)
-            if self.memo and func is known.arrived: return args[0]  # As it does; of a fake it would make a copy
-            if self.memo and func is known.chosen and (rows := _all_rows(*args)) is not None: func, args = known.clone, (rows,)
-            if python := _opened(func):
-                with self: return python(*args, **kwargs)
-            out = self.memo(func, args, kwargs) if self.memo else func(*args, **kwargs)
-            if self.watch and not _PAUSED: self.watch(func, args, kwargs, out)
-            return out
-    return Watching
+            return _dispatch(self, func, types, args, kwargs or {})
+    return WatchingMode
+
+def _dispatch(mode, func, types, args, kwargs):
+    "Run one operation, on fake tensors if `mode` has a memo, and call `mode.watch` with it."
+    memo, operations = mode.memo, _operations()
+    if memo and func is operations.device: return args[0].fake_device
+    if _has_wrapper(types):
+        return _on_local_lists(mode, func, args, kwargs) if memo else NotImplemented
+    if func is operations.add and _adds_in_place(args): func = operations.add_
+    if memo:
+        if func is operations.number: return _number(args[0], func)
+        if func is operations.wait: return args[0]  # As it does; of a fake it would make a copy
+        if func is operations.index: func, args = _as_clone(func, args)
+    composed = _composition(func)
+    if composed:
+        with mode: return composed(*args, **kwargs)
+    result = memo(func, args, kwargs) if memo else func(*args, **kwargs)
+    if mode.watch and not _PAUSED: mode.watch(func, args, kwargs, result)
+    return result
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #0f1e5548
-_PAUSED = []  # Not empty while torch works out how an operation on sharded tensors is to be split
+_PAUSED = []  # Not empty while torch works out how to split an operation on sharded tensors
 
 @cache
-def _wraps(types):
+def _has_wrapper(types):
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
     return any(is_traceable_wrapper_subclass_type(kind) for kind in types)
 
-def _all_rows(tensor, indices):  # What a mask chooses whose numbers are all True
-    mask = indices[0] if len(indices) == 1 and indices[0] is not None and str(indices[0].dtype) == 'torch.bool' else None
-    return None if mask is None else tensor.reshape(-1, *tensor.shape[mask.ndim:])
+def _as_clone(func, args):
+    "Indexing by a mask copies all rows: the numbers of a fake mask count as True."
+    tensor, indices = args
+    if len(indices) != 1 or indices[0] is None: return func, args
+    mask = indices[0]
+    if str(mask.dtype) != 'torch.bool': return func, args
+    rows = tensor.reshape(-1, *tensor.shape[mask.ndim:])
+    return _operations().clone, (rows,)
 
-def _number(tensor, func):  # A number that is known, or else 1, 1.0 or True
+def _number(tensor, func):
+    "Read a number that is known; every other is 1, 1.0 or True."
     from torch.utils._python_dispatch import _disable_current_modes
     if getattr(tensor, 'constant', None) is not None: return func(tensor)
-    if not hasattr(tensor, 'fake_device'):
+    if not hasattr(tensor, 'fake_device'):  # A real tensor, made before the block
         with _disable_current_modes(): return func(tensor)
-    return 1.0 if tensor.is_floating_point() else True if str(tensor.dtype) == 'torch.bool' else 1
+    if tensor.is_floating_point(): return 1.0
+    return True if str(tensor.dtype) == 'torch.bool' else 1
 
 @cache
-def _opened(func):  # An operation that is made of others, which are to be seen
+def _composition(func):
+    "Give the function that runs `func` as the smaller operations that it hides, if it does."
     import torch
     if func.namespace == 'bitsandbytes':
+        if func._overloadpacket.__name__ != 'gemm_4bit': return None
         from bitsandbytes.backends.default import ops
-        return ops._gemm_4bit_default_impl if func._overloadpacket.__name__ == 'gemm_4bit' else None
-    has = torch._C._dispatch_has_kernel_for_dispatch_key  # In inference mode operations arrive whole that are none of a CPU's
-    return func.decompose if has(func.name(), 'CompositeImplicitAutograd') and not has(func.name(), 'CPU') else None
+        return ops._gemm_4bit_default_impl
+    # In inference mode an operation arrives whole where autograd would have taken it apart before
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite = has_kernel(func.name(), 'CompositeImplicitAutograd')
+    return func.decompose if composite and not has_kernel(func.name(), 'CPU') else None
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #cbe2f946
-def _each(mode, func, args, kwargs):  # What is not plain comes back as the plain tensors inside, and their collectives
-    if not (inside := _locals(func, args)): return NotImplemented
-    out = mode.__torch_dispatch__(func, (), inside, kwargs)
-    return out and [type(one)(new, one._spec, requires_grad=False) for one, new in zip(args[0], out)]
+_REDUCING = '_foreach_norm', '_foreach_max', '_foreach_powsum'  # Their results need the other ranks
 
-def _locals(func, args):  # Lists of sharded tensors, of which each goes its own way: torch takes a second for a thousand
+def _on_local_lists(mode, func, args, kwargs):
+    "Run an operation on lists of sharded tensors on the local parts; leave all others to torch."
+    local_args = _local_lists(func, args)
+    if not local_args: return NotImplemented
+    results = mode.__torch_dispatch__(func, (), local_args, kwargs)
+    if not results: return results
+    return [type(sharded)(local, sharded._spec, requires_grad=False)
+            for sharded, local in zip(args[0], results)]
+
+def _local_lists(func, args):
+    "Put local parts for sharded tensors in lists; None where the parts do not go their own ways."
     name = func._overloadpacket.__name__
-    if not name.startswith(('_foreach_', '_fused_')) or name in ('_foreach_norm', '_foreach_max', '_foreach_powsum'): return None
-    spread, lists = lambda t: hasattr(t, '_spec'), [arg for arg in args if isinstance(arg, (list, tuple))]
-    if not lists or any(map(spread, args)) or not all(map(spread, lists[0])): return None
-    if any(len({t._spec.placements for t in some if spread(t)}) > 1 for some in zip(*lists)): return None
-    if any(place.is_partial() for t in lists[0] for place in t._spec.placements): return None
-    return tuple([getattr(t, '_local_tensor', t) for t in arg] if isinstance(arg, (list, tuple)) else arg for arg in args)
+    if not name.startswith(('_foreach_', '_fused_')) or name in _REDUCING: return None
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    if not lists or any(map(_is_sharded, args)) or not all(map(_is_sharded, lists[0])): return None
+    if not all(map(_placed_alike, zip(*lists))): return None
+    if any(map(_is_partial_sum, lists[0])): return None
+    local_args = []
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            arg = [getattr(tensor, '_local_tensor', tensor) for tensor in arg]
+        local_args.append(arg)
+    return tuple(local_args)
+
+def _is_sharded(value): return hasattr(value, '_spec')
+
+def _placed_alike(tensors):
+    return len({tensor._spec.placements for tensor in tensors if _is_sharded(tensor)}) <= 1
+
+def _is_partial_sum(tensor):
+    return any(placement.is_partial() for placement in tensor._spec.placements)
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #f8301d5c
 def _owners(tensor):
+    "Count those that hold a tensor, and those that hold its storage."
     import torch
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 @cache
-def _engine_alone():  # Owners of a gradient that the engine alone holds
+def _owners_in_engine():
+    "Count the owners of a gradient that the engine alone holds, where two of them meet."
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-    found = []
-    class Look(TorchDispatchMode):
+    counts = []
+
+    class CountingMode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1: found.append(_owners(args[0]))
+            in_backward = torch._C._current_graph_task_id() != -1
+            if func is torch.ops.aten.add.Tensor and in_backward: counts.append(_owners(args[0]))
             return func(*args, **(kwargs or {}))
-    with _disable_current_modes(), Look(), torch.enable_grad():
+
+    with _disable_current_modes(), CountingMode(), torch.enable_grad():
         x = torch.ones(2, requires_grad=True) * 2
         (x.sin() + x.cos()).sum().backward()
-    return found[0]
+    return counts[0]
 
-def _in_place(args):  # torch adds gradients in place where nobody else holds them, but under a mode it never does
+def _adds_in_place(args):
+    "Say whether this addition is one of the engine's that it would do in place without a mode."
     import torch
-    if torch._C._current_graph_task_id() == -1 or (node := torch._C._current_autograd_node()) is None: return False
-    if not isinstance(args[1], torch.Tensor) or args[0].shape != args[1].shape or args[0].dtype != args[1].dtype: return False
-    return node.name() == 'torch::autograd::AccumulateGrad' or _owners(args[0]) == _engine_alone()
+    if torch._C._current_graph_task_id() == -1: return False  # No backward pass is running
+    node = torch._C._current_autograd_node()
+    if node is None: return False
+    total, gradient = args[0], args[1]
+    if not isinstance(gradient, torch.Tensor): return False
+    if total.shape != gradient.shape or total.dtype != gradient.dtype: return False
+    if node.name() == 'torch::autograd::AccumulateGrad': return True
+    return _owners(total) == _owners_in_engine()
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #61b59be5
-def _check(watch):
-    if not callable(watch): raise ValueError(f'watch = {watch!r} is no function of (function, arguments, names, result)')
+def _check_callable(watch):
+    if callable(watch): return
+    raise ValueError(f'watch = {watch!r} is no function of (function, arguments, names, result)')
 
-def _changed(owner, name, make):
+def _wrapped(owner, name, wrap):
+    "A patch that puts `wrap` around a function or method of `owner`."
     from unittest.mock import patch
-    return patch.object(owner, name, make(getattr(owner, name)))
+    return patch.object(owner, name, wrap(getattr(owner, name)))
 
-def _quiet():  # DTensor runs an operation at its whole size to learn its shape: nobody allocates that
-    import torch.distributed.tensor._sharding_prop as prop
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator, _StridedShard
-    def paused(before):
-        def run(*args, **kwargs):
-            _PAUSED.append(1)
-            try: return before(*args, **kwargs)
-            finally: _PAUSED.pop()
-        return run
-    def once(before):  # torch asks it for each tensor of a list, and it walks the whole list
-        asked = [None, False]
-        def run(strategy, schema):
-            if asked[0] is not schema:
-                asked[:] = schema, any(isinstance(p, _StridedShard) for spec in schema.args_spec for p in spec.placements)
-            if asked[1]: before(strategy, schema)
-        return run
-    return [(ShardingPropagator, '_propagate_tensor_meta_non_cached', paused), (prop, '_propagate_use_strided_shard_flag', once)]
-
-# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #33364a35
-def _real(before):  # Positions in a mesh of ranks are read as numbers
-    from torch.utils._python_dispatch import _disable_current_modes
+def _unwatched(propagate):
     def run(*args, **kwargs):
-        with _disable_current_modes(): return before(*args, **kwargs)
+        _PAUSED.append(1)
+        try:
+            return propagate(*args, **kwargs)
+        finally:
+            _PAUSED.pop()
     return run
 
-class _Parts:  # Of a parameter, by rank
-    def __init__(self, tensor, ranks, dim): self.tensor, self.ranks, self.dim = tensor, ranks, dim
+def _once_a_schema(flag_strided_shards):
+    "torch calls this for each tensor of a list, and each call walks the whole list."
+    from torch.distributed.tensor._sharding_prop import _StridedShard
+    last_schema, has_strided = None, False
+    def run(strategy, schema):
+        nonlocal last_schema, has_strided
+        if last_schema is not schema:
+            last_schema = schema
+            placements = [p for spec in schema.args_spec for p in spec.placements]
+            has_strided = any(isinstance(placement, _StridedShard) for placement in placements)
+        if has_strided: flag_strided_shards(strategy, schema)
+    return run
+
+def _propagation_patches():
+    import torch.distributed.tensor._sharding_prop as sharding
+    propagator = sharding.ShardingPropagator
+    yield _wrapped(propagator, '_propagate_tensor_meta_non_cached', _unwatched)
+    yield _wrapped(sharding, '_propagate_use_strided_shard_flag', _once_a_schema)
+
+# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #33364a35
+def _outside_modes(function):
+    "Positions in a mesh of ranks are read as numbers: they cannot be fake."
+    from torch.utils._python_dispatch import _disable_current_modes
+    def run(*args, **kwargs):
+        with _disable_current_modes(): return function(*args, **kwargs)
+    return run
+
+def _mesh_patches():
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    importers = []
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, '__dict__', {})
+        if namespace.get('init_device_mesh') is init_device_mesh: importers.append(module)
+    for module in importers:
+        yield _wrapped(module, 'init_device_mesh', _outside_modes)
+    yield _wrapped(DeviceMesh, '__init__', _outside_modes)
+
+class _LazyChunks:
+    "The parts of a parameter by rank, each made when it is asked for, as torch cuts them all."
+    def __init__(self, tensor, ranks, dim):
+        self.tensor = tensor
+        self.ranks = ranks
+        self.dim = dim
 
     def __getitem__(self, rank):
         rows = self.tensor.shape[self.dim]
-        each = -(-rows // self.ranks)
-        if (start := rank * each) >= rows > 0 or not rows and rank: return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, start, min(each, rows - start))
-
-def _meshes():
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    holders = [m for m in list(sys.modules.values()) if getattr(m, '__dict__', {}).get('init_device_mesh') is init_device_mesh]
-    return [(holder, 'init_device_mesh', _real) for holder in holders] + [(DeviceMesh, '__init__', _real)]
+        rows_of_rank = -(-rows // self.ranks)
+        start = rank * rows_of_rank
+        beyond = start >= rows if rows else rank > 0  # Without rows, rank 0 has the tensor itself
+        if beyond: return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(rows_of_rank, rows - start))
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #b2db1264
-def _swapped(before):  # A module moved to where it is, as it is, keeps its parameters: 4-bit ones could not be changed
-    same = lambda a, b: (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    return lambda old, new: None if same(old, new) else before(old, new)
+def _swap_if_changed(swap):
+    "A module moved to where it is keeps its parameters: 4-bit ones could not be swapped."
+    def run(old, new):
+        unchanged = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+        return None if unchanged else swap(old, new)
+    return run
 
-def _changes(packed):
+def _on_plain_cpu(set_device):
+    "To a fake tensor `cpu:0` and `cpu` are two places."
+    def run(self):
+        import torch
+        set_device(self)
+        self.device = torch.device('cpu')
+    return run
+
+def _running_sums(position_ids): return position_ids.cumsum(-1)
+
+def _patches(packed):
+    "Change what would fail with fakes, or would run other operations than with real tensors."
     import torch
     import transformers.masking_utils as masks
     from accelerate import PartialState
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed.fsdp._fully_shard import _fsdp_param
-    def on_cpu(before):  # To a fake tensor cpu:0 is not cpu
-        def run(self): before(self), setattr(self, 'device', torch.device('cpu'))
-        return run
-    def rows(before):  # Without numbers the positions in a row are those of one example
-        def run(position_ids): return before(position_ids) if not packed else position_ids.cumsum(-1)
-        return run
-    return _quiet() + _meshes() + [
-        (PartialState, 'set_device', on_cpu),
-        (masks, 'is_tracing', lambda before: lambda tensor=None: False),  # Else fakes get other masks than real tensors
-        (masks, 'find_packed_sequence_indices', rows),
-        (_fsdp_param, '_chunk_with_empty', lambda before: _Parts),  # Else each rank makes the parts of all
-        (FakeTensor, 'data_ptr', lambda before: lambda self: id(self.untyped_storage())),  # accelerate knows parameters by it
-        (torch.utils, 'swap_tensors', _swapped),
-        (torch.utils, 'weakref', lambda before: SimpleNamespace(getweakrefs=lambda tensor: ())),  # Else fakes cannot change type
-        (torch.Tensor, 'pin_memory', lambda before: lambda self, device=None: self)]
+    from unittest.mock import patch
+    yield from _propagation_patches()
+    yield from _mesh_patches()
+    yield _wrapped(PartialState, 'set_device', _on_plain_cpu)
+    # transformers takes a fake for a sign of tracing, and builds masks that real tensors do not get
+    yield patch.object(masks, 'is_tracing', lambda tensor=None: False)
+    # It finds the borders of packed examples in the numbers of the positions: fakes have none
+    if packed:
+        yield patch.object(masks, 'find_packed_sequence_indices', _running_sums)
+    # FSDP2 would make the parts of all ranks
+    yield patch.object(_fsdp_param, '_chunk_with_empty', _LazyChunks)
+    # accelerate tells parameters apart by their addresses
+    yield patch.object(FakeTensor, 'data_ptr', lambda self: id(self.untyped_storage()))
+    yield _wrapped(torch.utils, 'swap_tensors', _swap_if_changed)
+    # torch changes the type of no parameter with weak references: a fake mode has one to each
+    no_references = SimpleNamespace(getweakrefs=lambda tensor: ())
+    yield patch.object(torch.utils, 'weakref', no_references)
+    # There is no GPU to pin memory for
+    yield patch.object(torch.Tensor, 'pin_memory', lambda self, device=None: self)
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #efa41cd0
 @contextmanager
 def fake_tensors(
-    watch: Callable | None = None,  # Called with (function, arguments, named arguments, result) after each operation
+    watch: Callable | None = None,  # Gets (function, arguments, names, result) of each operation
     packed: bool = False,  # Whether rows hold several examples, which only numbers could tell
 ) -> Iterator['FakeTensorMode']:  # For as long as the block lasts
     "Give every tensor of the block its shape, type and place, and no memory."
     from torch._subclasses.fake_tensor import FakeTensorMode
-    if watch is not None: _check(watch)
+    if watch is not None: _check_callable(watch)
     with ExitStack() as stack:
-        for owner, name, make in _changes(packed): stack.enter_context(_changed(owner, name, make))
+        for change in _patches(packed): stack.enter_context(change)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_mode()(Memo(mode), watch))
+        stack.enter_context(_mode_class()(Memo(mode), watch))
         yield mode
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #59d06392
 @contextmanager
 def watched(
-    watch: Callable,  # Called with (function, arguments, named arguments, result) after each operation
+    watch: Callable,  # Gets (function, arguments, names, result) of each operation
 ) -> Iterator[None]:  # For as long as the block lasts
     "Watch the operations of the block on real tensors."
-    _check(watch)
+    _check_callable(watch)
     with ExitStack() as stack:
-        for owner, name, make in _quiet(): stack.enter_context(_changed(owner, name, make))
-        stack.enter_context(_mode()(None, watch))
+        for change in _propagation_patches(): stack.enter_context(change)
+        stack.enter_context(_mode_class()(None, watch))
         yield

@@ -15,7 +15,7 @@ from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.rehearsal.step import rehearse_load
+from llm_workbook.rehearsal.load import rehearse_load
 
 SHAPE = dict(hidden_size=640, intermediate_size=1728, num_hidden_layers=3, num_attention_heads=10, num_key_value_heads=5,
              vocab_size=6007, tie_word_embeddings=False)  # A third of 6,007 rows is no whole number, and shares cut blocks

@@ -31,10 +31,10 @@ def definitions():
 
 @pytest.fixture(scope='module')
 def page():
-    "The page as a module: the stage looks for the names that a program imports in modules."
-    from llm_workbook.rehearsal.findings import check_stage, findings
+    "The page as a module: the recorder looks for the names that a program imports in modules."
+    from llm_workbook.rehearsal.findings import check_program, findings
     made = sys.modules['mistakes'] = ModuleType('mistakes')
-    vars(made).update(findings=findings, check_stage=check_stage)
+    vars(made).update(findings=findings, check_program=check_program)
     from bitsandbytes.nn import modules
     before = modules.fix_4bit_weight_quant_state_from_module
     for text in definitions(): exec(compile(text, 'mistakes', 'exec'), vars(made))
@@ -79,7 +79,7 @@ def test_more_micro_batches_keep_more(page):
 # What a program finds that is right
 
 def healthy(page, method, sharding, accumulation=1, checkpointing='none'):
-    "The project's own functions, on the stage."
+    "The project's own functions, under the recorder."
     import torch
     from llm_workbook.model.adapters import add_adapters
     from llm_workbook.config.recipe import Method, Sharding
@@ -126,12 +126,12 @@ def test_nothing_is_found_where_nothing_is_wrong(page, method, how):
 @pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
 def test_nothing_is_found_under_ddp(page, method):
     "With real tensors: DDP's own code in C++ reads them."
-    from llm_workbook.rehearsal.recorder import staged
-    with staged(4, 3, real=True) as stage:
-        here, config = page.Played(stage, page.SMALL, 64), page.transformers.AutoConfig.for_model(**page.SMALL)
+    from llm_workbook.rehearsal.recorder import recorded
+    with recorded(4, 3, real=True) as recorder:
+        here, config = page.Played(recorder, page.SMALL, 64), page.transformers.AutoConfig.for_model(**page.SMALL)
         here.model = lambda dtype: page.transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         model, optimizer = healthy(page, method, 'ddp')(here)
-    assert stage.messages and page.findings(stage, model, optimizer) == []
+    assert recorder.messages and page.findings(recorder, model, optimizer) == []
 
 
 def test_nothing_is_found_in_a_large_one(page):
@@ -205,16 +205,16 @@ def test_the_costliest_of_several_comes_first(monkeypatch):
 
 
 def test_a_gate_names_the_costliest(page):
-    from llm_workbook.rehearsal.recorder import staged
-    from llm_workbook.rehearsal.findings import StageProblem, check_stage
+    from llm_workbook.rehearsal.recorder import recorded
+    from llm_workbook.rehearsal.findings import ProgramProblem, check_program
     def both(here): return page.early(here, late=False)
-    with staged(2) as stage: model, optimizer, _ = both(page.Played(stage, page.SMALL, 64))
-    with pytest.raises(StageProblem, match='39 of its 39 parameters are not in the model.*make the optimizer after sharding$'):
-        check_stage(stage, model, optimizer)
+    with recorded(2) as recorder: model, optimizer, _ = both(page.Played(recorder, page.SMALL, 64))
+    with pytest.raises(ProgramProblem, match='39 of its 39 parameters are not in the model.*make the optimizer after sharding$'):
+        check_program(recorder, model, optimizer)
 
 
 def test_both_ways_of_checkpointing_at_once_raise(page, tmp_path):
-    "transformers refuses its own checkpointing beside that of FSDP2: on the stage and on ranks."
+    "transformers refuses its own checkpointing beside that of FSDP2: under the recorder and on ranks."
     def program(here):
         plugin = {'version': 2, 'activation_checkpointing': True, 'auto_wrap_policy': 'TRANSFORMER_BASED_WRAP'}
         args = page.transformers.TrainingArguments(str(tmp_path), use_cpu=True, fsdp='full_shard', fsdp_config=plugin,

@@ -1,4 +1,4 @@
-"""The stage and its fakes: nothing stays behind, nothing is remembered wrongly, and the blocks are those of real tensors."""
+"""The recorder and its fakes: nothing stays behind, nothing is remembered wrongly, and the blocks are those of real tensors."""
 import gc
 import os
 import threading
@@ -18,7 +18,7 @@ from llm_workbook.rehearsal.fake_tensors import Memo, fake_ranks, fake_tensors, 
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Sharding
 from llm_workbook.parallel.shard import shard_model
-from llm_workbook.rehearsal.recorder import staged
+from llm_workbook.rehearsal.recorder import recorded
 
 SMALL = dict(configuration('tiny-base')[1], num_hidden_layers=2)
 OPS = torch.ops.aten
@@ -26,7 +26,7 @@ OPS = torch.ops.aten
 
 @pytest.fixture(scope='module', autouse=True)
 def imported():
-    "Import once what every stage needs, so that a later import is no difference."
+    "Import once what every recorder needs, so that a later import is no difference."
     import accelerate, bitsandbytes, transformers  # noqa: E401, F401
     torch.set_num_threads(1)
 
@@ -34,10 +34,10 @@ def imported():
 def small(): return materialise(skeleton(SMALL, 'tiny-base'), torch.float32)
 
 
-def program(stage=None, checkpointing='none', steps=2):
+def program(recorder=None, checkpointing='none', steps=2):
     model = shard_model(small(), Sharding(activation_checkpointing=checkpointing))
     optimizer = torch.optim.AdamW(model.parameters())
-    if stage: stage.watch(model, optimizer)
+    if recorder: recorder.watch(model, optimizer)
     ids = torch.ones(2, 32, dtype=torch.long)
     for _ in range(steps):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -46,21 +46,21 @@ def program(stage=None, checkpointing='none', steps=2):
     return [(tuple(p.to_local().shape), p.to_local().nbytes) for p in model.parameters()]
 
 
-def heights(stage):
+def heights(recorder):
     change = Counter({0: 0})
-    for block in stage.blocks:
+    for block in recorder.blocks:
         change[max(block.born, 0)] += block.size_b
         if block.died is not None: change[block.died + 1] -= block.size_b
-    return list(accumulate(change[i] for i in range(len(stage.events))))
+    return list(accumulate(change[i] for i in range(len(recorder.events))))
 
 
-def described(stage): return Counter((b.size_b, b.kind, b.phase, b.where, b.op, b.shape, b.host) for b in stage.blocks)
+def described(recorder): return Counter((b.size_b, b.kind, b.phase, b.where, b.op, b.shape, b.host) for b in recorder.blocks)
 
 
 # Nothing stays behind
 
 def state():
-    "What a stage changes, as it is now."
+    "What a recorder changes, as it is now."
     import torch.optim.optimizer as optimizer
     import torch.utils._foreach_utils as utils
     import transformers.masking_utils as masks
@@ -81,24 +81,24 @@ def state():
 
 
 @pytest.mark.parametrize('real', [False, True])
-def test_a_stage_leaves_nothing_behind(real):
-    with staged(gpu=True, real=real) as stage: program(stage, steps=1)  # Torch fills caches of its own the first time
+def test_a_recorder_leaves_nothing_behind(real):
+    with recorded(gpu=True, real=real) as recorder: program(recorder, steps=1)  # Torch fills caches of its own the first time
     before = state()
-    with staged(gpu=True, real=real) as stage:
+    with recorded(gpu=True, real=real) as recorder:
         os.environ['LLMW_TEST'] = 'x'
-        program(stage, steps=1)
+        program(recorder, steps=1)
     assert state() == before
 
 
 @pytest.mark.parametrize('error', [KeyError, torch.OutOfMemoryError, KeyboardInterrupt])
-def test_a_stage_that_fails_leaves_nothing_behind_and_its_error_is_the_programs(error):
+def test_a_recorder_that_fails_leaves_nothing_behind_and_its_error_is_the_programs(error):
     before = state()
     class Failing(torch.nn.Module):
         def forward(self, x): raise error('of the program')
     with pytest.raises(error, match='of the program'):
-        with staged() as stage: torch.nn.Sequential(torch.nn.Linear(2, 2), Failing())(torch.ones(2, 2))
+        with recorded() as recorder: torch.nn.Sequential(torch.nn.Linear(2, 2), Failing())(torch.ones(2, 2))
     assert state() == before
-    assert not stage.alive
+    assert not recorder.memory.alive
 
 
 def test_an_error_in_the_backward_pass_keeps_its_type():
@@ -110,40 +110,40 @@ def test_an_error_in_the_backward_pass_keeps_its_type():
         def backward(ctx, grad): raise LookupError('in the backward pass')
     before = state()
     with pytest.raises(LookupError, match='in the backward pass'):
-        with staged(): Odd.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        with recorded(): Odd.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert state() == before
 
 
 def test_a_module_whose_error_is_caught_is_left():
     layer = torch.nn.Linear(2, 2)
-    with staged() as stage:
-        stage.watch(torch.nn.ModuleDict({'layer': layer}))
+    with recorded() as recorder:
+        recorder.watch(torch.nn.ModuleDict({'layer': layer}))
         with pytest.raises(RuntimeError): layer(torch.ones(1, 3))
         torch.ones(7)
-    assert stage.events[-1].where == '' and stage.places.stack == ['']
+    assert recorder.events[-1].where == '' and recorder.modules.stack == ['']
 
 
 def test_what_accelerate_knew_it_knows_again():
     from accelerate import PartialState
     PartialState._reset_state()
     mine = PartialState(cpu=True)
-    with staged(ranks=8): assert PartialState(cpu=True).num_processes == 8
+    with recorded(ranks=8): assert PartialState(cpu=True).num_processes == 8
     assert PartialState().num_processes == 1 and mine.initialized
     PartialState._reset_state()
 
 
-def test_a_stage_within_a_stage_or_a_group_is_refused():
-    with staged(ranks=3):
-        with pytest.raises(ValueError, match='one of 3 ranks already'): staged().__enter__()
+def test_a_recorder_within_a_recorder_or_a_group_is_refused():
+    with recorded(ranks=3):
+        with pytest.raises(ValueError, match='one of 3 ranks already'): recorded().__enter__()
         assert dist.get_world_size() == 3
-    with fake_ranks(2), pytest.raises(ValueError, match='one of 2 ranks already'): staged().__enter__()
+    with fake_ranks(2), pytest.raises(ValueError, match='one of 2 ranks already'): recorded().__enter__()
 
 
-def test_what_lives_on_after_the_stage_changes_no_block():
-    with staged() as stage: kept = torch.ones(1000)
-    before = [(b.size_b, b.died) for b in stage.blocks]
+def test_what_lives_on_after_the_recorder_changes_no_block():
+    with recorded() as recorder: kept = torch.ones(1000)
+    before = [(b.size_b, b.died) for b in recorder.blocks]
     del kept
-    assert [(b.size_b, b.died) for b in stage.blocks] == before == [(4000, None)]
+    assert [(b.size_b, b.died) for b in recorder.blocks] == before == [(4000, None)]
 
 
 # Memory of shapes
@@ -246,7 +246,7 @@ def test_what_was_seen_is_not_worked_out_again():
     with FakeTensorMode() as mode:
         memo, x = Memo(mode), torch.ones(4, 4)
         outs = [memo(OPS.mm.default, (x, x), {}) for _ in range(5)]
-    assert len(memo.seen) == 1 and len({id(out.untyped_storage()) for out in outs}) == 5
+    assert len(memo.results) == 1 and len({id(out.untyped_storage()) for out in outs}) == 5
 
 
 def test_the_default_type_is_part_of_the_key():
@@ -289,8 +289,8 @@ def test_real_numbers_inside_fakes_are_their_own():
 @pytest.mark.parametrize('checkpointing', ['none', 'full'])
 @pytest.mark.parametrize('gpu', [False, True])
 def test_blocks_are_those_of_real_tensors(checkpointing, gpu):
-    with staged(gpu=gpu) as fake: program(fake, checkpointing)
-    with staged(gpu=gpu, real=True) as real: program(real, checkpointing)
+    with recorded(gpu=gpu) as fake: program(fake, checkpointing)
+    with recorded(gpu=gpu, real=True) as real: program(real, checkpointing)
     mesh = described(real) - described(fake)  # Made outside the fake mode
     assert not described(fake) - described(real)
     assert [key[4] for key in mesh.elements()] == ['arange', 'eq', 'nonzero']
@@ -311,16 +311,16 @@ def counted():
 def test_every_rank_is_as_it_really_is(ranks):
     "With 3 ranks, 1,262 and 256 rows do not divide: the last rank holds fewer."
     for rank, (calls, flops, held) in enumerate(run_ranks(counted, ranks, timeout_s=120)):
-        with staged(ranks, rank) as stage: assert program(stage) == held
-        assert [stage.events[m.event].op for m in stage.messages] == calls
-        assert {m.ranks for m in stage.messages} == {ranks}
-        if ranks == 2: assert sum(e.flops for e in stage.events) == flops
+        with recorded(ranks, rank) as recorder: assert program(recorder) == held
+        assert [recorder.events[m.event].op for m in recorder.messages] == calls
+        assert {m.ranks for m in recorder.messages} == {ranks}
+        if ranks == 2: assert sum(e.flops for e in recorder.events) == flops
 
 
-def test_two_stages_give_the_same():
+def test_two_recorders_give_the_same():
     def blocks():
-        with staged() as stage: program(stage, 'full')
-        return [(b.size_b, b.born, b.died, b.kind, b.where, b.op) for b in stage.blocks], stage.events, stage.messages
+        with recorded() as recorder: program(recorder, 'full')
+        return [(b.size_b, b.born, b.died, b.kind, b.where, b.op) for b in recorder.blocks], recorder.events, recorder.messages
     first = blocks()
     rubbish = [[[] for _ in range(10)] for _ in range(3000)]  # Moves the moments of Python's own collections
     assert blocks() == first and rubbish
@@ -328,68 +328,68 @@ def test_two_stages_give_the_same():
 
 def test_unreachable_cycles_go_at_fixed_operations():
     def died(warm):
-        with staged() as stage:
+        with recorded() as recorder:
             [[] for _ in range(warm)]
             ring = [torch.ones(123)]
             ring.append(ring)
             del ring
             for _ in range(2500): torch.ones(1)
-        return next(b.died for b in stage.blocks if b.size_b == 492)
+        return next(b.died for b in recorder.blocks if b.size_b == 492)
     assert {died(warm) for warm in (0, 333, 5000)} == {999}
 
 
 def test_gathered_weights_come_and_go():
-    with staged() as stage: program(stage, steps=1)
-    fillings = [b for b in stage.blocks if b.kind == 'unsharded' and b.op == 'resize_' and b.size_b]
+    with recorded() as recorder: program(recorder, steps=1)
+    fillings = [b for b in recorder.blocks if b.kind == 'unsharded' and b.op == 'resize_' and b.size_b]
     assert fillings and all(b.died is not None for b in fillings)
-    layers = [m for m in stage.messages if m.kind == 'all_gather' and m.where.startswith('model.layers')]
+    layers = [m for m in recorder.messages if m.kind == 'all_gather' and m.where.startswith('model.layers')]
     assert len(layers) >= 3  # Two layers, and again in the backward pass
 
 
 def test_memory_that_an_operation_resizes():
     for real in (False, True):
-        with staged(real=real) as stage:
+        with recorded(real=real) as recorder:
             for _ in range(2): torch.cat([torch.ones(50), torch.ones(50)], out=torch.empty(0))
-        assert [b.size_b for b in stage.blocks if b.op == 'resize_'] == [400, 400]
+        assert [b.size_b for b in recorder.blocks if b.op == 'resize_'] == [400, 400]
 
 
 def test_views_types_and_data_are_one_block_each():
-    with staged() as stage:
+    with recorded() as recorder:
         x = torch.zeros(1000)
         views = x.view(torch.int32), x[5:], x.view(10, 100).T  # noqa: F841
-        assert len(stage.blocks) == 1
+        assert len(recorder.blocks) == 1
         p = torch.nn.Parameter(torch.zeros(2000))
         p.data = torch.zeros(3000)
         torch.zeros(1)
-    assert [b.size_b for b in stage.blocks if b.died is None] == [4000, 12000]
+    assert [b.size_b for b in recorder.blocks if b.died is None] == [4000, 12000]
 
 
 def test_an_address_used_again_is_another_block():
-    with staged() as stage:
+    with recorded() as recorder:
         for n in range(50): torch.zeros(n + 1)
-    assert [b.size_b for b in stage.blocks] == [4 * (n + 1) for n in range(50)]
-    assert all(b.died == b.born for b in stage.blocks[:-1])
+    assert [b.size_b for b in recorder.blocks] == [4 * (n + 1) for n in range(50)]
+    assert all(b.died == b.born for b in recorder.blocks[:-1])
 
 
 @pytest.mark.parametrize('real', [False, True])
 def test_sparse_gradients_and_no_result(real):
     "torch's fake copy of a sparse tensor has no values, so there the gradient that stays is not seen."
-    with staged(real=real) as stage:
+    with recorded(real=real) as recorder:
         table = torch.nn.Embedding(50, 8, sparse=True)
         table(torch.ones(4, dtype=torch.long)).square().sum().backward()
         torch._foreach_add_([torch.zeros(2)], 1.0)
-    kept = [b.shape for b in stage.blocks if b.died is None]
+    kept = [b.shape for b in recorder.blocks if b.died is None]
     assert kept == [(50, 8), (1, 4), (4, 8)] if real else (50, 8) in kept
 
 
 def test_a_hook_that_keeps_a_gradient_keeps_its_block():
     kept = []
-    with staged() as stage:
+    with recorded() as recorder:
         x = torch.ones(777, requires_grad=True)
         y = x * 2
         y.register_hook(kept.append)
         y.sum().backward()
-        size = [b for b in stage.blocks if b.size_b == 777 * 4]
+        size = [b for b in recorder.blocks if b.size_b == 777 * 4]
     assert kept and sum(b.died is None for b in size) >= 3
 
 
@@ -405,16 +405,16 @@ def test_the_backward_pass_of_a_cpu_runs_on_the_thread_that_called_it():
         def backward(ctx, grad):
             threads.add(threading.get_ident())
             return torch.sin(grad)
-    with staged() as stage: Tell.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    with recorded() as recorder: Tell.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert threads == {threading.get_ident()}
-    assert any(e.op == 'sin' and e.phase == 'backward' for e in stage.events)  # The mode is active there
+    assert any(e.op == 'sin' and e.phase == 'backward' for e in recorder.events)  # The mode is active there
 
 
 @pytest.mark.parametrize('checkpointing', ['none', 'full'])
 def test_the_backward_pass_is_given_to_its_modules(checkpointing):
-    with staged() as stage: program(stage, checkpointing, steps=1)
+    with recorded() as recorder: program(recorder, checkpointing, steps=1)
     by = {phase: Counter() for phase in ('forward', 'backward')}
-    for event in stage.events:
+    for event in recorder.events:
         if event.flops: by[event.phase][event.where] += event.flops
     layers = {name for name in by['forward'] if '.layers.' in name}
     assert len(layers) == 14
@@ -426,11 +426,11 @@ def test_the_backward_pass_is_given_to_its_modules(checkpointing):
 
 def test_added_gradients_belong_to_the_module_that_made_them():
     layer, model = torch.nn.Linear(3, 3, bias=False), None
-    with staged() as stage:
+    with recorded() as recorder:
         model = torch.nn.ModuleDict({'layer': materialise(layer)})
-        stage.watch(model)
+        recorder.watch(model)
         for _ in range(2): model['layer'](torch.ones(2, 3)).sum().backward()
-    adds = [e for e in stage.events if e.op == 'add_' and e.phase == 'backward']
+    adds = [e for e in recorder.events if e.op == 'add_' and e.phase == 'backward']
     assert adds and {e.where for e in adds} == {'layer'}
 
 
@@ -438,31 +438,31 @@ def test_inference_mode_is_counted_as_torch_counts_it():
     model = small()
     ids = torch.ones(1, 16, dtype=torch.long)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter: model(ids, use_cache=False)
-    with staged() as stage:
+    with recorded() as recorder:
         model, ids = small(), torch.ones(1, 16, dtype=torch.long)
         with torch.inference_mode(): model(ids, use_cache=False)
-    assert sum(e.flops for e in stage.events) == counter.get_total_flops() > 0
-    assert 'linear' not in {e.op for e in stage.events}
+    assert sum(e.flops for e in recorder.events) == counter.get_total_flops() > 0
+    assert 'linear' not in {e.op for e in recorder.events}
 
 
 def test_messages_know_their_group():
     from torch.distributed._functional_collectives import all_reduce
-    with staged(ranks=8) as stage:
+    with recorded(ranks=8) as recorder:
         pair = dist.new_group([0, 1])
         all_reduce(torch.zeros(5), 'sum', pair) + 1
         dist.all_reduce(torch.zeros(6), group=pair)
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8))
-    sent = [(m.kind, m.size_b, m.ranks) for m in stage.messages]
+    sent = [(m.kind, m.size_b, m.ranks) for m in recorder.messages]
     assert sent == [('all_reduce', 20, 2), ('all_reduce', 24, 2), ('all_to_all', 32, 8)]
 
 
 def test_rows_of_several_examples_get_a_mask():
     def made(packed):
-        with staged(packed=packed) as stage:
+        with recorded(packed=packed) as recorder:
             model, ids = small(), torch.ones(1, 64, dtype=torch.long)
-            start = len(stage.blocks)
+            start = len(recorder.blocks)
             model(ids, position_ids=torch.arange(64)[None], use_cache=False)
-        return sum(b.size_b for b in stage.blocks[start:])
+        return sum(b.size_b for b in recorder.blocks[start:])
     assert made(True) >= made(False) + 64 * 64
 
 

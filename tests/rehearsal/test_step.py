@@ -107,7 +107,8 @@ def test_nothing_is_left_behind(plain):
 def test_an_error_of_the_program_comes_out_as_it_is_and_leaves_nothing(plain):
     class Odd(Exception): pass
     from unittest.mock import patch
-    with patch('llm_workbook.training.fine_tune.make_trainer', side_effect=Odd), pytest.raises(Odd): play(script(plain)[0])
+    with patch('llm_workbook.rehearsal.program.make_trainer', side_effect=Odd), pytest.raises(Odd):
+        play(script(plain)[0])
     assert not dist.is_initialized()
 
 
