@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple, get_args
 
-from ..config.document import RecipeError, nearest
+from ..config.document import RecipeError
 from ..config.hardware import gpus, links, node, nodes
 from ..config.recipe import Recipe
+from ..display import PALETTE, gib, nearest
 from ..model.architecture import presets
 from ..model.spec import spec
 from .estimate import Estimate, draft, estimate
@@ -169,15 +170,15 @@ class _Group(NamedTuple):  # What some classes of the ledger are to a reader
     kinds: tuple[str, ...]  # Classes of the ledger
 
 _GROUPS = {
-    'base': _Group('#0072B2', ('weights', 'payload', 'absmax', 'buffers', 'padding')),
-    'adapters': _Group('#56B4E9', ('adapters',)),
-    'gradients': _Group('#CC79A7', ('gradients',)),
-    'optimizer': _Group('#E69F00', ('optimizer', 'master', 'counters')),
-    'activations': _Group('#009E73', ('activations',)),
-    'logits': _Group('#F0E442', ('logits',)),
-    'gathered': _Group('#D55E00', ('unsharded', 'prefetch', 'collective', 'zero_buckets',
+    'base': _Group(PALETTE['blue'], ('weights', 'payload', 'absmax', 'buffers', 'padding')),
+    'adapters': _Group(PALETTE['sky'], ('adapters',)),
+    'gradients': _Group(PALETTE['purple'], ('gradients',)),
+    'optimizer': _Group(PALETTE['orange'], ('optimizer', 'master', 'counters')),
+    'activations': _Group(PALETTE['green'], ('activations',)),
+    'logits': _Group(PALETTE['yellow'], ('logits',)),
+    'gathered': _Group(PALETTE['vermilion'], ('unsharded', 'prefetch', 'collective', 'zero_buckets',
                                    'dequantised')),
-    'overhead': _Group('#999999', ('allocator', 'context', 'nccl', 'process',
+    'overhead': _Group(PALETTE['grey'], ('allocator', 'context', 'nccl', 'process',
                                    'pinned_rounding'))}
 
 class _Bar(NamedTuple):
@@ -215,7 +216,7 @@ _LEFT, _WIDTH, _ROW = 76, 540, 26  # Where bars begin, the longest one, height o
 def _rectangle(group, size_b, x, y, width) -> str:
     place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="18"'
     colour = f'fill="{_GROUPS[group].colour}" stroke="white" stroke-width=".5"'
-    return f'<rect {place} {colour}><title>{group}: {_gib(size_b)}</title></rect>'
+    return f'<rect {place} {colour}><title>{group}: {gib(size_b)}</title></rect>'
 
 def _bar_svg(bar, y) -> str:
     "Draw one bar, its label, and a dashed line where the memory ends."
@@ -232,7 +233,7 @@ def _bar_svg(bar, y) -> str:
 
 def _svg(bars) -> str:
     shapes = ''.join(_bar_svg(bar, 6 + _ROW * i) for i, bar in enumerate(bars))
-    label = '; '.join(f'{bar.label} {_gib(bar.total_b)} of {_gib(bar.have_b)}' for bar in bars)
+    label = '; '.join(f'{bar.label} {gib(bar.total_b)} of {gib(bar.have_b)}' for bar in bars)
     size = f'viewBox="0 0 640 {_ROW * len(bars) + 6}" width="640"'
     head = f'role="img" aria-label="{label}" {size} font-size="12" fill="currentColor"'
     return f'<svg {head}>{shapes}</svg>'
@@ -247,12 +248,10 @@ def _legend(bars) -> str:
     for name, group in _GROUPS.items():
         sizes = [bar.parts[name] for bar in bars]
         square = f'<span style="color:{group.colour}">&#9632;</span>'
-        rows.append(_legend_row(f'{square} {name}', [_gib(b) if b else '' for b in sizes]))
-    rows.append(_legend_row('all', [_gib(bar.total_b) for bar in bars], 'th'))
-    rows.append(_legend_row('there is', [_gib(bar.have_b) for bar in bars]))
+        rows.append(_legend_row(f'{square} {name}', [gib(b) if b else '' for b in sizes]))
+    rows.append(_legend_row('all', [gib(bar.total_b) for bar in bars], 'th'))
+    rows.append(_legend_row('there is', [gib(bar.have_b) for bar in bars]))
     return f'<table>{"".join(rows)}</table>'
-
-def _gib(size_b) -> str: return f'{size_b / 2**30:,.2f} GiB'
 
 # %% ../../nbs/plan/10_panel.ipynb #926ef4a0
 def _picture(state) -> str:
@@ -267,7 +266,8 @@ def _picture(state) -> str:
     return head + _speed_html(state.estimate.traffic) + _svg(bars) + _legend(bars)
 
 def _verdict_html(fits, verdict) -> str:
-    mark, colour = ('&#10003;', '#009E73') if fits else ('&#10007;', '#D55E00')
+    mark = '&#10003;' if fits else '&#10007;'
+    colour = PALETTE['green'] if fits else PALETTE['vermilion']
     style = f'border-left:5px solid {colour};padding-left:8px'
     return f'<p role="status" style="{style}"><b>{mark}</b> {escape(verdict)}</p>'
 

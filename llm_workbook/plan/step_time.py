@@ -12,7 +12,7 @@ from html import escape
 from typing import NamedTuple
 
 from ..config.document import canvas
-from .collectives import Collective, machine, step_messages
+from .collectives import Collective, node_of, step_messages
 from ..model.spec import coverage, spec as find_spec
 
 # %% ../../nbs/plan/07_step_time.ipynb #396bc4db
@@ -370,7 +370,7 @@ def step_traffic(
     trainer: bool = False,  # Units as accelerate makes them; else as `shard_model` does
 ) -> Traffic:  # Of one optimizer step
     "Predict the messages, FLOPs, seconds, money and energy of `recipe`."
-    node, model = machine(recipe, node), recipe.model
+    node, model = node_of(recipe, node), recipe.model
     spec = spec or find_spec(model.source, model.revision, model.head, model.classes)
     works, often = _works(spec, recipe.method, recipe.precision), recipe.batch.accumulation
     passes = [tuple(_layer_s(work, times, recipe, spec, node) for times in _times(recipe, work)) for work in works]

@@ -6,7 +6,7 @@ import pytest
 
 from llm_workbook.config.document import asset
 from llm_workbook.config.hardware import node
-from llm_workbook.plan.collectives import collective_s, machine, step_messages, wire_bytes
+from llm_workbook.plan.collectives import collective_s, node_of, step_messages, wire_bytes
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.plan.step_time import step_traffic
@@ -102,7 +102,7 @@ def test_every_strategy_reduces_every_gradient(strategy):
 
 
 def test_the_machine_must_have_room():
-    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'): machine(LARGE, node('4x-a100-80'))
+    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'): node_of(LARGE, node('4x-a100-80'))
     with pytest.raises(ValueError, match='no network'): step_traffic(LARGE, node=node('p4de').changed(network=None))
 
 
