@@ -149,7 +149,7 @@ def test_what_is_counted_misses_exactly_so_many_bytes(found):
 def test_pruning_loses_no_plan(monkeypatch):
     from llm_workbook.plan import search as plans
     quick = search(PAIR, SMALL)
-    monkeypatch.setattr(plans, '_weight', lambda trial, changes: (object(), ()))
+    monkeypatch.setattr(plans, '_family_and_weight', lambda trial, changes: (object(), ()))
     slow = search(PAIR, SMALL)
     assert not any(r.proved for r in slow.refused) and any(r.proved for r in quick.refused)
     assert sorted(map(key, quick.accepted)) == sorted(map(key, slow.accepted))
