@@ -17,7 +17,8 @@ from ..model.architecture import presets
 from ..config.document import Problem, RecipeError, html_table, nearest
 from ..config.hardware import Node, detect, node as find_node
 from .ledger import Ledger, memory
-from ..model.spec import ModelSpec, coverage, spec as find_spec
+from ..model.layout import coverage
+from ..model.spec import ModelSpec, spec as find_spec
 from ..config.recipe import Recipe, broken, planned_only, recipe_names
 from .step_time import Traffic, step_traffic
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ..config.document import canvas
 from .collectives import Collective, machine, step_messages
-from ..model.spec import coverage, spec as find_spec
+from ..model.layout import coverage
+from ..model.spec import spec as find_spec
 
 # %% ../../nbs/plan/07_step_time.ipynb #396bc4db
 _SIZE = {'float32': 4, 'bfloat16': 2, 'float16': 2, 'fp8': 2}  # Bytes of a number; with fp8, of all but the products' inputs
