@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..config.document import nearest
-from ..model.spec import coverage
+from ..model.layout import coverage
 from ..config.recipe import Recipe
 from .tape import Held, Setting, adapted, head_tape, layer_tape
 

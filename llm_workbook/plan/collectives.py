@@ -13,7 +13,8 @@ from math import ceil, log2, prod
 from typing import NamedTuple
 
 from ..config.hardware import detect, node as find_node
-from ..model.spec import coverage, spec as find_spec
+from ..model.layout import coverage
+from ..model.spec import spec as find_spec
 
 # %% ../../nbs/plan/06_collectives.ipynb #07c23c2e
 def wire_bytes(

@@ -12,7 +12,8 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from ..model.spec import ModelSpec, coverage
+from ..model.layout import coverage
+from ..model.spec import ModelSpec
 from ..config.recipe import Method, Recipe
 
 # %% ../../nbs/plan/03_model_states.ipynb #199b586f

@@ -17,7 +17,8 @@ from ..config.document import Part, RecipeError
 from ..config.hardware import Node, detect, node as find_node
 from ..config.recipe import Recipe, broken, rules
 from ..display import PALETTE, binary_size, canvas, gib, html_table, nearest
-from .estimate import Room, estimate, plan_facts, spec_of
+from ..model.spec import spec_of
+from .estimate import Room, estimate, plan_facts
 from .ledger import memory
 from .step_time import step_traffic
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ..config.document import canvas
 from .collectives import Collective, node_of, step_messages
-from ..model.spec import coverage, spec as find_spec
+from ..model.layout import coverage
+from ..model.spec import spec_of
 
 # %% ../../nbs/plan/07_step_time.ipynb #396bc4db
 _SIZE = {'float32': 4, 'bfloat16': 2, 'float16': 2, 'fp8': 2}  # Bytes of a number; with fp8, of all but the products' inputs
@@ -371,7 +372,7 @@ def step_traffic(
 ) -> Traffic:  # Of one optimizer step
     "Predict the messages, FLOPs, seconds, money and energy of `recipe`."
     node, model = node_of(recipe, node), recipe.model
-    spec = spec or find_spec(model.source, model.revision, model.head, model.classes)
+    spec = spec or spec_of(recipe)
     works, often = _works(spec, recipe.method, recipe.precision), recipe.batch.accumulation
     passes = [tuple(_layer_s(work, times, recipe, spec, node) for times in _times(recipe, work)) for work in works]
     busy = [often * sum(w.count * (f[i] + b[i]) for w, (f, b) in zip(works, passes)) for i in range(5)]
