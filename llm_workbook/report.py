@@ -312,7 +312,7 @@ def reconcile(
     "Compare a plan with a rehearsal, and with a run if there is one; of a run, store the report in its directory."
     _check(ledger, rehearsal, run)
     node = _machine(ledger)
-    traffic = step_traffic(ledger.recipe, ledger.spec, node or find_node('cpu'), trainer=True)
+    traffic = step_traffic(ledger.recipe, ledger.spec, node or find_node('cpu'))
     rows, moments = _memory(_planned(ledger), _rehearsed(rehearsal.timeline))
     rows += _work(traffic, rehearsal)
     if run: rows += _run(ledger, rehearsal, run, node and traffic.step_s)

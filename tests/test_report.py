@@ -139,7 +139,7 @@ def test_every_moment_of_a_ledger_has_its_stage(name, rehearsal):
 
 def test_work_is_that_of_the_traffic(ledger, rehearsal):
     report = reconcile(ledger, rehearsal)
-    traffic = step_traffic(ledger.recipe, ledger.spec, trainer=True)
+    traffic = step_traffic(ledger.recipe, ledger.spec)
     sent = [c for c in traffic.collectives if c.kind == 'all_gather']
     assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(traffic.rank_executed), 18)
     assert row(report, 'work', 'all_gather, messages')[3:5] == (sum(c.count for c in sent), 2)
@@ -181,7 +181,7 @@ def test_seconds_are_the_middle_step_and_planned_where_a_machine_is_named(ledger
     report = reconcile(ledger, rehearsal, run)
     assert row(report, 'run', 'seconds per step')[3:] == (None, None, .625)
     assert any('cluster.hardware names no machine' in note for note in report.notes)
-    step_s = step_traffic(ledger.recipe, ledger.spec, node('cpu'), trainer=True).step_s
+    step_s = step_traffic(ledger.recipe, ledger.spec, node('cpu')).step_s
     on = reconcile(replace(ledger, node='cpu'), rehearsal, run)
     assert row(on, 'run', 'seconds per step').planned == step_s
     assert not any('names no machine' in note for note in on.notes)

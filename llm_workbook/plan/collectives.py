@@ -6,15 +6,15 @@
 __all__ = ['wire_bytes', 'collective_s', 'Collective', 'Exchange', 'step_messages', 'node_of']
 
 # %% ../../nbs/plan/06_collectives.ipynb #80d22500
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2, prod
 from typing import NamedTuple
 
 from ..config.hardware import detect, node as find_node
-from ..model.layout import coverage
-from ..model.spec import spec as find_spec
+from ..model.layout import NUMBER_B, layout, number_sizes, part_shape
+from ..model.spec import spec_of
 
 # %% ../../nbs/plan/06_collectives.ipynb #07c23c2e
 def wire_bytes(
@@ -24,10 +24,17 @@ def wire_bytes(
     backend: str = 'nccl',  # Or 'gloo'
 ) -> int:  # Sent by one rank, bytes
     "Count what one rank puts on the wire for one collective."
-    rounds = {'all_gather': 1, 'broadcast': 1, 'all_reduce': 2, 'reduce_scatter': 2 if backend == 'gloo' else 1}
-    if kind not in rounds: raise ValueError(f'{kind!r} is no collective; known: {", ".join(rounds)}')
-    if ranks < 1 or tensor_b < 0: raise ValueError(f'{tensor_b} bytes over {ranks} ranks: need 0 bytes and 1 rank or more')
+    rounds = _rounds(backend)
+    if kind not in rounds:
+        raise ValueError(f'{kind!r} is no collective; known: {", ".join(rounds)}')
+    if ranks < 1 or tensor_b < 0:
+        raise ValueError(f'{tensor_b} bytes over {ranks} ranks: need 0 bytes and 1 rank or more')
     return rounds[kind] * tensor_b * (ranks - 1) // ranks
+
+def _rounds(backend) -> dict[str, int]:
+    "Say how often each collective sends its tensor round the ring."
+    scatters = 2 if backend == 'gloo' else 1
+    return {'all_gather': 1, 'broadcast': 1, 'all_reduce': 2, 'reduce_scatter': scatters}
 
 # %% ../../nbs/plan/06_collectives.ipynb #ceaf8352
 def collective_s(
@@ -40,54 +47,57 @@ def collective_s(
 ) -> float:  # Seconds
     "Predict the time of one collective."
     if ranks == 1: return 0.
-    sent, near, far, each = wire_bytes(kind, tensor_b, ranks, node.backend), node.link, node.network, max(1, ranks // nodes)
-    rounds = 2 if kind == 'all_reduce' or (kind, node.backend) == ('reduce_scatter', 'gloo') else 1
-    inside = (rounds == 2 and near.all_reduce_bps) or near.bps
-    if nodes == 1: return near.latency_s + rounds * (ranks - 1) * near.hop_s + sent / inside
-    if far is None: raise ValueError(f'{node.name} has no network: give it one, as in network: infiniband-400')
-    across = far.bps / crowd
-    ring = sent / (min(near.bps, across) if each > 1 else across) + rounds * ((ranks - nodes) * near.hop_s + nodes * far.hop_s)
-    if kind != 'all_reduce': return far.latency_s + ring
-    tree = max(wire_bytes(kind, tensor_b, each) / inside, wire_bytes(kind, tensor_b, nodes) / across)
-    return far.latency_s + min(ring, tree + 2 * ((each - 1) * near.hop_s + log2(nodes) * far.hop_s))
-
-# %% ../../nbs/plan/06_collectives.ipynb #051692e8
-_SIZE = {'float32': 4, 'bfloat16': 2, 'float16': 2, 'fp8': 2, 'uint8': 1, 'int8': 1}  # fp8: weights travel as bf16
-
-# %% ../../nbs/plan/06_collectives.ipynb #5db68d0d
-class _Tensor(NamedTuple):  # One parameter of one layer
-    rows: int  # First dimension as stored
-    rest: int  # Product of the others
-    size: int  # Bytes of an element on the wire
-    trained: bool
-    def padded(self, ranks): return ceil(self.rows / ranks) * self.rest  # Elements on each rank
-
-# %% ../../nbs/plan/06_collectives.ipynb #65ccd226
-# The parameters among `weights`, of unit number `index`, as they are stored.
-def _tensors(spec, index, weights, method, precision, zero) -> Iterable[_Tensor]:
-    half, packs = _SIZE[precision.compute], method.kind == 'qlora'
-    master = half if zero or (method.kind == 'full' and half == 2) else _SIZE[precision.master]
-    item = 1 if method.quant == 'int8' else _SIZE[method.storage]
-    for w in weights:
-        trained = method.kind == 'full' or w.kind == 'head' and w.path == 'score'
-        if packs and w.packs and method.quant == 'nf4': yield _Tensor(ceil(w.numel / 2 / item), 1, item, False)
-        else: yield _Tensor(w.shape[0], w.numel // w.shape[0], 1 if packs and w.packs else master if trained else half, trained)
-    for pair in coverage(spec, method).pairs:
-        if pair.unit == index and weights: yield from (_Tensor(*shape, master, True) for shape in (pair.a, pair.b))
+    near, far = node.link, node.network
+    sent_b = wire_bytes(kind, tensor_b, ranks, node.backend)
+    rounds = _rounds(node.backend)[kind]
+    inside_bps = near.bps
+    if rounds == 2 and near.all_reduce_bps: inside_bps = near.all_reduce_bps
+    if nodes == 1:
+        return near.latency_s + rounds * (ranks - 1) * near.hop_s + sent_b / inside_bps
+    if far is None:
+        raise ValueError(f'{node.name} has no network: give it one, as in network: infiniband-400')
+    on_node = max(1, ranks // nodes)
+    across_bps = far.bps / crowd
+    slowest_bps = min(near.bps, across_bps) if on_node > 1 else across_bps
+    hops_s = (ranks - nodes) * near.hop_s + nodes * far.hop_s
+    ring_s = sent_b / slowest_bps + rounds * hops_s
+    if kind != 'all_reduce': return far.latency_s + ring_s
+    inside_s = wire_bytes(kind, tensor_b, on_node) / inside_bps
+    across_s = wire_bytes(kind, tensor_b, nodes) / across_bps
+    tree_hops_s = (on_node - 1) * near.hop_s + log2(nodes) * far.hop_s
+    tree_s = max(inside_s, across_s) + 2 * tree_hops_s
+    return far.latency_s + min(ring_s, tree_s)
 
 # %% ../../nbs/plan/06_collectives.ipynb #1dad6661
-# Weights outside the layers, by the unit they are gathered with, and whether that unit is kept after the forward pass.
-def _outside(spec, method, trainer) -> list[tuple]:
-    weights = spec.units[-1].weights
-    sort = lambda *kinds: [w for w in weights if w.kind in kinds]
-    rest = [w for w in weights if w.kind not in ('embedding', 'head')]
-    if not trainer or spec.tied and method.kind == 'full': return [(weights, True)]
-    if spec.tied: return [(rest, True), (sort('embedding', 'head'), True)]
-    if method.kind == 'full': return [(sort('embedding'), False), ([*rest, *sort('head')], True)]
-    return [(sort('embedding'), False), (rest, True), (sort('head'), True)]
+class _Group(NamedTuple):  # Tensors that are gathered at once
+    part: int  # Position in `ModelSpec.units`
+    count: int
+    kept: bool  # Never dropped after the forward pass
+    tensors: tuple  # Of `layout`
+
+def _groups(spec, method, units) -> list[_Group]:
+    "Sort the tensors of a model by the unit that gathers them."
+    by_part = [[] for _ in spec.units]
+    for tensor in layout(spec, method): by_part[tensor.unit].append(tensor)
+    *layers, outside = by_part
+    groups = [_Group(i, spec.units[i].count, False, tuple(tensors))
+              for i, tensors in enumerate(layers)]
+    if units == 'shard_model' or (spec.tied and method.kind == 'full'):
+        return [*groups, _Group(len(layers), 1, True, tuple(outside))]
+    embedding = [t for t in outside if t.weight.kind == 'embedding']
+    head = [t for t in outside if t.weight.kind == 'head']
+    rest = [t for t in outside if t.weight.kind not in ('embedding', 'head')]
+    if spec.tied:
+        split = [(rest, True), (embedding + head, True)]
+    elif method.kind == 'full':
+        split = [(embedding, False), (rest + head, True)]
+    else:
+        split = [(embedding, False), (rest, True), (head, True)]
+    for tensors, kept in split: groups.append(_Group(len(layers), 1, kept, tuple(tensors)))
+    return groups
 
 # %% ../../nbs/plan/06_collectives.ipynb #65dc11d9
-class _Unit(NamedTuple):  # What is gathered at once
+class _Unit(NamedTuple):  # The sums of a group
     part: int  # Position in the model's units
     count: int
     kept: bool  # Never dropped after the forward pass
@@ -99,23 +109,45 @@ class _Unit(NamedTuple):  # What is gathered at once
     tensors: int  # Parameters with a gradient
     whole: tuple[int, ...]  # ZeRO-3: bytes of each parameter that is never split
 
+class _Cut(NamedTuple):  # How tensors are grouped and cut
+    strategy: str
+    units: str  # 'trainer' or 'shard_model'
+    ranks: int  # That share one copy of the weights
+    threshold: int  # ZeRO-3 keeps parameters whole that have no more numbers
+
+    def on_rank(self, tensor) -> int:
+        "Count the numbers that each rank has of `tensor`, padding included."
+        way = 'zero3' if self.strategy.startswith('zero') else 'fsdp2'
+        return prod(part_shape(tensor.shape, way, self.ranks))
+
+    def padded(self, tensor) -> int: return self.ranks * self.on_rank(tensor)
+
+    def splits(self, tensor) -> bool:
+        return self.strategy != 'zero3' or tensor.numel > self.threshold
+
 # %% ../../nbs/plan/06_collectives.ipynb #89976fa5
-# For one model, method, precision and way to shard, nothing of this changes.
 @lru_cache(512)
-def _units(spec, method, precision, sharding, group, persistent) -> tuple[_Unit, ...]:
-    (strategy, trainer), zero, found = sharding, sharding[0].startswith('zero'), []
-    parts = [(i, u.weights, False) for i, u in enumerate(spec.units[:-1])]
-    size = lambda t: _SIZE[precision.reduce] if precision.reduce else t.size
-    for part, weights, kept in [*parts, *((len(parts), *rest) for rest in _outside(spec, method, trainer))]:
-        tensors = [*_tensors(spec, part, weights, method, precision, zero and _SIZE[precision.compute] == 2)]
-        if zero: tensors = [t._replace(rows=t.rows * t.rest, rest=1) for t in tensors]
-        split = [t for t in tensors if strategy != 'zero3' or t.rows > persistent]
-        trained = [t for t in tensors if t.trained]
-        found.append(_Unit(part, spec.units[part].count, kept, sum(t.padded(group) * t.size for t in split),
-                           sum(t.padded(group) * size(t) for t in trained), sum(t.rows * t.rest for t in split), len(split),
-                           sum(t.rows * t.rest for t in trained), len(trained),
-                           tuple(group * t.padded(group) * t.size for t in tensors if t not in split)))
-    return tuple(found)
+def _units(spec, method, precision, cut) -> tuple[_Unit, ...]:
+    "Add up every group; a search asks for the same ones thousands of times."
+    sizes = number_sizes(method, precision, cut.strategy)
+    groups = _groups(spec, method, cut.units)
+    return tuple(_unit(group, sizes, cut) for group in groups)
+
+def _unit(group, sizes, cut) -> _Unit:
+    split = [t for t in group.tensors if cut.splits(t)]
+    whole = [t for t in group.tensors if not cut.splits(t)]
+    trained = [t for t in group.tensors if t.trained]
+    return _Unit(
+        part=group.part,
+        count=group.count,
+        kept=group.kept,
+        gather_b=sum(cut.on_rank(t) * sizes.sent(t) for t in split),
+        reduce_b=sum(cut.on_rank(t) for t in trained) * sizes.reduced,
+        gathered=sum(t.numel for t in split),
+        pieces=len(split),
+        trained=sum(t.numel for t in trained),
+        tensors=len(trained),
+        whole=tuple(cut.padded(t) * sizes.sent(t) for t in whole))
 
 # %% ../../nbs/plan/06_collectives.ipynb #0d8fda0f
 @dataclass(frozen=True)
@@ -149,135 +181,220 @@ class _Lane(NamedTuple):  # A set of ranks that talk to each other
     crowd: int  # Such sets that use the network at once
 
 # %% ../../nbs/plan/06_collectives.ipynb #4b593167
-# Those that share one copy of the weights, and those that hold the same slice of it.
 def _lanes(recipe) -> tuple[_Lane, _Lane]:
-    cluster = recipe.cluster
-    group = recipe.sharding.group if recipe.sharding.strategy == 'fsdp2' and recipe.sharding.group else cluster.ranks
-    spans = ceil(group / cluster.processes)
-    return _Lane(group, spans, 1), _Lane(cluster.ranks // group, ceil(cluster.nodes / spans), min(group, cluster.processes))
+    "Give the ranks that share one copy of the weights, and those that hold the same slice."
+    cluster, sharding = recipe.cluster, recipe.sharding
+    ranks = cluster.ranks
+    if sharding.strategy == 'fsdp2' and sharding.group: ranks = sharding.group
+    nodes = ceil(ranks / cluster.processes)
+    shard = _Lane(ranks, nodes, 1)
+    copies = ceil(cluster.nodes / nodes)
+    return shard, _Lane(cluster.ranks // ranks, copies, min(ranks, cluster.processes))
 
 # %% ../../nbs/plan/06_collectives.ipynb #bc0a9e87
-def _message(kind, moment, count, tensor_b, lane, node) -> Collective:
-    sent = wire_bytes(kind, tensor_b, lane.ranks, node.backend)
-    return Collective(kind, moment, count, tensor_b, sent, lane.ranks, collective_s(kind, tensor_b, *lane[:1], node, *lane[1:]))
+def _message(kind, instant, count, tensor_b, lane, node) -> Collective:
+    wire_b = wire_bytes(kind, tensor_b, lane.ranks, node.backend)
+    time_s = collective_s(kind, tensor_b, lane.ranks, node, lane.nodes, lane.crowd)
+    return Collective(kind, instant, count, tensor_b, wire_b, lane.ranks, time_s)
 
 # %% ../../nbs/plan/06_collectives.ipynb #a18b57f2
-def _fsdp(recipe, units, node) -> list[Exchange]:
-    (shard, copies), often, found = _lanes(recipe), recipe.batch.accumulation, []
-    for u in units:
-        def send(kind, moment, times, tensor_b, lane):
-            there = times and tensor_b and lane.ranks > 1
-            return (_message(kind, moment, u.count * times, tensor_b, lane, node),) if there else ()
-        again = often * (recipe.sharding.reshard_after_forward and not u.kept)
-        found.append(Exchange(u.part, send('all_gather', 'forward', often, shard.ranks * u.gather_b, shard),
-                              send('all_gather', 'backward', again, shard.ranks * u.gather_b, shard),
-                              send('reduce_scatter', 'backward', 1, shard.ranks * u.reduce_b, shard)
-                              + send('all_reduce', 'backward', 1, u.reduce_b, copies),
-                              False, u.count * u.gather_b, u.count * u.reduce_b, u.count * u.trained))
-    return found
+def _fsdp_exchange(recipe, unit, node) -> Exchange:
+    "Give what FSDP sends for one unit: gathers in each pass, reductions once per step."
+    shard, copies = _lanes(recipe)
+    passes = recipe.batch.accumulation
+    dropped = recipe.sharding.reshard_after_forward and not unit.kept
+    whole_b, grads_b = shard.ranks * unit.gather_b, shard.ranks * unit.reduce_b
+    def messages(kind, instant, times, tensor_b, lane):
+        if not times or not tensor_b or lane.ranks == 1: return ()
+        return (_message(kind, instant, unit.count * times, tensor_b, lane, node),)
+    scattered = messages('reduce_scatter', 'backward', 1, grads_b, shard)
+    summed = messages('all_reduce', 'backward', 1, unit.reduce_b, copies)
+    return Exchange(
+        part=unit.part,
+        ahead=messages('all_gather', 'forward', passes, whole_b, shard),
+        again=messages('all_gather', 'backward', passes if dropped else 0, whole_b, shard),
+        grads=scattered + summed,
+        each=False,
+        held_b=unit.count * unit.gather_b,
+        grads_b=unit.count * unit.reduce_b,
+        trained=unit.count * unit.trained)
 
 # %% ../../nbs/plan/06_collectives.ipynb #6bb68806
-# Numbers of each trained parameter, in the order in which their gradients appear.
 @lru_cache(512)
-def _arrivals(spec, method) -> tuple[int, ...]:
-    turn = lambda w: 0 if 'input_layernorm' in w.name else 1 if 'attn' in w.name else 2 if w.kind == 'norm' else 3
-    def layer(index):
-        weights = sorted(spec.units[index].weights, key=turn) if spec.units[index].name else spec.units[index].weights
-        own = [w.numel for w in weights if method.kind == 'full' or w.kind == 'head' and w.path == 'score']
-        return own + [prod(shape) for p in coverage(spec, method).pairs if p.unit == index for shape in (p.a, p.b)]
-    first, *rest = layer(len(spec.units) - 1) or [0]
-    inner = [n for i, u in enumerate(spec.units[:-1]) for n in layer(i) * u.count]
-    return tuple(n for n in reversed([first, *inner, *rest]) if n)
+def _gradient_sizes(spec, method) -> tuple[int, ...]:
+    "Give the numbers of each trained tensor, in the order in which their gradients appear."
+    by_unit = [[] for _ in spec.units]
+    for tensor in layout(spec, method):
+        if tensor.trained: by_unit[tensor.unit].append(tensor)
+    *layers, outside = by_unit
+    forward = []
+    for unit, tensors in zip(spec.units, layers):
+        tensors.sort(key=_place_in_layer)
+        forward += [t.numel for t in tensors] * unit.count
+    first, *last = [t.numel for t in outside] or [0]  # The embedding, and what follows the layers
+    return tuple(numel for numel in reversed([first, *forward, *last]) if numel)
+
+def _place_in_layer(tensor) -> int:
+    "Sort weights as a layer uses them; adapters stay in their order."
+    weight = tensor.weight
+    if tensor.kind == 'adapters': return 4
+    if 'input_layernorm' in weight.name: return 0
+    if 'attn' in weight.name: return 1
+    return 2 if weight.kind == 'norm' else 3
 
 # %% ../../nbs/plan/06_collectives.ipynb #dc776957
 @lru_cache(512)
-def _buckets(sizes, limit, first=None) -> tuple[tuple[int, int], ...]:  # (numbers in a bucket, buckets of that size)
-    found, held, close = {}, 0, first is not None
-    cap = first if close else limit
-    for n in sizes:
-        if not close and held and held + n > cap: found[held], held = found.get(held, 0) + 1, 0
-        held += n
-        if close and held >= cap: found[held], held, cap = found.get(held, 0) + 1, 0, limit
-    if held: found[held] = found.get(held, 0) + 1
-    return tuple(found.items())
+def _ddp_buckets(sizes, first, limit) -> tuple[tuple[int, int], ...]:
+    "Close a bucket once it is full; the first one is smaller."
+    buckets, filled, full = Counter(), 0, first
+    for numbers in sizes:
+        filled += numbers
+        if filled < full: continue
+        buckets[filled] += 1
+        filled, full = 0, limit
+    if filled: buckets[filled] += 1
+    return tuple(buckets.items())
+
+@lru_cache(512)
+def _zero_buckets(sizes, limit) -> tuple[tuple[int, int], ...]:
+    "Close a bucket before it would overflow."
+    buckets, filled = Counter(), 0
+    for numbers in sizes:
+        if filled and filled + numbers > limit:
+            buckets[filled] += 1
+            filled = 0
+        filled += numbers
+    if filled: buckets[filled] += 1
+    return tuple(buckets.items())
 
 # %% ../../nbs/plan/06_collectives.ipynb #e3a9683d
-def _reductions(recipe, spec, units, node) -> list[Collective]:  # Of whole gradients, in buckets
-    strategy, (lane, _), precision = recipe.sharding.strategy, _lanes(recipe), recipe.precision
-    own = 2 if strategy != 'ddp' and _SIZE[precision.compute] == 2 else _SIZE[precision.master]
-    size = _SIZE[precision.reduce] if precision.reduce else own
-    caps = (25 * 2**20 // size, 2**20 // size) if strategy == 'ddp' else (recipe.zero.reduce_bucket,)
-    times = recipe.batch.accumulation if strategy in ('zero2', 'zero3') else 1
-    kind, pad = 'all_reduce', 0
-    sizes = _buckets(_arrivals(spec, recipe.method), *caps)
+_MIB = 2**20
+
+def _reductions(recipe, spec, units, node) -> list[Collective]:
+    "Reduce whole gradients in buckets, as DDP and ZeRO do."
+    strategy, precision = recipe.sharding.strategy, recipe.precision
+    number_b = number_sizes(recipe.method, precision, strategy).trained
+    if precision.reduce: number_b = NUMBER_B[precision.reduce]
+    sizes = _gradient_sizes(spec, recipe.method)
+    first, limit = _MIB // number_b, 25 * _MIB // number_b
+    if strategy == 'ddp': buckets = _ddp_buckets(sizes, first, limit)
+    else: buckets = _zero_buckets(sizes, recipe.zero.reduce_bucket)
+    lane, _ = _lanes(recipe)
+    kind, padding_b = 'all_reduce', 0
     if strategy == 'zero3':  # Each parameter is padded to a multiple of the ranks
-        kind, even = 'reduce_scatter', size * sum(n * count for n, count in sizes)
-        pad = lane.ranks * sum(u.count * u.reduce_b for u in units) - even
-    return [_message(kind, 'backward', times * count, size * n + pad * (i == 0), lane, node)
-            for i, (n, count) in enumerate(sizes)]
+        kind = 'reduce_scatter'
+        even_b = number_b * sum(numbers * count for numbers, count in buckets)
+        padded_b = lane.ranks * sum(u.count * u.reduce_b for u in units)
+        padding_b = padded_b - even_b
+    times = recipe.batch.accumulation if strategy in ('zero2', 'zero3') else 1
+    messages = []
+    for numbers, count in buckets:
+        size_b = number_b * numbers + padding_b
+        messages.append(_message(kind, 'backward', times * count, size_b, lane, node))
+        padding_b = 0  # All of it is counted with the first
+    return messages
 
 # %% ../../nbs/plan/06_collectives.ipynb #1ae6dcc9
-def _zero3(recipe, units, node) -> tuple[list, list]:  # Gathers in the forward and in the backward pass
-    (lane, _), often, zero = _lanes(recipe), recipe.batch.accumulation, recipe.zero
-    every, pieces = sum(u.count * u.gathered for u in units), sum(u.count * u.pieces for u in units)
-    total = lane.ranks * sum(u.count * u.gather_b for u in units)
-    def gather(moment, share):
-        if not share * total: return []
-        parts = min(pieces, max(1, round(share * every / zero.prefetch_bucket)))
-        return [_message('all_gather', moment, often * parts, round(share * total / parts), lane, node)]
-    return gather('forward', 1.), gather('backward', max(0., 1 - zero.max_reuse / 2 / max(1, every)))
+def _zero3_gathers(recipe, units, node) -> tuple[list, list]:
+    "Gather in the forward and in the backward pass, in portions of the prefetch bucket."
+    lane, _ = _lanes(recipe)
+    zero = recipe.zero
+    numbers = sum(u.count * u.gathered for u in units)
+    pieces = sum(u.count * u.pieces for u in units)
+    total_b = lane.ranks * sum(u.count * u.gather_b for u in units)
+    def gathers(instant, share):
+        if not share * total_b: return []
+        portions = min(pieces, max(1, round(share * numbers / zero.prefetch_bucket)))
+        count = recipe.batch.accumulation * portions
+        portion_b = round(share * total_b / portions)
+        return [_message('all_gather', instant, count, portion_b, lane, node)]
+    again = max(0., 1 - zero.max_reuse / 2 / max(1, numbers))  # What was not kept for reuse
+    return gathers('forward', 1.), gathers('backward', again)
 
 # %% ../../nbs/plan/06_collectives.ipynb #cfba64d8
-def _whole(recipe, spec, units, node) -> list[Exchange]:  # DDP and ZeRO
+def _whole_exchange(recipe, spec, units, node) -> Exchange:
+    "Give what DDP and ZeRO send for the whole model."
     strategy = recipe.sharding.strategy
-    ahead, again = _zero3(recipe, units, node) if strategy == 'zero3' else ([], [])
-    total = lambda name: sum(u.count * getattr(u, name) for u in units)
-    grads, each = _reductions(recipe, spec, units, node), strategy in ('zero2', 'zero3')
-    held = total('gather_b'), total('reduce_b'), total('trained')
-    return [Exchange(None, tuple(ahead), tuple(again), tuple(grads), each, *held)]
+    ahead, again = [], []
+    if strategy == 'zero3': ahead, again = _zero3_gathers(recipe, units, node)
+    return Exchange(
+        part=None,
+        ahead=tuple(ahead),
+        again=tuple(again),
+        grads=tuple(_reductions(recipe, spec, units, node)),
+        each=strategy in ('zero2', 'zero3'),
+        held_b=sum(u.count * u.gather_b for u in units),
+        grads_b=sum(u.count * u.reduce_b for u in units),
+        trained=sum(u.count * u.trained for u in units))
 
 # %% ../../nbs/plan/06_collectives.ipynb #9b6461ac
-def _small(recipe, spec, units, node) -> tuple[Collective, ...]:
-    strategy, lane, send = recipe.sharding.strategy, _Lane(recipe.cluster.ranks, recipe.cluster.nodes, 1), []
-    shard, half = _lanes(recipe)[0], _SIZE[recipe.precision.compute] == 2
-    if strategy == 'ddp' and spec.buffers_b: send.append(('broadcast', 'forward', 1, spec.buffers_b, lane))
+def _small_messages(recipe, spec, units, node) -> tuple[Collective, ...]:
+    "List what stands alone: kind, instant, count, bytes of the tensor, ranks."
+    strategy = recipe.sharding.strategy
+    shard, _ = _lanes(recipe)
+    every = _Lane(recipe.cluster.ranks, recipe.cluster.nodes, 1)
+    messages = []
+    if strategy == 'ddp' and spec.buffers_b:
+        messages.append(('broadcast', 'forward', 1, spec.buffers_b, every))
     if strategy in ('fsdp1', 'fsdp2') and recipe.optimizer.clip and shard.ranks > 1:
-        send.append(('all_reduce', 'clip', 1, 4 * sum(u.count * u.tensors for u in units), shard))
-    if strategy in ('zero1', 'zero2'):
-        flat = 2 * lane.ranks * ceil(sum(u.count * u.trained for u in units) / 2 / lane.ranks)
-        send += [('all_reduce', 'optimizer', 1, 1, lane)] * half
-        send += [('all_reduce', 'optimizer', 1, 4, lane), ('all_gather', 'optimizer', 1, (2 if half else 4) * flat, lane)]
-    if strategy == 'zero3':
-        counts = {}
-        for u in units:
-            for b in u.whole: counts[b] = counts.get(b, 0) + u.count
-        send += [('all_reduce', 'optimizer', 1, 8, lane), *(('all_gather', 'optimizer', n, b, lane) for b, n in counts.items())]
-    return tuple(_message(*row, node) for row in [*send, *_logs(recipe, lane)])
+        norms_b = 4 * sum(u.count * u.tensors for u in units)
+        messages.append(('all_reduce', 'clip', 1, norms_b, shard))
+    if strategy in ('zero1', 'zero2'): messages += _zero_optimizer(recipe, units, every)
+    if strategy == 'zero3': messages += _zero3_optimizer(units, every)
+    messages += _logs(recipe, every)
+    return tuple(_message(*message, node) for message in messages)
+
+def _zero_optimizer(recipe, units, lane) -> list[tuple]:
+    "ZeRO-1 and 2: the check for overflow, the norm, and the new weights, gathered."
+    number_b = NUMBER_B[recipe.precision.compute]
+    trained = sum(u.count * u.trained for u in units)
+    padded = 2 * lane.ranks * ceil(trained / 2 / lane.ranks)
+    messages = [('all_reduce', 'optimizer', 1, 1, lane)] if number_b == 2 else []
+    messages.append(('all_reduce', 'optimizer', 1, 4, lane))
+    messages.append(('all_gather', 'optimizer', 1, number_b * padded, lane))
+    return messages
+
+def _zero3_optimizer(units, lane) -> list[tuple]:
+    "ZeRO-3: the norm, and the parameters that were never split."
+    counts = Counter()
+    for unit in units:
+        for size_b in unit.whole: counts[size_b] += unit.count
+    gathers = [('all_gather', 'optimizer', count, size_b, lane)
+               for size_b, count in counts.items()]
+    return [('all_reduce', 'optimizer', 1, 8, lane), *gathers]
 
 # %% ../../nbs/plan/06_collectives.ipynb #59334fa6
 def _logs(recipe, lane) -> list[tuple]:
-    often, half = recipe.batch.accumulation, _SIZE[recipe.precision.compute] == 2
-    logits = 2 if half and recipe.method.kind == 'full' and recipe.sharding.strategy == 'fsdp2' else 4
-    counts = {8: 3 * often + 1, logits: often}
-    counts[4] = counts.get(4, 0) + 2 * (recipe.intervals.logging == 1)
-    return [('all_gather', 'trainer', n, size * lane.ranks, lane) for size, n in counts.items() if n]
+    "List the gathers of a trainer for its log, by size."
+    passes = recipe.batch.accumulation
+    half = NUMBER_B[recipe.precision.compute] == 2
+    is_half = half and recipe.method.kind == 'full' and recipe.sharding.strategy == 'fsdp2'
+    counts = Counter({8: 3 * passes + 1})
+    counts[2 if is_half else 4] += passes  # The entropy, in the type of the logits
+    if recipe.intervals.logging == 1: counts[4] += 2
+    return [('all_gather', 'trainer', count, size_b * lane.ranks, lane)
+            for size_b, count in counts.items()]
 
 # %% ../../nbs/plan/06_collectives.ipynb #ed6dcb23
 def step_messages(
     recipe: 'Recipe',  # What to run; its hardware is `cluster.hardware`, or this machine
     spec: 'ModelSpec | None' = None,  # Its model, if you have it already
     node: 'Node | None' = None,  # Its machine, if you have it already
-    trainer: bool = False,  # Units as accelerate makes them; else as `shard_model` does
-) -> tuple[tuple[Exchange, ...], tuple[Collective, ...]]:  # What runs beside the arithmetic, and what stands alone
+    units: str = 'trainer',  # As accelerate makes them for `fine_tune`; or as 'shard_model' does
+) -> tuple[tuple[Exchange, ...], tuple[Collective, ...]]:  # Beside the arithmetic, and alone
     "Predict every message of one optimizer step."
+    if units not in ('trainer', 'shard_model'):
+        raise ValueError(f"units {units!r} must be 'trainer' or 'shard_model'")
     node = node_of(recipe, node)
-    spec = spec or find_spec(recipe.model.source, recipe.model.revision, recipe.model.head, recipe.model.classes)
+    spec = spec or spec_of(recipe)
     strategy, ranks = recipe.sharding.strategy, recipe.cluster.ranks
-    persistent, way = recipe.zero.persistence_threshold, (strategy, trainer)
-    units = _units(spec, recipe.method, recipe.precision, way, _lanes(recipe)[0].ranks, persistent)
-    if ranks == 1 or strategy in ('fsdp1', 'fsdp2', 'none'): large = _fsdp(recipe, units, node)
-    else: large = _whole(recipe, spec, units, node)
-    return tuple(large), _small(recipe, spec, units, node) if ranks > 1 else ()
+    shard, _ = _lanes(recipe)
+    cut = _Cut(strategy, units, shard.ranks, recipe.zero.persistence_threshold)
+    sums = _units(spec, recipe.method, recipe.precision, cut)
+    if ranks == 1 or strategy in ('fsdp1', 'fsdp2', 'none'):
+        large = tuple(_fsdp_exchange(recipe, unit, node) for unit in sums)
+    else: large = (_whole_exchange(recipe, spec, sums, node),)
+    return large, _small_messages(recipe, spec, sums, node) if ranks > 1 else ()
 
 # %% ../../nbs/plan/06_collectives.ipynb #bc7a290a
 def node_of(

@@ -368,7 +368,6 @@ def step_traffic(
     recipe: 'Recipe',  # What to run; its hardware is `cluster.hardware`, or this machine
     spec: 'ModelSpec | None' = None,  # Its model, if you have it already
     node: 'Node | None' = None,  # Its machine, if you have it already
-    trainer: bool = False,  # Units as accelerate makes them; else as `shard_model` does
 ) -> Traffic:  # Of one optimizer step
     "Predict the messages, FLOPs, seconds, money and energy of `recipe`."
     node, model = node_of(recipe, node), recipe.model
@@ -378,7 +377,7 @@ def step_traffic(
     busy = [often * sum(w.count * (f[i] + b[i]) for w, (f, b) in zip(works, passes)) for i in range(5)]
     sides = [[w.count * sum(p[side]) for side in (0, 1)] for w, p in zip(works, passes)]
     busy[4] += _wrapped_s(recipe, spec)
-    large, small = step_messages(recipe, spec, node, trainer)
+    large, small = step_messages(recipe, spec, node)
     waits = [_exchange_s(x, recipe, [sum(s) for s in zip(*sides)] if x.part is None else sides[x.part], node) for x in large]
     sent = (*(c for x in large for part in (x.ahead, x.again, x.grads) for c in part), *small)
     optimizer, copies = _optimizer_s(recipe, sum(x.trained for x in large), node)
