@@ -53,7 +53,8 @@ def collective_s(
     inside_bps = near.bps
     if rounds == 2 and near.all_reduce_bps: inside_bps = near.all_reduce_bps
     if nodes == 1:
-        return near.latency_s + rounds * (ranks - 1) * near.hop_s + sent_b / inside_bps
+        hops_s = rounds * (ranks - 1) * near.hop_s
+        return near.latency_s + hops_s + sent_b / inside_bps
     if far is None:
         raise ValueError(f'{node.name} has no network: give it one, as in network: infiniband-400')
     on_node = max(1, ranks // nodes)
@@ -84,9 +85,10 @@ def _groups(spec, method, units) -> list[_Group]:
               for i, tensors in enumerate(layers)]
     if units == 'shard_model' or (spec.tied and method.kind == 'full'):
         return [*groups, _Group(len(layers), 1, True, tuple(outside))]
-    embedding = [t for t in outside if t.weight.kind == 'embedding']
-    head = [t for t in outside if t.weight.kind == 'head']
-    rest = [t for t in outside if t.weight.kind not in ('embedding', 'head')]
+    by_kind = {'embedding': [], 'head': []}
+    rest = []
+    for tensor in outside: by_kind.get(tensor.weight.kind, rest).append(tensor)
+    embedding, head = by_kind['embedding'], by_kind['head']
     if spec.tied:
         split = [(rest, True), (embedding + head, True)]
     elif method.kind == 'full':
