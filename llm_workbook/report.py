@@ -68,7 +68,8 @@ class _Instant(NamedTuple):  # A point of the step, on one side
     sizes: dict[str, int]  # Class -> bytes
 
     @property
-    def gpu_b(self): return sum(size_b for kind, size_b in self.sizes.items() if kind != _HOST)
+    def gpu_b(self):
+        return sum(self.sizes.values()) - self.sizes.get(_HOST, 0)
 
 def _common_class(kind) -> str: return CLASSES.get(kind, kind)
 
@@ -134,7 +135,8 @@ def _staged(phase, spans) -> Iterator[tuple]:
             if phase != 'between': yield phase, span
         return
     in_layers = [i for i, span in enumerate(spans) if re.search(r'\.\d+$', span.where)]
-    first, last = (in_layers[0], in_layers[-1]) if in_layers else (len(spans), -1)
+    first, last = len(spans), -1
+    if in_layers: first, last = in_layers[0], in_layers[-1]
     before, after = ('embedding', 'head') if phase == 'forward' else ('head', 'embedding')
     for i, span in enumerate(spans):
         part = 'layers'
@@ -157,8 +159,9 @@ _ALL = 'all tensors'
 def _memory_rows(planned, rehearsed) -> tuple[list, dict]:
     "Compare the peaks and every stage; give the rows, and part -> the two instants in words."
     peaks = [max(side, key=lambda stage: side[stage].gpu_b) for side in (planned, rehearsed)]
-    rows = list(_compared('peak', planned[peaks[0]], rehearsed[peaks[1]]))
-    texts = {'peak': (_peak_text(planned, peaks[0]), _peak_text(rehearsed, peaks[1]))}
+    pair = planned[peaks[0]], rehearsed[peaks[1]]
+    rows = list(_compared('peak', *pair))
+    texts = {'peak': tuple(map(_peak_text, peaks, pair))}
     for stage in dict.fromkeys([_BETWEEN, *_STAGES, *planned, *rehearsed]):
         pair = planned.get(stage), rehearsed.get(stage)
         if pair == (None, None): continue
@@ -166,9 +169,9 @@ def _memory_rows(planned, rehearsed) -> tuple[list, dict]:
         texts[stage] = tuple(instant and instant.text for instant in pair)
     return rows, texts
 
-def _peak_text(side, stage) -> str:
-    text = side[stage].text
-    return stage if stage == text else f'{stage} ({text})'
+def _peak_text(stage, instant) -> str:
+    if stage == instant.text: return stage
+    return f'{stage} ({instant.text})'
 
 def _compared(part, *pair) -> Iterator[Compared]:
     "Compare two instants class by class, the largest first and the host last."
@@ -196,9 +199,11 @@ def _work_rows(traffic, rehearsal) -> Iterator[Compared]:
     yield Compared('work', 'arithmetic of this rank', 'FLOP', executed, rehearsal.flops)
     planned, rehearsed = {}, {}
     for c in traffic.collectives:
-        planned[c.kind] = planned.get(c.kind, _NOTHING).plus(c.count, c.tensor_b)
+        before = planned.get(c.kind, _NOTHING)
+        planned[c.kind] = before.plus(c.count, c.tensor_b)
     for _, kind, size_b, _ in rehearsal.messages:
-        rehearsed[kind] = rehearsed.get(kind, _NOTHING).plus(1, size_b)
+        before = rehearsed.get(kind, _NOTHING)
+        rehearsed[kind] = before.plus(1, size_b)
     for kind in sorted(planned | rehearsed):
         plan, play = planned.get(kind, _NOTHING), rehearsed.get(kind, _NOTHING)
         yield Compared('work', f'{kind}, messages', 'messages', plan.count, play.count)
@@ -209,10 +214,11 @@ _PARAMETERS = ('weights', 'payload', 'adapters')
 _REPLICATED = ('absmax', 'buffers')  # Whole on every rank
 
 def _run_rows(ledger, rehearsal, run, step_s) -> Iterator[Compared]:
-    for i in range(len(run.ranks)):
+    for i, rank in enumerate(run.ranks):
         plan = ledger
-        if i != ledger.rank: plan = memory(ledger.recipe, ledger.spec, ledger.node, i)
-        yield from _rank_rows(plan, rehearsal, i, run.ranks[i])
+        if i != ledger.rank:
+            plan = memory(ledger.recipe, ledger.spec, ledger.node, i)
+        yield from _rank_rows(plan, rehearsal, i, rank)
     yield Compared('run', 'seconds per step', 's', step_s, None, _median_step_s(run))
 
 def _rank_rows(plan, rehearsal, i, rank) -> Iterator[Compared]:
@@ -247,8 +253,9 @@ def _held_b(plan, kinds) -> int:
 def _median_step_s(run) -> float:
     "Give the middle step; the first one, which also warms up, only where there is no other."
     times = [row['seconds'] for row in run.metrics]
-    if len(times) > 1: return median(later - earlier for earlier, later in pairwise(times))
-    return run.ranks[0]['seconds'] / run.recipe.optimizer.steps
+    if len(times) < 2: return run.ranks[0]['seconds'] / run.recipe.optimizer.steps
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    return median(steps)
 
 # %% ../nbs/package/02_report.ipynb #dc7c7016
 @dataclass(frozen=True)
@@ -298,8 +305,8 @@ class Report:
     ) -> Path:  # The same file
         "Write the report as JSON, all of it or nothing."
         path = Path(path)
-        publish(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + '\n')
-        return path
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        return publish(path, f'{text}\n')
 
     @classmethod
     def load(
@@ -308,7 +315,9 @@ class Report:
     ) -> Self:  # Equal to the one that was saved
         "Read a report."
         path = Path(path)
-        try: return cls(*_parsed(json.loads(path.read_text(encoding='utf-8'))), path)
+        try:
+            value = json.loads(path.read_text(encoding='utf-8'))
+            return cls(*_parsed(value), path)
         except (OSError, KeyError, TypeError, ValueError) as error:
             why = f'{type(error).__name__}: {error}'
             fix = 'write one with Report.save'
@@ -323,7 +332,9 @@ class Report:
         if self.path: stored = f'stored in {self.path.parent.name}/{self.path.name}'
         return f'{self.recipe.name}, rank {self.rank}: {_summary(self)}; {stored}'
 
-    def _repr_html_(self): return f'<p>{escape(repr(self))}</p>{_tables(self)}'
+    def _repr_html_(self):
+        summary = f'<p>{escape(repr(self))}</p>'
+        return summary + _tables(self)
 
 # %% ../nbs/package/02_report.ipynb #99ca1af7
 _FORMAT = 1
@@ -339,7 +350,8 @@ def _parsed(value) -> tuple:
     recipe = Recipe(**value['recipe'])
     moments = {part: tuple(pair) for part, pair in value['moments'].items()}
     notes = tuple(value['notes'])
-    return recipe, value['rank'], tuple(rows), moments, notes, value['date'], value['versions']
+    rank, date, versions = value['rank'], value['date'], value['versions']
+    return recipe, rank, tuple(rows), moments, notes, date, versions
 
 def _percent(row) -> str:
     if row.share is None: return ''
@@ -361,8 +373,9 @@ def _tables(report) -> str:
     runs = [row.part for row in report.rows if row.part == 'run']
     parts = []
     for name in dict.fromkeys(['peak', *_peak_stages(report), 'work', *runs]):
-        heading = f'<b>{escape(name)}</b>{escape(_instants_text(report, name))}'
-        parts.append(f'<p>{heading}</p>{_table(report.part(name))}')
+        instants = escape(_instants_text(report, name))
+        table = _table(report.part(name))
+        parts.append(f'<p><b>{escape(name)}</b>{instants}</p>{table}')
     stages = [row._replace(item=row.part) for row in report.rows
               if row.item == _ALL and row.part != 'peak']
     parts.append(f'<p><b>all tensors, stage by stage</b></p>{_table(stages)}')
@@ -394,17 +407,17 @@ def _figure_text(value, unit) -> str:
 _UNITS = (
     (2**30, 'GiB'),
     (2**20, 'MiB'),
-    (2**10, 'KiB'),
-    (0, 'bytes'))
+    (2**10, 'KiB'))
 
 def _larger(row) -> int: return max(row.planned, row.rehearsed)
 
 def _pairs(report):
     top, *rows = report.part('peak')
-    rows = [row for row in rows if row.item != _HOST and _larger(row) > _larger(top) / 1000]
+    least_b = _larger(top) / 1000
+    rows = [row for row in rows if row.item != _HOST and _larger(row) > least_b]
     largest_b = max(_larger(row) for row in rows)
-    unit_b, unit = next(pair for pair in _UNITS if largest_b >= pair[0])
-    unit_b = unit_b or 1
+    fitting = [pair for pair in _UNITS if largest_b >= pair[0]]
+    unit_b, unit = fitting[0] if fitting else (1, 'bytes')
     figure = canvas(1.2 + .32 * len(rows))
     axes = figure.subplots()
     sides = (('planned', 'blue', '', -.2), ('rehearsed', 'orange', '//', .2))

@@ -95,7 +95,9 @@ def _groups(spec, method, units) -> list[_Group]:
         split = [(embedding, False), (rest + head, True)]
     else:
         split = [(embedding, False), (rest, True), (head, True)]
-    for tensors, kept in split: groups.append(_Group(len(layers), 1, kept, tuple(tensors)))
+    for tensors, kept in split:
+        group = _Group(len(layers), 1, kept, tuple(tensors))
+        groups.append(group)
     return groups
 
 # %% ../../nbs/plan/06_collectives.ipynb #65dc11d9
@@ -190,8 +192,9 @@ def _lanes(recipe) -> tuple[_Lane, _Lane]:
     if sharding.strategy == 'fsdp2' and sharding.group: ranks = sharding.group
     nodes = ceil(ranks / cluster.processes)
     shard = _Lane(ranks, nodes, 1)
-    copies = ceil(cluster.nodes / nodes)
-    return shard, _Lane(cluster.ranks // ranks, copies, min(ranks, cluster.processes))
+    copies = cluster.ranks // ranks
+    crowd = min(ranks, cluster.processes)
+    return shard, _Lane(copies, ceil(cluster.nodes / nodes), crowd)
 
 # %% ../../nbs/plan/06_collectives.ipynb #bc0a9e87
 def _message(kind, instant, count, tensor_b, lane, node) -> Collective:
@@ -205,7 +208,8 @@ def _fsdp_exchange(recipe, unit, node) -> Exchange:
     shard, copies = _lanes(recipe)
     passes = recipe.batch.accumulation
     dropped = recipe.sharding.reshard_after_forward and not unit.kept
-    whole_b, grads_b = shard.ranks * unit.gather_b, shard.ranks * unit.reduce_b
+    whole_b = shard.ranks * unit.gather_b
+    grads_b = shard.ranks * unit.reduce_b
     def messages(kind, instant, times, tensor_b, lane):
         if not times or not tensor_b or lane.ranks == 1: return ()
         return (_message(kind, instant, unit.count * times, tensor_b, lane, node),)
@@ -234,7 +238,8 @@ def _gradient_sizes(spec, method) -> tuple[int, ...]:
         tensors.sort(key=_place_in_layer)
         forward += [t.numel for t in tensors] * unit.count
     first, *last = [t.numel for t in outside] or [0]  # The embedding, and what follows the layers
-    return tuple(numel for numel in reversed([first, *forward, *last]) if numel)
+    sizes = [first, *forward, *last]
+    return tuple(numel for numel in reversed(sizes) if numel)
 
 def _place_in_layer(tensor) -> int:
     "Sort weights as a layer uses them; adapters stay in their order."
@@ -306,12 +311,13 @@ def _zero3_gathers(recipe, units, node) -> tuple[list, list]:
     total_b = lane.ranks * sum(u.count * u.gather_b for u in units)
     def gathers(instant, share):
         if not share * total_b: return []
-        portions = min(pieces, max(1, round(share * numbers / zero.prefetch_bucket)))
+        buckets = round(share * numbers / zero.prefetch_bucket)
+        portions = min(pieces, max(1, buckets))
         count = recipe.batch.accumulation * portions
         portion_b = round(share * total_b / portions)
         return [_message('all_gather', instant, count, portion_b, lane, node)]
-    again = max(0., 1 - zero.max_reuse / 2 / max(1, numbers))  # What was not kept for reuse
-    return gathers('forward', 1.), gathers('backward', again)
+    reused = zero.max_reuse / 2 / max(1, numbers)
+    return gathers('forward', 1.), gathers('backward', max(0., 1 - reused))
 
 # %% ../../nbs/plan/06_collectives.ipynb #cfba64d8
 def _whole_exchange(recipe, spec, units, node) -> Exchange:

@@ -27,8 +27,8 @@ def _routed_share(spec) -> float: return spec.experts_per_token / spec.experts
 
 def _matrix_flops(spec, weight) -> float:
     "Count what one token costs in one matrix, forward."
-    if weight.kind not in _DENSE or len(weight.shape) < 2: return 0.
-    if weight.name.endswith('bias'): return 0.
+    is_matrix = len(weight.shape) > 1 and not weight.name.endswith('bias')
+    if weight.kind not in _DENSE or not is_matrix: return 0.
     return 2 * weight.numel * (_routed_share(spec) if weight.kind == 'expert' else 1)
 
 def _base_flops(spec, unit) -> float:
@@ -199,13 +199,9 @@ _NOTHING = _Times(0, 0, 0, 0, 0, 0)
 def _times(recipe, work) -> tuple[_Times, _Times]:
     "Give the times of the forward pass, and of the backward pass with what is recomputed."
     again = _recomputed(recipe.sharding.activation_checkpointing, work)
-    back = _Times(
-        base=2 if work.trained else 1,
-        lora=2,
-        attention=2 if recipe.model.attention == 'eager' else 2.5,
-        moved=2,
-        packed=1,
-        kernels=2)
+    base = 2 if work.trained else 1
+    attention = 2 if _is_eager(recipe) else 2.5
+    back = _Times(base, lora=2, attention=attention, moved=2, packed=1, kernels=2)
     return _FORWARD, _Times(*(a + b for a, b in zip(back, again)))
 
 def _recomputed(checkpointing, work) -> _Times:
@@ -539,14 +535,10 @@ def _message_row(c) -> tuple:
 
 # %% ../../nbs/plan/07_step_time.ipynb #6f50d669
 _PARTS = {  # Part of a step -> colour and hatch
-    'matmul': ('blue', ''),
-    'attention': ('sky', '..'),
-    'elementwise': ('green', '//'),
-    'dequantise': ('yellow', ''),
-    'launches': ('grey', 'xx'),
-    'optimizer': ('purple', '\\\\'),
-    'messages': ('vermilion', ''),
-    'copies': ('orange', '--')}
+    'matmul': ('blue', ''), 'attention': ('sky', '..'),
+    'elementwise': ('green', '//'), 'dequantise': ('yellow', ''),
+    'launches': ('grey', 'xx'), 'optimizer': ('purple', '\\\\'),
+    'messages': ('vermilion', ''), 'copies': ('orange', '--')}
 
 # %% ../../nbs/plan/07_step_time.ipynb #f10f5575
 def _bars(steps):
@@ -599,11 +591,8 @@ class _Layers(NamedTuple):  # One forward and one backward pass through equal la
         return self.count * sum(self.forward), self.count * sum(self.backward)
 
 def _layer_passes(work, recipe, spec, node) -> _Layers:
-    forward, backward = _times(recipe, work)
-    return _Layers(
-        work.count,
-        _pass_seconds(work, forward, recipe, spec, node),
-        _pass_seconds(work, backward, recipe, spec, node))
+    sides = [_pass_seconds(work, times, recipe, spec, node) for times in _times(recipe, work)]
+    return _Layers(work.count, *sides)
 
 def _kernel_seconds(passes, accumulation) -> dict[str, float]:
     "Add up all passes of a step by what limits them."
