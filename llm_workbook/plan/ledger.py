@@ -15,7 +15,9 @@ from math import prod
 
 from ..config.document import canvas
 from ..config.hardware import Node, node as find_node
-from .model_states import KINDS, Line, Rank, count_of, held, rank_of, whole_states
+from .lines import KINDS, Line
+from .model_states import Rank, count_of, held, rank_of, whole_states
+
 from .loading import loaded
 from ..model.spec import ModelSpec, spec as find_spec
 from ..config.recipe import Recipe
@@ -285,8 +287,7 @@ def _passing(found, rank) -> Iterator[Line]:  # What a step holds for a while, b
     ends, always = (list(found)[0], list(found)[-1]), {'buffers', 'zero_buckets', *['optimizer'] * bool(rank.zero)}
     for moment, items in found.items():
         counted = always | {'gradients'} if moment in ends or rank.zero > 1 else always
-        for kind, name, size_b, formula, symbols, source, place in items:
-            if kind not in counted: yield Line(kind, 'step', moment, place, size_b, formula, symbols, source, 'model', name)
+        yield from (line for line in items if line.kind not in counted)
 
 # %% ../../nbs/plan/05_ledger.ipynb #05f17fed
 _SHOWN = {'gpu': 'GPU', 'host': 'host', 'pinned': 'host, page-locked', 'disk': 'disk'}

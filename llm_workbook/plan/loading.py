@@ -9,7 +9,9 @@ __all__ = ['loaded', 'read_b']
 from collections.abc import Iterator
 from math import ceil, prod
 
-from .model_states import Line, Rank, count_of
+from .lines import Line
+from .model_states import Rank, count_of
+
 from ..model.spec import ModelSpec
 
 # %% ../../nbs/plan/04_loading.ipynb #35faf4b5

@@ -10,7 +10,8 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 from bench import step_peak_error
 from bench.record import ROOT
-from llm_workbook.plan.model_states import KINDS, count_of, held, rank_of, tensors_of, whole_states
+from llm_workbook.plan.lines import KINDS
+from llm_workbook.plan.model_states import count_of, held, rank_of, tensors_of, whole_states
 from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
 from llm_workbook.parallel.ranks import run_ranks
