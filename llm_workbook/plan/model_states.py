@@ -12,9 +12,10 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from ..model.layout import coverage
-from ..model.spec import ModelSpec
 from ..config.recipe import Method, Recipe
+from ..model.layout import (
+    NUMBER_B, coverage, is_new_head, layout, number_sizes, part_shape, role, statistics_b)
+from ..model.spec import ModelSpec
 from .lines import Line
 
 # %% ../../nbs/plan/03_model_states.ipynb #3aae4565
@@ -35,74 +36,83 @@ class Tensors(NamedTuple):
     largest: int  # Numbers in the largest tensor of the model
     packable: int  # Numbers in the largest packed tensor; 0 where nothing is packed
 
-def count_of(tensors: tuple[Shape, ...],  # Shapes with counts
+def count_of(
+    tensors: tuple[Shape, ...],  # Shapes with counts
 ) -> int:  # Elements
     "Add up the elements of `tensors`."
-    return sum(t.count * prod(t.shape) for t in tensors)
+    return sum(tensor.count * prod(tensor.shape) for tensor in tensors)
 
 # %% ../../nbs/plan/03_model_states.ipynb #762dce30
-_ITEM = {'float32': 4, 'uint8': 1, 'int8': 1}  # Bytes of a number; 2 for the others, fp8 too: its weights stay in 16 bit
-
 @lru_cache(512)
 def tensors_of(
     spec: ModelSpec,  # Of the model
     method: Method,  # What is trained, and how the rest is packed
 ) -> Tensors:  # Cached
     "List what `method` makes of the weights of `spec`."
-    found, full, frozen, trained, packed = coverage(spec, method), method.kind == 'full', [], [], []
-    for i, unit in enumerate(spec.units):
-        for w in unit.weights:
-            if w.packs and method.kind == 'qlora':
-                packed.append((unit.count, w))
-                frozen.append(Shape('payload', unit.count, _packed_shape(w, method), i))
-            else: (trained if full else frozen).append(Shape('weights', unit.count, w.shape, i, w.kind == 'embedding'))
-            if not full and w.path == 'score': trained.append(Shape('adapters', 1, w.shape, 'score'))  # PEFT trains a copy
-    for p in found.pairs:
-        trained += [Shape('adapters', len(p.paths), shape, (p.unit, p.target, i)) for i, shape in enumerate((p.a, p.b))]
-    return Tensors(tuple(frozen), tuple(trained), _order(spec, found, full), _absmax(packed, method),
-                   max(w.numel for u in spec.units for w in u.weights), max((w.numel for _, w in packed), default=0))
+    weights = [weight for unit in spec.units for weight in unit.weights]
+    packed = [weight.numel for weight in weights if role(weight, method) == 'packed']
+    stored = layout(spec, method)
+    return Tensors(
+        frozen=tuple(_shape(tensor) for tensor in stored if not tensor.trained),
+        trained=tuple(_shape(tensor) for tensor in stored if tensor.trained),
+        order=_order(spec, method),
+        absmax=_absmax(spec, method),
+        largest=max(weight.numel for weight in weights),
+        packable=max(packed, default=0))
+
+def _shape(tensor) -> Shape:
+    unit = tensor.unit
+    if tensor.kind == 'adapters': unit = tensor.unit, tensor.weight.path, tensor.factor
+    wide = tensor.kind == 'weights' and tensor.weight.kind == 'embedding'
+    return Shape(tensor.kind, tensor.count, tensor.shape, unit, wide)
 
 # %% ../../nbs/plan/03_model_states.ipynb #d1cf4b42
-def _packed_shape(w, method):
-    if method.quant == 'int8': return w.shape
-    return (w.numel + 1) // (2 * _ITEM.get(method.storage, 2)), 1
-
-def _order(spec, found, full) -> tuple:
-    at = {}  # Layer -> numbers of its trained tensors, in the order of its weights
-    for i, unit in enumerate(spec.units):
-        pairs = {p.target: p for p in found.pairs if p.unit == i}
+def _order(spec, method) -> tuple[int, ...]:
+    by_layer = {}  # Position of a layer -> numbers of its trained tensors, in the order of its weights
+    for index, unit in enumerate(spec.units):
+        pairs = {pair.target: pair for pair in coverage(spec, method).pairs if pair.unit == index}
         for path in unit.paths:
-            for w in unit.weights:
-                p = pairs.get(w.path)
-                sizes = [w.numel] if full or w.path == 'score' else [prod(p.a), prod(p.b)] if p and path in p.paths else []
-                where = int(path.rpartition('.')[2]) if path else -1 if w.kind == 'embedding' else 10**9
-                at.setdefault(where, []).extend(sizes)
-    return tuple(n for where in sorted(at) for n in at[where])
+            for weight in unit.weights:
+                sizes = _trained_sizes(weight, pairs.get(weight.path), path, method)
+                by_layer.setdefault(_position(path, weight), []).extend(sizes)
+    return tuple(size for layer in sorted(by_layer) for size in by_layer[layer])
+
+def _trained_sizes(weight, pair, path, method) -> list[int]:
+    if role(weight, method) in ('trained', 'head'): return [weight.numel]
+    return [prod(pair.a), prod(pair.b)] if pair and path in pair.paths else []
+
+def _position(path, weight) -> int:
+    if path: return int(path.rpartition('.')[2])
+    return -1 if weight.kind == 'embedding' else 10**9
 
 # %% ../../nbs/plan/03_model_states.ipynb #0a843f78
-def _absmax(packed, method) -> tuple:
-    rows, t = sum(k * w.shape[0] for k, w in packed), sum(k for k, _ in packed)
-    if method.quant == 'int8': return 4 * rows, '4 * r', {'r': rows}
-    blocks = [(k, ceil(w.numel / 64)) for k, w in packed]
-    B, C = sum(k * b for k, b in blocks), sum(k * ceil(b / 256) for k, b in blocks)
-    if not method.double_quant: return 4 * B + 64 * t, '4 * B + 64 * t', {'B': B, 't': t}
-    return B + 4 * C + 1092 * t, 'B + 4 * C + (4 + 64 + 1024) * t', {'B': B, 'C': C, 't': t}
+def _absmax(spec, method) -> tuple:
+    "Bytes of the statistics of packed layers, formula, symbols."
+    packed = [(unit.count, weight) for unit in spec.units for weight in unit.weights
+              if role(weight, method) == 'packed']
+    size_b = sum(count * statistics_b(weight, method) for count, weight in packed)
+    if method.quant == 'int8':
+        return size_b, '4 * r', {'r': sum(count * weight.shape[0] for count, weight in packed)}
+    tensors = sum(count for count, _ in packed)
+    blocks = [(count, ceil(weight.numel / 64)) for count, weight in packed]
+    B = sum(count * number for count, number in blocks)
+    if not method.double_quant: return size_b, '4 * B + 64 * t', {'B': B, 't': tensors}
+    C = sum(count * ceil(number / 256) for count, number in blocks)
+    return size_b, 'B + 4 * C + (4 + 64 + 1024) * t', {'B': B, 'C': C, 't': tensors}
 
 # %% ../../nbs/plan/03_model_states.ipynb #892245f0
 @lru_cache(8192)
-def _spread(tensors, strategy, group, rank) -> tuple:
-    if strategy == 'fsdp2': return tuple(t._replace(shape=(_rows(t.shape[0], group, rank), *t.shape[1:])) for t in tensors)
-    if strategy == 'zero3': return tuple(t._replace(shape=(-(-prod(t.shape) // group),)) for t in tensors)
-    if strategy != 'fsdp1': return tensors
-    flat = {}
-    for t in tensors:
-        key = t.kind, t.count, t.unit
-        flat[key] = flat.get(key, 0) + prod(t.shape)
-    return tuple(Shape(kind, count, (-(-n // group),), unit) for (kind, count, unit), n in flat.items())
+def _cut(tensors, strategy, group, rank) -> tuple[Shape, ...]:
+    if strategy == 'fsdp1': return _flattened(tensors, group)
+    return tuple(tensor._replace(shape=part_shape(tensor.shape, strategy, group, rank)) for tensor in tensors)
 
-def _rows(rows, group, rank):
-    part = -(-rows // group)
-    return max(0, min(part, rows - rank * part))
+def _flattened(tensors, group) -> tuple[Shape, ...]:
+    numbers = {}  # (kind, count, unit) -> numbers
+    for tensor in tensors:
+        key = tensor.kind, tensor.count, tensor.unit
+        numbers[key] = numbers.get(key, 0) + prod(tensor.shape)
+    return tuple(Shape(kind, count, (ceil(total / group),), unit)
+                 for (kind, count, unit), total in numbers.items())
 
 # %% ../../nbs/plan/03_model_states.ipynb #f66f7578
 class Rank(NamedTuple):
@@ -123,33 +133,40 @@ class Rank(NamedTuple):
         trained: bool,  # Whether it gets a gradient
     ) -> int:  # Bytes
         "Say how many bytes one number takes."
-        method, precision = self.recipe.method, self.recipe.precision
-        if kind == 'payload': return 1 if method.quant == 'int8' else _ITEM.get(method.storage, 2)
-        return _ITEM.get(precision.master if trained and not self.zero else precision.compute, 2)
+        sizes = number_sizes(self.recipe.method, self.recipe.precision, self.strategy)
+        if kind == 'payload': return sizes.payload
+        return sizes.trained if trained else sizes.frozen
 
     def here(self,
         tensors: tuple[Shape, ...],  # Of the whole model
         first: bool = False,  # What the first rank holds, which is never less
     ) -> tuple[Shape, ...]:  # The parts of this rank
         "Cut `tensors` as the strategy does."
-        return _spread(tensors, self.strategy, self.group, 0 if first else self.place_in)
+        return _cut(tensors, self.strategy, self.group, 0 if first else self.place_in)
 
     def where(self,
         kind: str,  # One of `KINDS`
     ) -> str:  # 'gpu', 'host', 'pinned' or 'disk'
-        "Say where a class lives between the moments of its use."
-        return _where(self, kind)
+        "Say where a class lives between the instants of its use."
+        if self.zero and kind in ('master', 'optimizer', 'counters', 'gradients'):
+            return _offloaded_by_zero(self, kind)
+        parameters = self.recipe.sharding.offload_parameters
+        if kind in ('weights', 'payload', 'adapters', 'padding', 'gradients'):
+            return {'none': 'gpu', 'cpu': _host(self.recipe), 'nvme': 'disk'}[parameters]
+        moves = kind in ('optimizer', 'counters') and parameters != 'none'
+        return 'host' if moves else 'gpu'
 
 # %% ../../nbs/plan/03_model_states.ipynb #cea59b40
-def _where(rank, kind) -> str:
-    sharding, zero = rank.recipe.sharding, rank.zero
-    host = 'pinned' if sharding.pin_memory and rank.recipe.cluster.device == 'cuda' else 'host'
-    if zero and kind in ('master', 'optimizer', 'counters', 'gradients'):
-        kept = host if kind == 'gradients' or kind == 'master' and zero < 3 else 'host'
-        return {'none': 'gpu', 'cpu': kept, 'nvme': host if kind == 'gradients' else 'disk'}[sharding.offload_optimizer]
-    if kind in ('weights', 'payload', 'adapters', 'padding', 'gradients'):
-        return {'none': 'gpu', 'cpu': host, 'nvme': 'disk'}[sharding.offload_parameters]
-    return 'host' if kind in ('optimizer', 'counters') and sharding.offload_parameters != 'none' else 'gpu'
+def _host(recipe) -> str:
+    "Where offloaded tensors wait in host memory."
+    return 'pinned' if recipe.sharding.pin_memory and recipe.cluster.device == 'cuda' else 'host'
+
+def _offloaded_by_zero(rank, kind) -> str:
+    setting = rank.recipe.sharding.offload_optimizer
+    if setting == 'none': return 'gpu'
+    if kind == 'gradients': return _host(rank.recipe)
+    if setting == 'nvme': return 'disk'
+    return _host(rank.recipe) if kind == 'master' and rank.zero < 3 else 'host'
 
 # %% ../../nbs/plan/03_model_states.ipynb #407db02b
 def rank_of(
@@ -158,162 +175,273 @@ def rank_of(
     rank: int = 0,  # From 0
 ) -> Rank:  # With the tensors of the whole model
     "Take one rank of `recipe`."
-    ranks, sharding = recipe.cluster.ranks, recipe.sharding
+    ranks, sharding, head = recipe.cluster.ranks, recipe.sharding, recipe.model.head
+    if rank not in range(ranks):
+        raise ValueError(f'rank {rank!r} is none of the {ranks} ranks: from 0 to {ranks - 1}')
+    classifies = any(is_new_head(weight) for weight in spec.units[-1].weights)
+    if classifies != (head == 'classification'):
+        built = f'{spec.name} is built for something else'
+        raise ValueError(f'model.head is {head!r}, and {built}: give `spec` a head')
     group = sharding.group or ranks
-    if rank not in range(ranks): raise ValueError(f'rank {rank!r} is none of the {ranks} ranks: from 0 to {ranks - 1}')
-    if (recipe.model.head == 'classification') != any(w.path == 'score' for w in spec.units[-1].weights):
-        raise ValueError(f'model.head is {recipe.model.head!r}, and {spec.name} is built for something else: give `spec` a head')
-    return Rank(recipe, tensors_of(spec, recipe.method), sharding.strategy, group, rank % group)
+    tensors = tensors_of(spec, recipe.method)
+    return Rank(recipe, tensors, sharding.strategy, group, rank % group)
 
 # %% ../../nbs/plan/03_model_states.ipynb #2e9a3a6f
 _ALL = 'every rank holds all of it'
 
-def _line(rank, kind, size, why, **more) -> Line:  # Of the step and persistent, unless `more` says otherwise
-    return Line(**(dict(kind=kind, phase='step', moment='', place=rank.where(kind), size_b=size, formula=why[0], symbols=why[1],
-                        source=why[2]) | more))
+def _line(rank, kind, size_b, why, **more) -> Line:
+    "A line of the step that outlives it, unless `more` says otherwise; `why`: formula, symbols, source."
+    formula, symbols, source = why
+    common = dict(moment='', place=rank.where(kind), lasting=True)
+    return Line(kind=kind, phase='step', size_b=size_b, formula=formula, symbols=symbols,
+                source=source, **(common | more))
 
-def _rounded(rank, kind, sizes, name) -> Iterator[Line]:  # `sizes` are (count, bytes)
+def _rounded(rank, kind, sizes, name, lasting=True) -> Iterator[Line]:
+    "What page-locking adds to tensors of a class; `sizes` are (count, bytes)."
     if rank.where(kind) != 'pinned': return
-    n, R = sum(k * b for k, b in sizes), sum(k * _power(b) for k, b in sizes if b)
-    yield _line(rank, 'pinned_rounding', R - n, ('R - n', {'R': R, 'n': n}, 'torch, CachingHostAllocator; pytorch#150517'),
-                place='pinned', name=f'{name}, each tensor rounded up')
+    asked_b = sum(count * size_b for count, size_b in sizes)
+    taken_b = sum(count * _power(size_b) for count, size_b in sizes if size_b)
+    why = 'R - n', {'R': taken_b, 'n': asked_b}, 'torch, CachingHostAllocator; pytorch#150517'
+    yield _line(rank, 'pinned_rounding', taken_b - asked_b, why, place='pinned', lasting=lasting,
+                name=f'{name}, each tensor rounded up')
 
-def _power(size): return 1 << (size - 1).bit_length()
+def _power(size_b) -> int:
+    "The next power of two."
+    return 1 << (size_b - 1).bit_length()
+
+def _sizes(tensors, number_b) -> list[tuple[int, int]]:
+    "(count, bytes) of tensors."
+    return [(tensor.count, number_b * prod(tensor.shape)) for tensor in tensors]
 
 # %% ../../nbs/plan/03_model_states.ipynb #b23af0a9
-_SPREAD = {'fsdp2': ('rows in {} chunks', 'torch FSDP2, _fsdp_param.py: torch.chunk on dimension 0'),
-           'fsdp1': ('one flat tensor per unit over {} ranks', 'torch FSDP1, _flat_param.py'),
-           'zero3': ('each tensor over {} ranks', 'DeepSpeed, partition_parameters.py')}
+_SPREAD = {  # Strategy -> how it cuts, in words, and its source
+    'fsdp2': ('rows in {} chunks', 'torch FSDP2, _fsdp_param.py: torch.chunk on dimension 0'),
+    'fsdp1': ('one flat tensor per unit over {} ranks', 'torch FSDP1, _flat_param.py'),
+    'zero3': ('each tensor over {} ranks', 'DeepSpeed, partition_parameters.py'),
+}
+
+def _named(rank, name) -> tuple[str, str]:
+    "The name of a line, with how the strategy cuts; and the source of that."
+    words, source = _SPREAD.get(rank.strategy, ('', _ALL))
+    return f'{name}, {words.format(rank.group)}'.strip(', '), source
+
 def _weights(rank, trained) -> Iterator[Line]:
     tensors = rank.tensors.trained if trained else rank.tensors.frozen
-    words, source = _SPREAD.get(rank.strategy, ('', _ALL))
     for kind in ('weights', 'payload', 'adapters'):
-        mine = tuple(t for t in tensors if t.kind == kind)
-        if not mine: continue
-        b, name = rank.item(kind, trained), f'{"trained" if trained else "frozen"} {kind}'
-        if rank.zero in (1, 2) and trained: yield _flat_weights(rank, kind, b, mine, name); continue
-        n, m = count_of(rank.here(mine)), count_of(rank.here(mine, first=True))
-        yield _line(rank, kind, b * n, ('b * n', {'b': b, 'n': n}, source), sure='model' if rank.strategy == 'fsdp1' else 'exact',
-                    name=f'{name}, {words.format(rank.group)}'.strip(', '))
-        if m > n: yield _beyond(rank, kind, b, n, m, source)
-        if rank.zero == 3: yield from _kept_whole(rank, mine, kind, b)
-        yield from _rounded(rank, kind, [(t.count, b * prod(t.shape)) for t in rank.here(mine, first=True)], name)
+        group = tuple(tensor for tensor in tensors if tensor.kind == kind)
+        if not group: continue
+        if trained and rank.zero in (1, 2): yield _flat_weights(rank, kind, group)
+        else: yield from _class_of_weights(rank, kind, group, trained)
 
-def _beyond(rank, kind, b, n, m, source) -> Line:  # A tensor of n numbers in a storage of m
+def _class_of_weights(rank, kind, group, trained) -> Iterator[Line]:
+    word = 'trained' if trained else 'frozen'
+    name, source = _named(rank, f'{word} {kind}')
+    b, part, first = rank.item(kind, trained), rank.here(group), rank.here(group, first=True)
+    n, m = count_of(part), count_of(first)
+    sure = 'model' if rank.strategy == 'fsdp1' else 'exact'
+    yield _line(rank, kind, b * n, ('b * n', {'b': b, 'n': n}, source),
+                sure=sure, name=name, trained=trained)
+    if m > n: yield _beyond(rank, kind, b, n, m)
+    if rank.zero == 3: yield from _also_whole(rank, kind, group, b)
+    yield from _rounded(rank, kind, _sizes(first, b), f'{word} {kind}')
+
+def _beyond(rank, kind, b, n, m, **more) -> Line:
+    "A tensor of n numbers lies in a storage of m."
+    source = more.pop('source', _SPREAD.get(rank.strategy, ('', _ALL))[1])
     why = 'b * (m - n)', {'b': b, 'm': m, 'n': n}, f'{source}; a view keeps all of its tensor'
-    return _line(rank, 'padding', b * (m - n), why, name=f'{kind}: beyond the part of this rank')
+    return _line(rank, 'padding', b * (m - n), why,
+                 name=f'{kind}: beyond the part of this rank', **more)
 
-def _flat_weights(rank, kind, b, mine, name) -> Line:
-    N, W = count_of(mine), rank.group
+# %% ../../nbs/plan/03_model_states.ipynb #40f1e737
+def _flat_weights(rank, kind, group) -> Line:
+    "ZeRO-1 and ZeRO-2: everything that is trained in one tensor."
+    b, N, W = rank.item(kind, True), count_of(group), rank.group
     why = 'b * 2 * W * ceil(N / (2 * W))', {'b': b, 'N': N, 'W': W}, 'DeepSpeed, stage_1_and_2.py'
-    return _line(rank, kind, b * 2 * W * ceil(N / (2 * W)), why, name=f'{name}, one flat tensor on every rank')
+    return _line(rank, kind, b * 2 * W * ceil(N / (2 * W)), why, trained=True,
+                 name=f'trained {kind}, one flat tensor on every rank')
 
-def _kept_whole(rank, tensors, kind, b) -> Iterator[Line]:
+def _also_whole(rank, kind, group, b) -> Iterator[Line]:
+    "ZeRO-3: small parameters, whole on every rank."
     most = rank.recipe.zero.persistence_threshold
-    p = sum(t.count * rank.group * ceil(prod(t.shape) / rank.group) for t in tensors if prod(t.shape) <= most)
-    if p: yield _line(rank, kind, b * p, ('b * p', {'b': b, 'p': p}, 'DeepSpeed, zero.persistence_threshold'), place='gpu',
-                      name=f'{kind} of at most {most:,} numbers, whole besides')
+    small = [tensor for tensor in group if prod(tensor.shape) <= most]
+    p = sum(tensor.count * rank.group * ceil(prod(tensor.shape) / rank.group) for tensor in small)
+    if not p: return
+    why = 'b * p', {'b': b, 'p': p}, 'DeepSpeed, zero.persistence_threshold'
+    yield _line(rank, kind, b * p, why, place='gpu',
+                name=f'{kind} of at most {most:,} numbers, whole besides')
 
 # %% ../../nbs/plan/03_model_states.ipynb #78254fd7
-def _gradients(rank, moments) -> Iterator[Line]:
-    trained, b, there = rank.tensors.trained, rank.item('weights', True), moments[-1:]
+class _Reduced(NamedTuple):  # Gradients of this rank's part, when they are reduced
+    number_b: int
+    n: int  # Numbers
+    m: int  # Numbers of the storage they lie in
+    moments: tuple[str, ...]  # When they are there; '' for all of the step
+    name: str
+    source: str
+
+def _reduced(rank, moments) -> _Reduced:
+    trained, number_b = rank.tensors.trained, rank.item('weights', True)
+    if rank.zero in (1, 2): return _partitioned(rank, moments, number_b)
+    name, source = _named(rank, 'gradients')
     n, m = count_of(rank.here(trained)), count_of(rank.here(trained, first=True))
-    words, source = _SPREAD.get(rank.strategy, ('', _ALL))
-    if (again := rank.recipe.batch.accumulation > 1) and rank.zero < 2:
-        w, N = _wire(rank) if rank.strategy.startswith('fsdp') else b, count_of(trained)
+    if rank.zero == 3:
+        return _Reduced(number_b, n, m, ('',), name,
+                        'DeepSpeed, stage3.py: grad_partitions_flat_buffer')
+    return _Reduced(number_b, n, m, moments[-1:], name, source)
+
+def _partitioned(rank, moments, number_b) -> _Reduced:
+    "The gradients of a partition of ZeRO-1 or ZeRO-2."
+    n, m = _partition(rank), _touched(rank)
+    name, source = 'gradients, one partition', 'DeepSpeed, stage_1_and_2.py'
+    if rank.where('gradients') != 'gpu':
+        source = f'{source}: the gradients of the fp32 partition'
+        return _Reduced(4, n, n, ('',), name, source)
+    if rank.zero == 1: there = moments[-1:]
+    else: there = ('',) if rank.recipe.batch.accumulation > 1 else moments[2:]
+    return _Reduced(number_b, n, m, there, name, source)
+
+# %% ../../nbs/plan/03_model_states.ipynb #4795e909
+def _gradients(rank, moments) -> Iterator[Line]:
+    trained = rank.tensors.trained
+    if rank.recipe.batch.accumulation > 1 and rank.zero < 2:
+        w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
-        yield _line(rank, 'gradients', w * N, why, moment=moments[0], place='gpu', name='gradients of all, until the last pass')
-    if rank.zero in (1, 2): n, m, words, source = _partition(rank), _cut(rank), 'one partition', 'DeepSpeed, stage_1_and_2.py'
-    if rank.zero in (1, 2) and rank.where('gradients') != 'gpu':
-        b, m, there, source = 4, n, ('',), 'DeepSpeed, stage_1_and_2.py: the gradients of the fp32 partition'
-    elif rank.zero == 2: there = ('',) if again else moments[2:]
-    if rank.zero == 3: there, source = ('',), 'DeepSpeed, stage3.py: grad_partitions_flat_buffer'
-    name = f'gradients, {words.format(rank.group)}'.strip(', ')
-    for moment in there:
-        yield _line(rank, 'gradients', b * n, ('b * n', {'b': b, 'n': n}, source), moment=moment, name=name)
-        if m > n: yield _beyond(rank, 'gradients', b, n, m, source)._replace(moment=moment)
-    each = [(1, b * n)] if rank.zero else [(t.count, b * prod(t.shape)) for t in rank.here(trained, first=True)]
-    yield from _rounded(rank, 'gradients', each, 'gradients')
+        yield _line(rank, 'gradients', w * N, why, moment=moments[0], place='gpu', lasting=False,
+                    name='gradients of all, until the last pass')
+    part = _reduced(rank, moments)
+    b, n = part.number_b, part.n
+    why = 'b * n', {'b': b, 'n': n}, part.source
+    for moment in part.moments:
+        yield _line(rank, 'gradients', b * n, why, moment=moment, lasting=False, name=part.name)
+        if part.m > n:
+            yield _beyond(rank, 'gradients', b, n, part.m, source=part.source, moment=moment, lasting=False)
+    sizes = [(1, b * n)] if rank.zero else _sizes(rank.here(trained, first=True), b)
+    yield from _rounded(rank, 'gradients', sizes, 'gradients', lasting=False)
 
-def _wire(rank):  # Bytes of a gradient that waits for its reduction under FSDP
-    precision, full = rank.recipe.precision, rank.recipe.method.kind == 'full'
-    return _ITEM.get(precision.reduce or precision.compute, 2) if full else rank.item('adapters', True)
+def _waiting_b(rank) -> int:
+    "Bytes of a number of a gradient that waits for the last pass."
+    if not rank.strategy.startswith('fsdp') or rank.recipe.method.kind != 'full':
+        return rank.item('weights', True)
+    precision = rank.recipe.precision
+    return NUMBER_B[precision.reduce or precision.compute]
 
-def _partition(rank): return 2 * ceil(count_of(rank.tensors.trained) / (2 * rank.group))  # Of ZeRO-1 and ZeRO-2
+def _partition(rank) -> int:
+    "Numbers in a partition of ZeRO-1 or ZeRO-2."
+    return 2 * ceil(count_of(rank.tensors.trained) / (2 * rank.group))
 
-def _cut(rank):  # Numbers in all the tensors that this rank's partition touches, and its padding
-    part, ends = _partition(rank), [0, *accumulate(rank.tensors.order)]
-    low, high = rank.place_in * part, (rank.place_in + 1) * part
-    return sum(b - a for a, b in zip(ends, ends[1:]) if a < high and b > low) + max(0, high - max(low, ends[-1]))
+def _touched(rank) -> int:
+    "Numbers in all the tensors that this rank's partition touches, and its padding."
+    size = _partition(rank)
+    low, high = rank.place_in * size, (rank.place_in + 1) * size
+    ends = [0, *accumulate(rank.tensors.order)]
+    touched = sum(end - start for start, end in zip(ends, ends[1:]) if start < high and end > low)
+    return touched + max(0, high - max(low, ends[-1]))
 
 # %% ../../nbs/plan/03_model_states.ipynb #f413eb07
-def _states(rank, tensors) -> Iterator[Line]:  # `tensors` as the optimizer sees them, here
-    kind, b = rank.recipe.optimizer.kind, 4 if rank.zero else rank.item('weights', True)
-    if kind == 'sgd': return
-    pages = kind.startswith('paged') and rank.recipe.cluster.device == 'cuda'
-    rest, paged = (tuple(t for t in tensors if (pages and prod(t.shape) >= 1e5) is out) for out in (False, True))
-    for some, place, name in ((rest, rank.where('optimizer'), 'states of the trained weights'),
-                              (paged, 'host', 'states, paged: on the GPU while it has room')):
-        if not some: continue
-        size, *why = _adafactor(some) if kind == 'adafactor' else _eight_bit(some) if '8bit' in kind else _adam(kind, b, some)
-        yield _line(rank, 'optimizer', size, why, place=place, name=name)
-    if kind in ('adamw', 'adamw_fused', 'adamw_bf16', 'adafactor'):
-        t = sum(t.count for t in tensors)
+def _states(rank, tensors) -> Iterator[Line]:
+    "Lines of the optimizer's states; `tensors` as it sees them, on this rank."
+    optimizer = rank.recipe.optimizer.kind
+    if optimizer == 'sgd': return
+    managed = optimizer.startswith('paged') and rank.recipe.cluster.device == 'cuda'
+    paged = tuple(tensor for tensor in tensors if managed and prod(tensor.shape) >= 100_000)
+    resident = tuple(tensor for tensor in tensors if tensor not in paged)
+    groups = [(resident, rank.where('optimizer'), 'states of the trained weights'),
+              (paged, 'host', 'states, paged: on the GPU while it has room')]
+    for group, place, name in groups:
+        if not group: continue
+        size_b, *why = _state_bytes(rank, optimizer, group)
+        yield _line(rank, 'optimizer', size_b, why, place=place, name=name)
+    if optimizer in ('adamw', 'adamw_fused', 'adamw_bf16', 'adafactor'):
+        t = sum(tensor.count for tensor in tensors)
         why = '4 * t', {'t': t}, 'torch: steps; transformers, Adafactor: norms'
         yield _line(rank, 'counters', 4 * t, why, name='one number per tensor')
 
-def _optimized(rank) -> tuple:  # What the optimizer works on
-    if not rank.zero: return rank.here(rank.tensors.trained)
-    return (Shape('master', 1, (count_of(rank.here(rank.tensors.trained)) if rank.zero == 3 else _partition(rank),), 'flat'),)
+def _optimized(rank) -> tuple[Shape, ...]:
+    "What the optimizer works on: DeepSpeed gives it one flat tensor."
+    tensors = rank.here(rank.tensors.trained)
+    if not rank.zero: return tensors
+    numbers = count_of(tensors) if rank.zero == 3 else _partition(rank)
+    return (Shape('master', 1, (numbers,), 'flat'),)
 
-def _adam(kind, b, tensors):
-    b, n = {'adamw': b, 'adamw_fused': b, 'adamw_bf16': 2}.get(kind, 4), count_of(tensors)
+# %% ../../nbs/plan/03_model_states.ipynb #1b9aa2da
+def _state_bytes(rank, optimizer, tensors) -> tuple:
+    "Bytes of the states of `tensors`, formula, symbols, source."
+    if optimizer == 'adafactor': return _adafactor(tensors)
+    if '8bit' in optimizer: return _eight_bit(tensors)
+    b, n = 4, count_of(tensors)
+    if optimizer in ('adamw', 'adamw_fused') and not rank.zero: b = rank.item('weights', True)
+    if optimizer == 'adamw_bf16': b = 2
     return 2 * b * n, '2 * b * n', {'b': b, 'n': n}, 'AdamW: two moments per number'
 
-def _eight_bit(tensors):
-    small = tuple(t for t in tensors if prod(t.shape) < 4096 or t.wide)
-    n, m, B = count_of(tensors), count_of(small), sum(t.count * ceil(prod(t.shape) / 256) for t in tensors if t not in small)
-    return (2 * (n - m) + 8 * (B + m) + 2048, '2 * (n - m) + 8 * (B + m) + 2048', {'n': n, 'm': m, 'B': B},
-            'bitsandbytes, optimizer.py: min_8bit_size, blocks of 256, two tables')
+def _eight_bit(tensors) -> tuple:
+    small = [tensor for tensor in tensors if prod(tensor.shape) < 4096 or tensor.wide]
+    large = [tensor for tensor in tensors if tensor not in small]
+    n, m = count_of(tensors), count_of(small)
+    B = sum(tensor.count * ceil(prod(tensor.shape) / 256) for tensor in large)
+    size_b = 2 * (n - m) + 8 * (B + m) + 2048
+    source = 'bitsandbytes, optimizer.py: min_8bit_size, blocks of 256, two tables'
+    return size_b, '2 * (n - m) + 8 * (B + m) + 2048', {'n': n, 'm': m, 'B': B}, source
 
-def _adafactor(tensors):
-    r = sum(t.count * (prod(t.shape[:-1]) + prod(t.shape[:-2] + t.shape[-1:])) for t in tensors if len(t.shape) > 1)
-    n = count_of(t for t in tensors if len(t.shape) < 2)
-    return 4 * (r + n), '4 * (r + n)', {'r': r, 'n': n}, 'transformers, Adafactor: a row and a column per matrix'
+def _adafactor(tensors) -> tuple:
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    rows = sum(tensor.count * prod(tensor.shape[:-1]) for tensor in matrices)
+    columns = sum(tensor.count * prod(tensor.shape[:-2] + tensor.shape[-1:]) for tensor in matrices)
+    r, n = rows + columns, count_of(tensor for tensor in tensors if len(tensor.shape) < 2)
+    source = 'transformers, Adafactor: a row and a column per matrix'
+    return 4 * (r + n), '4 * (r + n)', {'r': r, 'n': n}, source
 
 # %% ../../nbs/plan/03_model_states.ipynb #c8cb6ed0
 def _buckets(rank, moments) -> Iterator[Line]:
-    zero, knobs, b, N = rank.zero, rank.recipe.zero, rank.item('weights', True), count_of(rank.tensors.trained)
+    b, N = rank.item('weights', True), count_of(rank.tensors.trained)
     if rank.strategy == 'ddp' and N:
         why = 'b * N', {'b': b, 'N': N}, 'torch, DistributedDataParallel'
-        yield _line(rank, 'collective', b * N, why, name='buckets beside the gradients')
-    if zero and knobs.contiguous:
-        k, r = 1 + (knobs.overlap and zero < 3), knobs.reduce_bucket
+        yield _line(rank, 'collective', b * N, why, lasting=False, name='buckets beside the gradients')
+    if rank.zero: yield from _zero_buckets(rank, moments, b)
+
+def _zero_buckets(rank, moments, b) -> Iterator[Line]:
+    knobs = rank.recipe.zero
+    if knobs.contiguous:
+        k, r = 2 if knobs.overlap and rank.zero < 3 else 1, knobs.reduce_bucket
         why = 'k * b * r', {'k': k, 'b': b, 'r': r}, 'DeepSpeed, zero.reduce_bucket and zero.overlap'
-        for moment in ('',) if zero == 3 else moments[1:-1]:
-            yield _line(rank, 'zero_buckets', k * b * r, why, moment=moment, name='gradients on their way')
-    if zero and rank.recipe.sharding.offload_optimizer == 'none':
-        n = min(count_of(_optimized(rank)), 10**9 if zero == 3 else 10**15)  # Stage 3 goes by groups of 10**9
-        yield _line(rank, 'zero_buckets', 8 * n, ('(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'), moment=moments[-1],
-                    sure='model', name="gradients in float32, and the optimizer's temporaries")
+        for moment in ('',) if rank.zero == 3 else moments[1:-1]:
+            yield _line(rank, 'zero_buckets', k * b * r, why, moment=moment, lasting=False,
+                        name='gradients on their way')
+    if rank.recipe.sharding.offload_optimizer != 'none': return
+    n = count_of(_optimized(rank))
+    if rank.zero == 3: n = min(n, 10**9)  # Stage 3 goes by groups of 10**9
+    why = '(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'
+    yield _line(rank, 'zero_buckets', 8 * n, why, moment=moments[-1], sure='model', lasting=False,
+                name="gradients in float32, and the optimizer's temporaries")
 
 # %% ../../nbs/plan/03_model_states.ipynb #3e2399bc
 def _offload(rank) -> Iterator[Line]:
-    sharding, b, n, L = rank.recipe.sharding, rank.item('weights', True), count_of(_optimized(rank)), rank.tensors.largest
-    why, host = 'DeepSpeed, offload_optimizer', rank.where('gradients')
-    if rank.zero and sharding.offload_optimizer != 'none':
-        rows = [(b * n, 'b * n', 'weights on their way back'), (b * L, 'b * L', 'largest gradient')]
-        for size, formula, name in rows if rank.zero < 3 else [(4 * n, '4 * n', 'fp32 gradients')]:
-            yield _line(rank, 'zero_buckets', size, (formula, {'b': b, 'n': n, 'L': L}, why), place=host, name=name)
-            yield from _rounded(rank, 'gradients', [(1, size)], name)
-        if rank.zero < 3:
-            yield _line(rank, 'zero_buckets', b * L, ('b * L', {'b': b, 'L': L}, why), name='largest gradient, on the GPU')
+    "Buffers between GPU, host and disk."
+    sharding = rank.recipe.sharding
+    if rank.zero and sharding.offload_optimizer != 'none': yield from _host_buffers(rank)
+    b, n = rank.item('weights', True), count_of(_optimized(rank))
     swaps = [(sharding.offload_parameters, 5 * b * 10**8, '5 * b * 10**8', 'weights'),
              (sharding.offload_optimizer, 16 * min(10**9, n), '16 * min(10**9, n)', 'states')]
-    for setting, size, formula, name in swaps:
+    host = rank.where('gradients')
+    for setting, size_b, formula, name in swaps:
+        if setting != 'nvme': continue
         why = formula, {'b': b, 'n': n}, 'DeepSpeed, offload_config.py: defaults'
-        if setting == 'nvme': yield _line(rank, 'zero_buckets', size, why, place=host if host != 'gpu' else 'host', sure='model',
-                                          name=f'{name} between disk and memory')
+        yield _line(rank, 'zero_buckets', size_b, why, place='host' if host == 'gpu' else host,
+                    sure='model', lasting=False, name=f'{name} between disk and memory')
+
+def _host_buffers(rank) -> Iterator[Line]:
+    "Buffers of DeepSpeed where the optimizer's states are offloaded."
+    b, n, L = rank.item('weights', True), count_of(_optimized(rank)), rank.tensors.largest
+    symbols, source = {'b': b, 'n': n, 'L': L}, 'DeepSpeed, offload_optimizer'
+    buffers = [(4 * n, '4 * n', 'fp32 gradients')]
+    if rank.zero < 3:
+        buffers = [(b * n, 'b * n', 'weights on their way back'), (b * L, 'b * L', 'largest gradient')]
+    for size_b, formula, name in buffers:
+        yield _line(rank, 'zero_buckets', size_b, (formula, symbols, source),
+                    place=rank.where('gradients'), lasting=False, name=name)
+        yield from _rounded(rank, 'gradients', [(1, size_b)], name, lasting=False)
+    if rank.zero < 3:
+        why = 'b * L', {'b': b, 'L': L}, source
+        yield _line(rank, 'zero_buckets', b * L, why, lasting=False, name='largest gradient, on the GPU')
 
 # %% ../../nbs/plan/03_model_states.ipynb #d38579b4
 def held(
@@ -322,25 +450,47 @@ def held(
     moments: tuple[str, ...] = ('forward', 'loss', 'optimizer'),  # Of a step: these two first, this one last
 ) -> list[Line]:  # Of the phase 'step'
     "List all that outlives a step, its gradients, and the buffers that a recipe sizes."
-    if len(moments) < 3: raise ValueError(f'moments {moments!r}: forward and loss come first, the optimizer last')
-    lines, optimized, B = [*_weights(rank, trained=False), *_weights(rank, trained=True)], _optimized(rank), _buffers(rank, spec)
-    size, *why = rank.tensors.absmax
-    if size: lines.append(_line(rank, 'absmax', size, (*why, f'bitsandbytes, QuantState; {_ALL}'), name='scales and tables'))
-    if B: lines.append(_line(rank, 'buffers', B, ('B', {'B': B}, f'transformers; {_ALL}'), name='rotary tables and the like'))
-    if rank.zero:
-        n = count_of(optimized)
-        why = '4 * n', {'n': n}, 'DeepSpeed: fp32 partition'
-        lines += [_line(rank, 'master', 4 * n, why, name='trained weights in float32'),
-                  *_rounded(rank, 'master', [(1, 4 * n)], 'master weights')]
-    return [*lines, *_gradients(rank, moments), *_states(rank, optimized), *_buckets(rank, moments), *_offload(rank)]
+    if len(moments) < 3:
+        raise ValueError(f'moments {moments!r}: forward and loss come first, the optimizer last')
+    optimized = _optimized(rank)
+    return [
+        *_weights(rank, trained=False),
+        *_weights(rank, trained=True),
+        *_tables(rank, spec),
+        *_master(rank, optimized),
+        *_gradients(rank, moments),
+        *_states(rank, optimized),
+        *_buckets(rank, moments),
+        *_offload(rank),
+    ]
 
-def _buffers(rank, spec):  # Gemma's scale of the embedding is a buffer of the type it is loaded in; rotary tables are float32
+def _tables(rank, spec) -> Iterator[Line]:
+    size_b, formula, symbols = rank.tensors.absmax
+    if size_b:
+        why = formula, symbols, f'bitsandbytes, QuantState; {_ALL}'
+        yield _line(rank, 'absmax', size_b, why, name='scales and tables')
+    buffers_b = _buffers_b(rank, spec)
+    if buffers_b:
+        why = 'B', {'B': buffers_b}, f'transformers; {_ALL}'
+        yield _line(rank, 'buffers', buffers_b, why, name='rotary tables and the like')
+
+def _buffers_b(rank, spec) -> int:
+    "Gemma's scale of the embedding has the type it is loaded in; rotary tables are float32."
     short = rank.recipe.method.kind != 'full' and rank.item('weights', False) == 2
-    return spec.buffers_b - 2 * (spec.kind.startswith('gemma') and short)
+    return spec.buffers_b - 2 if short and spec.kind.startswith('gemma') else spec.buffers_b
 
+def _master(rank, optimized) -> Iterator[Line]:
+    if not rank.zero: return
+    n = count_of(optimized)
+    yield _line(rank, 'master', 4 * n, ('4 * n', {'n': n}, 'DeepSpeed: fp32 partition'),
+                name='trained weights in float32')
+    yield from _rounded(rank, 'master', [(1, 4 * n)], 'master weights')
+
+# %% ../../nbs/plan/03_model_states.ipynb #1bc249f5
 def whole_states(
     rank: Rank,  # From `rank_of`
 ) -> int:  # Bytes
     "Count the optimizer states of all ranks together, as a full checkpoint gathers them."
-    n = count_of(rank.tensors.trained)
-    return sum(line.size_b for line in _states(rank, rank.tensors.trained)) + 4 * n * bool(rank.zero)
+    trained = rank.tensors.trained
+    master_b = 4 * count_of(trained) if rank.zero else 0
+    return master_b + sum(line.size_b for line in _states(rank, trained))
