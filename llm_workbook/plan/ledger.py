@@ -410,10 +410,10 @@ def _named_card_b(name) -> int: return find_node(name).gpu.memory_b
 
 def _passing(passing, rank) -> Iterator[Line]:
     "What a step holds for a while, but for what `held` counts."
-    instants = list(passing)
     counted = {'buffers', 'zero_buckets'} | ({'optimizer'} if rank.zero else set())
     for name, lines in passing.items():
-        gradients = name in (instants[0], instants[-1]) or rank.zero > 1
+        gradients = name in ('forward', 'optimizer') or rank.zero > 1
+
         for line in lines:
             if line.kind in counted or gradients and line.kind == 'gradients': continue
             yield line

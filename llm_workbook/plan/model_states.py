@@ -16,7 +16,7 @@ from ..config.recipe import Method, Recipe
 from ..model.layout import (
     NUMBER_B, coverage, is_new_head, layout, number_sizes, part_shape, role, statistics_b)
 from ..model.spec import ModelSpec
-from .lines import Line
+from .lines import INSTANTS, Line
 
 # %% ../../nbs/plan/03_model_states.ipynb #3aae4565
 class Shape(NamedTuple):
@@ -287,7 +287,7 @@ def _reduced(rank, moments) -> _Reduced:
     if rank.zero == 3:
         return _Reduced(number_b, n, m, ('',), name,
                         'DeepSpeed, stage3.py: grad_partitions_flat_buffer')
-    return _Reduced(number_b, n, m, moments[-1:], name, source)
+    return _Reduced(number_b, n, m, ('optimizer',), name, source)
 
 def _partitioned(rank, moments, number_b) -> _Reduced:
     "The gradients of a partition of ZeRO-1 or ZeRO-2."
@@ -296,8 +296,9 @@ def _partitioned(rank, moments, number_b) -> _Reduced:
     if rank.where('gradients') != 'gpu':
         source = f'{source}: the gradients of the fp32 partition'
         return _Reduced(4, n, n, ('',), name, source)
-    if rank.zero == 1: there = moments[-1:]
-    else: there = ('',) if rank.recipe.batch.accumulation > 1 else moments[2:]
+    if rank.zero == 1: there = ('optimizer',)
+    elif rank.recipe.batch.accumulation > 1: there = ('',)
+    else: there = tuple(name for name in moments if name != 'loss' and INSTANTS[name].phase != 'forward')
     return _Reduced(number_b, n, m, there, name, source)
 
 # %% ../../nbs/plan/03_model_states.ipynb #4795e909
@@ -306,7 +307,7 @@ def _gradients(rank, moments) -> Iterator[Line]:
     if rank.recipe.batch.accumulation > 1 and rank.zero < 2:
         w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
-        yield _line(rank, 'gradients', w * N, why, moment=moments[0], place='gpu', lasting=False,
+        yield _line(rank, 'gradients', w * N, why, moment='forward', place='gpu', lasting=False,
                     name='gradients of all, until the last pass')
     part = _reduced(rank, moments)
     b, n = part.number_b, part.n
@@ -403,14 +404,15 @@ def _zero_buckets(rank, moments, b) -> Iterator[Line]:
     if knobs.contiguous:
         k, r = 2 if knobs.overlap and rank.zero < 3 else 1, knobs.reduce_bucket
         why = 'k * b * r', {'k': k, 'b': b, 'r': r}, 'DeepSpeed, zero.reduce_bucket and zero.overlap'
-        for moment in ('',) if rank.zero == 3 else moments[1:-1]:
+        backward = [name for name in moments if INSTANTS[name].phase == 'backward']
+        for moment in ('',) if rank.zero == 3 else backward:
             yield _line(rank, 'zero_buckets', k * b * r, why, moment=moment, lasting=False,
                         name='gradients on their way')
     if rank.recipe.sharding.offload_optimizer != 'none': return
     n = count_of(_optimized(rank))
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 goes by groups of 10**9
     why = '(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'
-    yield _line(rank, 'zero_buckets', 8 * n, why, moment=moments[-1], sure='model', lasting=False,
+    yield _line(rank, 'zero_buckets', 8 * n, why, moment='optimizer', sure='model', lasting=False,
                 name="gradients in float32, and the optimizer's temporaries")
 
 # %% ../../nbs/plan/03_model_states.ipynb #3e2399bc
@@ -447,11 +449,11 @@ def _host_buffers(rank) -> Iterator[Line]:
 def held(
     rank: Rank,  # From `rank_of`
     spec: ModelSpec,  # Of its model
-    moments: tuple[str, ...] = ('forward', 'loss', 'optimizer'),  # Of a step: these two first, this one last
+    moments: tuple[str, ...] = tuple(INSTANTS),  # Names of `INSTANTS`, as far as the step has them
 ) -> list[Line]:  # Of the phase 'step'
     "List all that outlives a step, its gradients, and the buffers that a recipe sizes."
-    if len(moments) < 3:
-        raise ValueError(f'moments {moments!r}: forward and loss come first, the optimizer last')
+    unknown = [name for name in moments if name not in INSTANTS]
+    if unknown: raise ValueError(f'{unknown[0]!r} is no instant of a step: known are {", ".join(INSTANTS)}')
     optimized = _optimized(rank)
     return [
         *_weights(rank, trained=False),
