@@ -40,7 +40,8 @@ def _save(rank, lasting, first, writes) -> Iterator[Line]:
                            name='what trained, gathered', each=not full)
     if first:
         why = 'b * n', symbols, 'safetensors'
-        yield _saving_line(kind, '', 'disk', size_b, why, name='what trained, in a file', each=False)
+        yield _saving_line(kind, '', 'disk', size_b, why,
+                           name='what trained, in a file', each=False)
     yield from _checkpoints(rank, lasting, first, writes)
 
 def _gathered(rank, moment) -> Iterator[Line]:
@@ -49,7 +50,8 @@ def _gathered(rank, moment) -> Iterator[Line]:
     number_b = rank.item('weights', True)
     numbers = max(prod(tensor.shape) for tensor in rank.tensors.trained)
     why = 'b * l', {'b': number_b, 'l': numbers}, 'torch: full_tensor'
-    yield _saving_line('unsharded', moment, 'gpu', number_b * numbers, why, name='one tensor, whole')
+    yield _saving_line('unsharded', moment, 'gpu', number_b * numbers, why,
+                       name='one tensor, whole')
 
 # %% ../../nbs/plan/05_ledger.ipynb #a80e132e
 _MOST_CHECKPOINTS = 3  # Two whole ones, and one being written
@@ -129,7 +131,8 @@ def _unused(tensors, phase, room_b) -> Line:
     symbols = {'P': P, 'A': A, 'W': W, 'O': O, 'M': M,
                'f': _WASTED, 'g': _LEAST_WASTED, 'room': room}
     formula = 'max(int(g * M), min(int(P + max((1 + f) * A, W) + O), room) - M)'
-    return Line('allocator', phase, '', 'gpu', size_b, formula, symbols, _ALLOCATOR, 'cited', 'unused blocks')
+    return Line('allocator', phase, '', 'gpu', size_b, formula, symbols, _ALLOCATOR,
+                sure='cited', name='unused blocks')
 
 def _reserved_b(tensors, phase, share) -> int:
     "Bytes reserved if this share of what comes and goes is wasted."
@@ -147,7 +150,8 @@ def _wrapping_b(tensors, phase) -> int:
     return 2 * whole_b + broadcast_b
 
 # %% ../../nbs/plan/05_ledger.ipynb #b8bb4c72
-_FIRST_LEVEL = {'allocator': 1, 'context': 2, 'nccl': 2, 'process': 2}  # Class -> first level that has it
+_FIRST_LEVEL = {  # Class -> the first level that has it; 0 for tensors
+    'allocator': 1, 'context': 2, 'nccl': 2, 'process': 2}
 
 class _Cell:  # Sums of one phase, place and instant
     __slots__ = 'levels_b', 'gradients_b', 'alone_b'
@@ -246,7 +250,7 @@ class Ledger:
     spec: ModelSpec  # Of its model
     rank: int  # Which
     lines: tuple[Line, ...]  # All of them
-    node: object = None  # Machine to fit, a `Node` or its name; None: the recipe's `cluster.hardware`
+    node: object = None  # Machine to fit, a `Node` or its name; None: `cluster.hardware`
     sums: InitVar[object] = None  # Of `lines`, if they are added up already
 
     def __post_init__(self, sums):
@@ -263,7 +267,7 @@ class Ledger:
     def total(self,
         phase: str,  # 'load', 'step' or 'save'
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
-        level: str = 'device',  # 'allocated' tensors, 'reserved' with the allocator, or 'device': all
+        level: str = 'device',  # 'allocated' tensors, 'reserved' with the allocator, 'device': all
     ) -> int:  # Bytes at its fullest instant
         "Add up one phase in one place."
         for word, known in (phase, _PHASES), (place, _PLACES), (level, _LEVELS):
@@ -423,9 +427,10 @@ _SHOWN = {'gpu': 'GPU', 'host': 'host', 'pinned': 'host, page-locked', 'disk': '
 
 def _summary(ledger) -> str:
     low, high = ledger.band
+    name = f'<b>{escape(ledger.recipe.name)}</b>, {escape(ledger.spec.name)}'
     tensors = gib(ledger.peak('gpu', 'allocated'))
-    return (f'<b>{escape(ledger.recipe.name)}</b>, {escape(ledger.spec.name)}, rank {ledger.rank}: '
-            f'{gib(ledger.peak())} of the GPU (band {gib(low)} to {gib(high)}), of which tensors {tensors}')
+    peak = f'{gib(ledger.peak())} of the GPU (band {gib(low)} to {gib(high)})'
+    return f'{name}, rank {ledger.rank}: {peak}, of which tensors {tensors}'
 
 def _phases_table(ledger) -> str:
     rows = []
@@ -436,7 +441,8 @@ def _phases_table(ledger) -> str:
             sizes = [gib(phase[kind]) if kind in phase else '' for phase in phases]
             rows.append((f'{_SHOWN[place]}: {kind.replace("_", " ")}', *sizes))
         if kinds:
-            cells = (f'{_SHOWN[place]}, all', *(gib(ledger.total(phase, place)) for phase in _PHASES))
+            totals = [gib(ledger.total(phase, place)) for phase in _PHASES]
+            cells = f'{_SHOWN[place]}, all', *totals
             rows.append(tuple(Markup(f'<b>{cell}</b>') for cell in cells))
     fullest = [', '.join(filter(None, (phase, ledger.moment(phase)))) for phase in _PHASES]
     return html_table(('', *fullest), rows, numbers=(1, 2, 3))
@@ -450,14 +456,16 @@ def _details(ledger) -> str:
         symbols = ', '.join(f'{letter} = {value:,}' for letter, value in line.symbols.items())
         rows.append((line.name, f'{line.size_b:,}', line.formula, symbols, line.sure, line.source))
     table = html_table(('line', 'bytes', 'formula', 'with', 'sure', 'source'), rows, numbers=(1,))
-    return f'<details><summary>The {len(lines)} lines of the step at its fullest</summary>{table}</details>'
+    title = f'The {len(lines)} lines of the step at its fullest'
+    return f'<details><summary>{title}</summary>{table}</details>'
 
 # %% ../../nbs/plan/05_ledger.ipynb #216be118
 _COLOURS = 'blue', 'orange', 'green', 'purple', 'sky', 'vermilion', 'yellow', 'grey'
 _HATCHES = '', '//', '', '..', '', 'xx', '', ''
 
 def _draw_bars(axes, sizes) -> None:
-    "A bar for each phase of `sizes`, phase -> class -> bytes; the seven largest classes have a colour."
+    "A bar for each phase of `sizes`, phase -> class -> bytes; seven classes have a colour."
+
     most = {}  # Class -> bytes in the phase that has most of it
     for phase in sizes.values():
         for kind, size_b in phase.items(): most[kind] = max(most.get(kind, 0), size_b)

@@ -62,11 +62,11 @@ def _loads_whole(rank) -> bool:
 def _whole(rank) -> tuple:
     "Bytes of the base as it is loaded, formula, symbols."
     tensors, full = rank.tensors, rank.recipe.method.kind == 'full'
-    counts = {kind: count_of(tensor for tensor in tensors.frozen + tensors.trained if tensor.kind == kind)
-              for kind in ('weights', 'payload')}
+    stored = tensors.frozen + tensors.trained
     b = 4 if full and rank.zero else rank.item('weights', full)
     p, a = rank.item('payload', False), tensors.absmax[0]
-    n, q = counts['weights'], counts['payload']
+    n = count_of(tensor for tensor in stored if tensor.kind == 'weights')
+    q = count_of(tensor for tensor in stored if tensor.kind == 'payload')
     return b * n + p * q + a, 'b * n + p * q + a', {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
 
 def _every_rank(rank, lines) -> Iterator[Line]:
@@ -92,8 +92,9 @@ def _gathered_tensor(rank) -> Line:
 
 def _rank0(rank, first) -> Iterator[Line]:
     size_b, formula, symbols = _whole(rank)
-    yield _numbers('shard', symbols['b'], rank.tensors.largest, 'accelerate: fsdp2_load_full_state_dict',
-                   'largest tensor, broadcast by rank 0')
+    yield _numbers('shard', symbols['b'], rank.tensors.largest,
+                   'accelerate: fsdp2_load_full_state_dict', 'largest tensor, broadcast by rank 0')
+
     if first and symbols['b'] != 2:  # What needs no conversion stays mapped
         why = formula, symbols, 'accelerate: RAM-efficient loading'
         yield _line('', size_b, why, 'the base, whole in rank 0', place='host', each=False)

@@ -13,7 +13,9 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from ..config.recipe import Method, Recipe
+from ..display import nearest
 from ..model.layout import (
+
     NUMBER_B, coverage, is_new_head, layout, number_sizes, part_shape, role, statistics_b)
 from ..model.spec import ModelSpec
 from .lines import INSTANTS, Line
@@ -68,7 +70,7 @@ def _shape(tensor) -> Shape:
 
 # %% ../../nbs/plan/03_model_states.ipynb #d1cf4b42
 def _order(spec, method) -> tuple[int, ...]:
-    by_layer = {}  # Position of a layer -> numbers of its trained tensors, in the order of its weights
+    by_layer = {}  # Position of a layer -> numbers of its trained tensors, in order
     for index, unit in enumerate(spec.units):
         pairs = {pair.target: pair for pair in coverage(spec, method).pairs if pair.unit == index}
         for path in unit.paths:
@@ -104,7 +106,9 @@ def _absmax(spec, method) -> tuple:
 @lru_cache(8192)
 def _cut(tensors, strategy, group, rank) -> tuple[Shape, ...]:
     if strategy == 'fsdp1': return _flattened(tensors, group)
-    return tuple(tensor._replace(shape=part_shape(tensor.shape, strategy, group, rank)) for tensor in tensors)
+    return tuple(
+        tensor._replace(shape=part_shape(tensor.shape, strategy, group, rank))
+        for tensor in tensors)
 
 def _flattened(tensors, group) -> tuple[Shape, ...]:
     numbers = {}  # (kind, count, unit) -> numbers
@@ -190,7 +194,7 @@ def rank_of(
 _ALL = 'every rank holds all of it'
 
 def _line(rank, kind, size_b, why, **more) -> Line:
-    "A line of the step that outlives it, unless `more` says otherwise; `why`: formula, symbols, source."
+    "A line that outlives the step, unless `more` says otherwise; `why`: formula, symbols, source."
     formula, symbols, source = why
     common = dict(moment='', place=rank.where(kind), lasting=True)
     return Line(kind=kind, phase='step', size_b=size_b, formula=formula, symbols=symbols,
@@ -298,7 +302,9 @@ def _partitioned(rank, moments, number_b) -> _Reduced:
         return _Reduced(4, n, n, ('',), name, source)
     if rank.zero == 1: there = ('optimizer',)
     elif rank.recipe.batch.accumulation > 1: there = ('',)
-    else: there = tuple(name for name in moments if name != 'loss' and INSTANTS[name].phase != 'forward')
+    else:
+        after_forward = [name for name in moments if INSTANTS[name].phase != 'forward']
+        there = tuple(name for name in after_forward if name != 'loss')
     return _Reduced(number_b, n, m, there, name, source)
 
 # %% ../../nbs/plan/03_model_states.ipynb #4795e909
@@ -315,7 +321,8 @@ def _gradients(rank, moments) -> Iterator[Line]:
     for moment in part.moments:
         yield _line(rank, 'gradients', b * n, why, moment=moment, lasting=False, name=part.name)
         if part.m > n:
-            yield _beyond(rank, 'gradients', b, n, part.m, source=part.source, moment=moment, lasting=False)
+            yield _beyond(rank, 'gradients', b, n, part.m,
+                          source=part.source, moment=moment, lasting=False)
     sizes = [(1, b * n)] if rank.zero else _sizes(rank.here(trained, first=True), b)
     yield from _rounded(rank, 'gradients', sizes, 'gradients', lasting=False)
 
@@ -396,14 +403,16 @@ def _buckets(rank, moments) -> Iterator[Line]:
     b, N = rank.item('weights', True), count_of(rank.tensors.trained)
     if rank.strategy == 'ddp' and N:
         why = 'b * N', {'b': b, 'N': N}, 'torch, DistributedDataParallel'
-        yield _line(rank, 'collective', b * N, why, lasting=False, name='buckets beside the gradients')
+        yield _line(rank, 'collective', b * N, why, lasting=False,
+                    name='buckets beside the gradients')
     if rank.zero: yield from _zero_buckets(rank, moments, b)
 
 def _zero_buckets(rank, moments, b) -> Iterator[Line]:
     knobs = rank.recipe.zero
     if knobs.contiguous:
         k, r = 2 if knobs.overlap and rank.zero < 3 else 1, knobs.reduce_bucket
-        why = 'k * b * r', {'k': k, 'b': b, 'r': r}, 'DeepSpeed, zero.reduce_bucket and zero.overlap'
+        source = 'DeepSpeed, zero.reduce_bucket and zero.overlap'
+        why = 'k * b * r', {'k': k, 'b': b, 'r': r}, source
         backward = [name for name in moments if INSTANTS[name].phase == 'backward']
         for moment in ('',) if rank.zero == 3 else backward:
             yield _line(rank, 'zero_buckets', k * b * r, why, moment=moment, lasting=False,
@@ -436,14 +445,17 @@ def _host_buffers(rank) -> Iterator[Line]:
     symbols, source = {'b': b, 'n': n, 'L': L}, 'DeepSpeed, offload_optimizer'
     buffers = [(4 * n, '4 * n', 'fp32 gradients')]
     if rank.zero < 3:
-        buffers = [(b * n, 'b * n', 'weights on their way back'), (b * L, 'b * L', 'largest gradient')]
+        buffers = [
+            (b * n, 'b * n', 'weights on their way back'),
+            (b * L, 'b * L', 'largest gradient')]
     for size_b, formula, name in buffers:
         yield _line(rank, 'zero_buckets', size_b, (formula, symbols, source),
                     place=rank.where('gradients'), lasting=False, name=name)
         yield from _rounded(rank, 'gradients', [(1, size_b)], name, lasting=False)
     if rank.zero < 3:
         why = 'b * L', {'b': b, 'L': L}, source
-        yield _line(rank, 'zero_buckets', b * L, why, lasting=False, name='largest gradient, on the GPU')
+        yield _line(rank, 'zero_buckets', b * L, why, lasting=False,
+                    name='largest gradient, on the GPU')
 
 # %% ../../nbs/plan/03_model_states.ipynb #d38579b4
 def held(
@@ -453,7 +465,8 @@ def held(
 ) -> list[Line]:  # Of the phase 'step'
     "List all that outlives a step, its gradients, and the buffers that a recipe sizes."
     unknown = [name for name in moments if name not in INSTANTS]
-    if unknown: raise ValueError(f'{unknown[0]!r} is no instant of a step: known are {", ".join(INSTANTS)}')
+    if unknown:
+        raise ValueError(f'{unknown[0]!r} is no instant of a step; {nearest(unknown[0], list(INSTANTS))}')
     optimized = _optimized(rank)
     return [
         *_weights(rank, trained=False),

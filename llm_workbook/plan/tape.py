@@ -134,7 +134,8 @@ def fullest_forward(
 class _Gradient:  # The gradient of an activation
     def __init__(self, size_b, holders=0):
         self.size_b = size_b
-        self.holders = holders  # Tensors whose gradient it is: several, where an operation passes it on
+        self.holders = holders  # Tensors whose gradient it is; an addition passes it on
+
 
 def backward_instants(
     tape: Tape,  # Of a layer or of the head
