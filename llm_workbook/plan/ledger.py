@@ -16,10 +16,10 @@ from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
 from ..model.spec import ModelSpec, spec as find_spec
-from .activations import moments
 from .lines import KINDS, Line
 from .loading import loaded
 from .model_states import count_of, held, rank_of, whole_states
+from .step_memory import moments
 
 # %% ../../nbs/plan/05_ledger.ipynb #51d7eec4
 def _saving_line(kind, moment, place, size_b, why, **more) -> Line:

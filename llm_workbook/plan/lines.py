@@ -9,7 +9,7 @@ __all__ = ['KINDS', 'INSTANTS', 'Line', 'StepInstant']
 from typing import NamedTuple
 
 # %% ../../nbs/plan/00_lines.ipynb #d183b1f5
-KINDS = [  # The classes, in the order in which they are shown
+KINDS = [  # In the order in which they are shown
     'weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers', 'gradients', 'master',
     'optimizer', 'counters', 'activations', 'logits', 'unsharded', 'prefetch', 'collective',
     'dequantised', 'zero_buckets', 'pinned_rounding', 'allocator', 'context', 'nccl', 'process']
@@ -24,7 +24,7 @@ class Line(NamedTuple):
     formula: str  # Arithmetic in the letters of `symbols`
     symbols: dict  # Letter -> number
     source: str  # Where the formula or the number comes from
-    sure: str = 'exact'  # 'exact' to the byte, 'model' by a rule of thumb, 'cited' from measurements
+    sure: str = 'exact'  # To the byte; 'model' by a rule of thumb, 'cited' from measurements
     name: str = ''  # The same in words, for people
     each: bool = True  # Every rank of a node holds as much; False: this rank alone
     trained: bool = False  # Weights or adapters that are trained: a checkpoint has them
@@ -37,7 +37,8 @@ class StepInstant(NamedTuple):
     part: str  # 'embedding', 'layers' or 'head'; '' for the optimizer
     action: str = 'computes'  # Or 'gathers', 'reduces'
 
-INSTANTS = {  # Name -> what happens then; where two are equally full, the first one here is named
+INSTANTS = {  # Name -> what happens then; of two that are equally full the first is named
+
     'forward': StepInstant('forward', 'head'),
     'last layer forward': StepInstant('forward', 'layers'),
     'loss': StepInstant('backward', 'head'),

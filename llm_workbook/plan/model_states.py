@@ -466,7 +466,9 @@ def held(
     "List all that outlives a step, its gradients, and the buffers that a recipe sizes."
     unknown = [name for name in moments if name not in INSTANTS]
     if unknown:
-        raise ValueError(f'{unknown[0]!r} is no instant of a step; {nearest(unknown[0], list(INSTANTS))}')
+        hint = nearest(unknown[0], list(INSTANTS))
+        raise ValueError(f'{unknown[0]!r} is no instant of a step; {hint}')
+
     optimized = _optimized(rank)
     return [
         *_weights(rank, trained=False),

@@ -10,7 +10,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 from bench import step_peak_error
 from bench.record import ROOT
-from llm_workbook.plan.activations import moments, working
+from llm_workbook.plan.step_memory import moments, working
 from llm_workbook.plan.lines import KINDS
 from llm_workbook.plan.model_states import count_of, held, rank_of, tensors_of, whole_states
 from llm_workbook.plan.ledger import memory
@@ -298,19 +298,19 @@ def verdicts(changes: dict) -> tuple:
 
 @pytest.mark.parametrize('changes', REWORDED, ids=str)
 def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
-    from llm_workbook.plan import activations, ledger, lines as plan_lines, loading, model_states
+    from llm_workbook.plan import ledger, lines as plan_lines, loading, model_states, step_memory
     plain = verdicts(changes)
     made = []
 
     def reworded(*args, **fields):
         made.append(plan_lines.Line(*args, **fields)._replace(name=f'words {len(made)}', formula='a formula', source='a source'))
         return made[-1]
-    activations._lines.cache_clear()
-    for module in (activations, ledger, loading, model_states): monkeypatch.setattr(module, 'Line', reworded)
+    step_memory._lines.cache_clear()
+    for module in (ledger, loading, model_states, step_memory): monkeypatch.setattr(module, 'Line', reworded)
     other = memory(BASE.changed(changes))
     assert made and all(x.name.startswith('words') for x in other.lines)
     assert verdicts(changes) == plain
-    activations._lines.cache_clear()
+    step_memory._lines.cache_clear()
 
 
 def test_a_ledger_with_more_lines_leaves_the_first_as_it_was():
