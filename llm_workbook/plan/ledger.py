@@ -108,8 +108,11 @@ def _fixed(tensors, card_b) -> Iterator[Line]:
     "What no tensor asks for, beside a ledger of tensors; `card_b`: memory of the GPU, or None."
     recipe, kinds = tensors.recipe, _fixed_kinds(tensors.recipe)
     process = 'process', 'host', _PROCESS_B, 'the ledger page', 'Python and libraries'
-    rows = [process, *((kind, 'gpu', _FIXED[kind][0], _FIXED[kind][2], kind) for kind in kinds)]
-    room_b = card_b and card_b - sum(_FIXED[kind][0] for kind in kinds)
+    rows, room_b = [process], card_b
+    for kind in kinds:
+        planned_b, _, source = _FIXED[kind]
+        rows.append((kind, 'gpu', planned_b, source, kind))
+        if card_b: room_b -= planned_b
     for phase in _PHASES:
         for kind, place, size_b, source, name in rows:
             yield Line(kind, phase, '', place, size_b, 'c', {'c': size_b}, source, 'cited', name)
@@ -137,7 +140,8 @@ def _unused(tensors, phase, room_b) -> Line:
 def _reserved_b(tensors, phase, share) -> int:
     "Bytes reserved if this share of what comes and goes is wasted."
     P, A, O = tensors.pools(phase)
-    return int(P + max((1 + share) * A, _wrapping_b(tensors, phase)) + O)
+    wrapping_b = _wrapping_b(tensors, phase)
+    return int(P + max((1 + share) * A, wrapping_b) + O)
 
 def _wrapping_b(tensors, phase) -> int:
     "What FSDP1's constructor takes: root and a layer, moved and flat, and what was broadcast."
@@ -201,7 +205,8 @@ def _pools(cells) -> tuple[int, int, int]:
     optimizer = cells.get('optimizer', _EMPTY)
     passing = [cell.levels_b[0] - min(cell.gradients_b, optimizer.gradients_b)
                for moment, cell in cells.items() if moment not in ('', 'optimizer')]
-    return cells.get('', _EMPTY).levels_b[0], max(passing, default=0), optimizer.levels_b[0]
+    stays = cells.get('', _EMPTY)
+    return stays.levels_b[0], max(passing, default=0), optimizer.levels_b[0]
 
 # %% ../../nbs/plan/05_ledger.ipynb #3dd5bed1
 def _on_node_b(sums, phase, places, ranks) -> int:
@@ -238,9 +243,10 @@ def _overflow(ledger, room) -> str:
     lines = [line for line in ledger.lines
              if line.phase == phase and line.place in places and line.moment in ('', fullest)]
     lines.sort(key=lambda line: -line.size_b)
-    largest = ', '.join(f'{line.name or line.kind} {gib(line.size_b)}' for line in lines[:3])
-    return (f'{place} is {gib(need_b - have_b)} short in {phase}: {gib(need_b)} needed, '
-            f'{gib(have_b)} there; largest: {largest}')
+    largest = [f'{line.name or line.kind} {gib(line.size_b)}' for line in lines[:3]]
+    short = f'{place} is {gib(need_b - have_b)} short in {phase}'
+    needed = f'{gib(need_b)} needed, {gib(have_b)} there'
+    return f'{short}: {needed}; largest: {", ".join(largest)}'
 
 # %% ../../nbs/plan/05_ledger.ipynb #8c1dbf42
 @dataclass(frozen=True, repr=False)
@@ -300,7 +306,8 @@ class Ledger:
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
     ) -> dict[str, int]:  # Class -> bytes, in the order of `KINDS`
         "Split the fullest instant of a phase by class."
-        sizes, moments = dict.fromkeys(KINDS, 0), ('', self.moment(phase, place))
+        sizes = dict.fromkeys(KINDS, 0)
+        moments = '', self.moment(phase, place)
         for line in self.lines:
             if line.phase == phase and line.place == place and line.moment in moments:
                 sizes[line.kind] += line.size_b
@@ -313,8 +320,10 @@ class Ledger:
         if self.recipe.cluster.device == 'cuda':
             reserved = [_reserved_b(self, phase, _MOST_WASTED) for phase in _PHASES]
             most_b = max(int((1 + _LEAST_WASTED) * least_b), *reserved)
-        fixed = [_FIXED[kind] for kind in _fixed_kinds(self.recipe)]
-        return least_b + sum(row[0] for row in fixed), most_b + sum(row[1] for row in fixed)
+        for kind in _fixed_kinds(self.recipe):
+            least_b += _FIXED[kind][0]
+            most_b += _FIXED[kind][1]
+        return least_b, most_b
 
     def on_node(self,
         phase: str,  # 'load', 'step' or 'save'
@@ -449,12 +458,14 @@ def _phases_table(ledger) -> str:
 
 def _details(ledger) -> str:
     fullest = ledger.moment()
-    lines = [line for line in ledger.lines if line.phase == 'step' and line.moment in ('', fullest)]
+    lines = [line for line in ledger.lines
+             if line.phase == 'step' and line.moment in ('', fullest)]
     lines.sort(key=lambda line: -line.size_b)
     rows = []
     for line in lines:
         symbols = ', '.join(f'{letter} = {value:,}' for letter, value in line.symbols.items())
-        rows.append((line.name, f'{line.size_b:,}', line.formula, symbols, line.sure, line.source))
+        rows.append((line.name, f'{line.size_b:,}', line.formula, symbols,
+                     line.sure, line.source))
     table = html_table(('line', 'bytes', 'formula', 'with', 'sure', 'source'), rows, numbers=(1,))
     title = f'The {len(lines)} lines of the step at its fullest'
     return f'<details><summary>{title}</summary>{table}</details>'
@@ -468,7 +479,8 @@ def _draw_bars(axes, sizes) -> None:
 
     most = {}  # Class -> bytes in the phase that has most of it
     for phase in sizes.values():
-        for kind, size_b in phase.items(): most[kind] = max(most.get(kind, 0), size_b)
+        for kind, size_b in phase.items():
+            most[kind] = max(most.get(kind, 0), size_b)
     largest = sorted(most, key=lambda kind: -most[kind])[:7]
     shown = [kind for kind in KINDS if kind in largest]
     left = [0.] * len(sizes)

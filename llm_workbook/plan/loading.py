@@ -7,7 +7,7 @@ __all__ = ['loaded', 'read_b']
 
 # %% ../../nbs/plan/04_loading.ipynb #1e8cb89d
 from collections.abc import Iterator
-from math import ceil, prod
+from math import ceil
 
 from ..model.spec import ModelSpec
 from .lines import Line
@@ -67,7 +67,8 @@ def _whole(rank) -> tuple:
     p, a = rank.item('payload', False), tensors.absmax[0]
     n = count_of(tensor for tensor in stored if tensor.kind == 'weights')
     q = count_of(tensor for tensor in stored if tensor.kind == 'payload')
-    return b * n + p * q + a, 'b * n + p * q + a', {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
+    symbols = {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
+    return b * n + p * q + a, 'b * n + p * q + a', symbols
 
 def _every_rank(rank, lines) -> Iterator[Line]:
     size_b, *why = _whole(rank)
@@ -110,13 +111,15 @@ def _sharded(rank) -> Iterator[Line]:
     yield _chunk(rank, parts)
     if tensors.packable: yield from _packing(rank, parts)
     if rank.where('weights') == 'pinned':
-        part_b = max((rank.item(part.kind, full) * prod(part.shape) for part in parts), default=0)
+        sizes = [rank.item(part.kind, full) * part.numel for part in parts]
+        part_b = max(sizes, default=0)
         why = 'l', {'l': part_b}, 'torch FSDP2, _fsdp_param.py: pin_memory'
         yield _line('lock', part_b, why, 'largest part, before it is page-locked', place='host')
     parts_b = tensors.absmax[0]
     if rank.where('weights') == 'gpu':
-        parts_b += sum(rank.item(part.kind, full) * count_of([part]) for part in parts)
-    adapters_b = 4 * count_of(tensor for tensor in tensors.trained if tensor.kind == 'adapters')
+        for part in parts: parts_b += rank.item(part.kind, full) * count_of([part])
+    adapters = [tensor for tensor in tensors.trained if tensor.kind == 'adapters']
+    adapters_b = 4 * count_of(adapters)
     if adapters_b > parts_b:
         why = 'n - P', {'n': adapters_b, 'P': parts_b}, 'PEFT'
         yield _line('adapt', adapters_b - parts_b, why, 'adapters, whole, before the base comes',
@@ -124,8 +127,9 @@ def _sharded(rank) -> Iterator[Line]:
 
 def _chunk(rank, parts) -> Line:
     "Room for numbers as they lie in the file, and once more where they are cast."
-    sizes = [prod(part.shape) for part in parts if part.kind == 'weights']
-    r, c = _CHUNK + 128, min(_CHUNK, max(sizes, default=0))
+    sizes = [part.numel for part in parts if part.kind == 'weights']
+    r = _CHUNK + 128
+    c = min(_CHUNK, max(sizes, default=0))
     w = rank.item('weights', rank.recipe.method.kind == 'full')
     if w == 2: w = 0  # A 16-bit number is not cast
     why = '2 * r + w * c', {'r': r, 'w': w, 'c': c}, _LOADER
@@ -134,16 +138,20 @@ def _chunk(rank, parts) -> Line:
 # %% ../../nbs/plan/04_loading.ipynb #b33820df
 def _packing(rank, parts) -> Iterator[Line]:
     cuda = rank.recipe.cluster.device == 'cuda'
-    W, B = rank.group, ceil(rank.tensors.packable / 64)
+    W = rank.group
+    B = ceil(rank.tensors.packable / 64)
     element = 2 * rank.item('payload', False)  # Numbers in an element of the payload
-    c = min(_CHUNK, max(prod(part.shape) * element for part in parts if part.kind == 'payload'))
+    payload = [part.numel for part in parts if part.kind == 'payload']
+    c = min(_CHUNK, max(payload) * element)
     k = 0 if cuda else min(c, 2**17)  # A CPU packs 2**17 numbers at once, in float32
-    v, m = 2 if cuda else 0, ceil(B / W) + 1
+    v = 2 if cuda else 0
+    m = ceil(B / W) + 1
     why = 'v * c + c // 2 + c // 16 + 16 * k', {'v': v, 'c': c, 'k': k}, 'llm-workbook: nf4'
-    yield _line('pack', v * c + c // 2 + c // 16 + 16 * k, why, 'numbers that are being packed',
-                kind='payload')
+    size_b = v * c + c // 2 + c // 16 + 16 * k
+    yield _line('pack', size_b, why, 'numbers that are being packed', kind='payload')
     why = '4 * ((W + 1) * m + B)', {'W': W, 'm': m, 'B': B}, _LOADER
-    yield _line('exchange', 4 * ((W + 1) * m + B), why,
+    size_b = 4 * ((W + 1) * m + B)
+    yield _line('exchange', size_b, why,
                 'scales of the largest tensor, of all ranks', kind='collective')
 
 # %% ../../nbs/plan/04_loading.ipynb #c086dd06
@@ -168,4 +176,5 @@ def _packed_numbers(rank, tensor) -> int:
     start = min(rank.place_in * part, rows) * in_row
     stop = min((rank.place_in + 1) * part, rows) * in_row
     if start >= stop: return 0
-    return min(ceil(stop / 64) * 64, rows * in_row) - start // 64 * 64
+    first, last = start // 64 * 64, ceil(stop / 64) * 64
+    return min(last, rows * in_row) - first

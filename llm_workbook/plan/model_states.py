@@ -29,6 +29,11 @@ class Shape(NamedTuple):
     unit: object  # Those of one unit share a flat parameter under FSDP1
     wide: bool = False  # An embedding: transformers keeps its 8-bit optimizer states in 32 bit
 
+    @property
+    def numel(self) -> int:  # Of one
+        "Count the elements."
+        return prod(self.shape)
+
 class Tensors(NamedTuple):
     "What a method makes of a model."
     frozen: tuple[Shape, ...]  # In the type that computes, or packed
@@ -81,7 +86,8 @@ def _order(spec, method) -> tuple[int, ...]:
 
 def _trained_sizes(weight, pair, path, method) -> list[int]:
     if role(weight, method) in ('trained', 'head'): return [weight.numel]
-    return [prod(pair.a), prod(pair.b)] if pair and path in pair.paths else []
+    if pair is None or path not in pair.paths: return []
+    return [prod(pair.a), prod(pair.b)]
 
 def _position(path, weight) -> int:
     if path: return int(path.rpartition('.')[2])
@@ -94,7 +100,8 @@ def _absmax(spec, method) -> tuple:
               if role(weight, method) == 'packed']
     size_b = sum(count * statistics_b(weight, method) for count, weight in packed)
     if method.quant == 'int8':
-        return size_b, '4 * r', {'r': sum(count * weight.shape[0] for count, weight in packed)}
+        rows = sum(count * weight.shape[0] for count, weight in packed)
+        return size_b, '4 * r', {'r': rows}
     tensors = sum(count for count, _ in packed)
     blocks = [(count, ceil(weight.numel / 64)) for count, weight in packed]
     B = sum(count * number for count, number in blocks)
@@ -114,7 +121,7 @@ def _flattened(tensors, group) -> tuple[Shape, ...]:
     numbers = {}  # (kind, count, unit) -> numbers
     for tensor in tensors:
         key = tensor.kind, tensor.count, tensor.unit
-        numbers[key] = numbers.get(key, 0) + prod(tensor.shape)
+        numbers[key] = numbers.get(key, 0) + tensor.numel
     return tuple(Shape(kind, count, (ceil(total / group),), unit)
                  for (kind, count, unit), total in numbers.items())
 
@@ -215,7 +222,7 @@ def _power(size_b) -> int:
 
 def _sizes(tensors, number_b) -> list[tuple[int, int]]:
     "(count, bytes) of tensors."
-    return [(tensor.count, number_b * prod(tensor.shape)) for tensor in tensors]
+    return [(tensor.count, number_b * tensor.numel) for tensor in tensors]
 
 # %% ../../nbs/plan/03_model_states.ipynb #b23af0a9
 _SPREAD = {  # Strategy -> how it cuts, in words, and its source
@@ -240,11 +247,12 @@ def _weights(rank, trained) -> Iterator[Line]:
 def _class_of_weights(rank, kind, group, trained) -> Iterator[Line]:
     word = 'trained' if trained else 'frozen'
     name, source = _named(rank, f'{word} {kind}')
-    b, part, first = rank.item(kind, trained), rank.here(group), rank.here(group, first=True)
-    n, m = count_of(part), count_of(first)
+    b = rank.item(kind, trained)
+    first = rank.here(group, first=True)
+    n, m = count_of(rank.here(group)), count_of(first)
     sure = 'model' if rank.strategy == 'fsdp1' else 'exact'
-    yield _line(rank, kind, b * n, ('b * n', {'b': b, 'n': n}, source),
-                sure=sure, name=name, trained=trained)
+    why = 'b * n', {'b': b, 'n': n}, source
+    yield _line(rank, kind, b * n, why, sure=sure, name=name, trained=trained)
     if m > n: yield _beyond(rank, kind, b, n, m)
     if rank.zero == 3: yield from _also_whole(rank, kind, group, b)
     yield from _rounded(rank, kind, _sizes(first, b), f'{word} {kind}')
@@ -259,16 +267,22 @@ def _beyond(rank, kind, b, n, m, **more) -> Line:
 # %% ../../nbs/plan/03_model_states.ipynb #40f1e737
 def _flat_weights(rank, kind, group) -> Line:
     "ZeRO-1 and ZeRO-2: everything that is trained in one tensor."
-    b, N, W = rank.item(kind, True), count_of(group), rank.group
-    why = 'b * 2 * W * ceil(N / (2 * W))', {'b': b, 'N': N, 'W': W}, 'DeepSpeed, stage_1_and_2.py'
-    return _line(rank, kind, b * 2 * W * ceil(N / (2 * W)), why, trained=True,
+    b, W = rank.item(kind, True), rank.group
+    N = count_of(group)
+    size_b = b * 2 * W * ceil(N / (2 * W))
+    symbols = {'b': b, 'N': N, 'W': W}
+    why = 'b * 2 * W * ceil(N / (2 * W))', symbols, 'DeepSpeed, stage_1_and_2.py'
+    return _line(rank, kind, size_b, why, trained=True,
                  name=f'trained {kind}, one flat tensor on every rank')
 
 def _also_whole(rank, kind, group, b) -> Iterator[Line]:
     "ZeRO-3: small parameters, whole on every rank."
     most = rank.recipe.zero.persistence_threshold
-    small = [tensor for tensor in group if prod(tensor.shape) <= most]
-    p = sum(tensor.count * rank.group * ceil(prod(tensor.shape) / rank.group) for tensor in small)
+    p = 0
+    for tensor in group:
+        if tensor.numel > most: continue
+        padded = rank.group * ceil(tensor.numel / rank.group)
+        p += tensor.count * padded
     if not p: return
     why = 'b * p', {'b': b, 'p': p}, 'DeepSpeed, zero.persistence_threshold'
     yield _line(rank, kind, b * p, why, place='gpu',
@@ -287,7 +301,8 @@ def _reduced(rank, moments) -> _Reduced:
     trained, number_b = rank.tensors.trained, rank.item('weights', True)
     if rank.zero in (1, 2): return _partitioned(rank, moments, number_b)
     name, source = _named(rank, 'gradients')
-    n, m = count_of(rank.here(trained)), count_of(rank.here(trained, first=True))
+    n = count_of(rank.here(trained))
+    m = count_of(rank.here(trained, first=True))
     if rank.zero == 3:
         return _Reduced(number_b, n, m, ('',), name,
                         'DeepSpeed, stage3.py: grad_partitions_flat_buffer')
@@ -313,17 +328,20 @@ def _gradients(rank, moments) -> Iterator[Line]:
     if rank.recipe.batch.accumulation > 1 and rank.zero < 2:
         w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
-        yield _line(rank, 'gradients', w * N, why, moment='forward', place='gpu', lasting=False,
+        yield _line(rank, 'gradients', w * N, why,
+                    moment='forward', place='gpu', lasting=False,
                     name='gradients of all, until the last pass')
     part = _reduced(rank, moments)
     b, n = part.number_b, part.n
     why = 'b * n', {'b': b, 'n': n}, part.source
     for moment in part.moments:
-        yield _line(rank, 'gradients', b * n, why, moment=moment, lasting=False, name=part.name)
+        yield _line(rank, 'gradients', b * n, why,
+                    moment=moment, lasting=False, name=part.name)
         if part.m > n:
             yield _beyond(rank, 'gradients', b, n, part.m,
                           source=part.source, moment=moment, lasting=False)
-    sizes = [(1, b * n)] if rank.zero else _sizes(rank.here(trained, first=True), b)
+    sizes = _sizes(rank.here(trained, first=True), b)
+    if rank.zero: sizes = [(1, b * n)]
     yield from _rounded(rank, 'gradients', sizes, 'gradients', lasting=False)
 
 def _waiting_b(rank) -> int:
@@ -342,8 +360,11 @@ def _touched(rank) -> int:
     size = _partition(rank)
     low, high = rank.place_in * size, (rank.place_in + 1) * size
     ends = [0, *accumulate(rank.tensors.order)]
-    touched = sum(end - start for start, end in zip(ends, ends[1:]) if start < high and end > low)
-    return touched + max(0, high - max(low, ends[-1]))
+    touched = 0
+    for start, end in zip(ends, ends[1:]):
+        if start < high and end > low: touched += end - start
+    padding = max(0, high - max(low, ends[-1]))
+    return touched + padding
 
 # %% ../../nbs/plan/03_model_states.ipynb #f413eb07
 def _states(rank, tensors) -> Iterator[Line]:
@@ -351,7 +372,8 @@ def _states(rank, tensors) -> Iterator[Line]:
     optimizer = rank.recipe.optimizer.kind
     if optimizer == 'sgd': return
     managed = optimizer.startswith('paged') and rank.recipe.cluster.device == 'cuda'
-    paged = tuple(tensor for tensor in tensors if managed and prod(tensor.shape) >= 100_000)
+    large = [tensor for tensor in tensors if tensor.numel >= 100_000]
+    paged = tuple(large) if managed else ()
     resident = tuple(tensor for tensor in tensors if tensor not in paged)
     groups = [(resident, rank.where('optimizer'), 'states of the trained weights'),
               (paged, 'host', 'states, paged: on the GPU while it has room')]
@@ -382,19 +404,21 @@ def _state_bytes(rank, optimizer, tensors) -> tuple:
     return 2 * b * n, '2 * b * n', {'b': b, 'n': n}, 'AdamW: two moments per number'
 
 def _eight_bit(tensors) -> tuple:
-    small = [tensor for tensor in tensors if prod(tensor.shape) < 4096 or tensor.wide]
+    small = [tensor for tensor in tensors if tensor.numel < 4096 or tensor.wide]
     large = [tensor for tensor in tensors if tensor not in small]
     n, m = count_of(tensors), count_of(small)
-    B = sum(tensor.count * ceil(prod(tensor.shape) / 256) for tensor in large)
+    B = sum(tensor.count * ceil(tensor.numel / 256) for tensor in large)
     size_b = 2 * (n - m) + 8 * (B + m) + 2048
     source = 'bitsandbytes, optimizer.py: min_8bit_size, blocks of 256, two tables'
     return size_b, '2 * (n - m) + 8 * (B + m) + 2048', {'n': n, 'm': m, 'B': B}, source
 
 def _adafactor(tensors) -> tuple:
     matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
-    rows = sum(tensor.count * prod(tensor.shape[:-1]) for tensor in matrices)
-    columns = sum(tensor.count * prod(tensor.shape[:-2] + tensor.shape[-1:]) for tensor in matrices)
-    r, n = rows + columns, count_of(tensor for tensor in tensors if len(tensor.shape) < 2)
+    rest = [tensor for tensor in tensors if len(tensor.shape) < 2]
+    r, n = 0, count_of(rest)
+    for tensor in matrices:
+        *others, rows, columns = tensor.shape
+        r += tensor.count * prod(others) * (rows + columns)
     source = 'transformers, Adafactor: a row and a column per matrix'
     return 4 * (r + n), '4 * (r + n)', {'r': r, 'n': n}, source
 
@@ -410,7 +434,8 @@ def _buckets(rank, moments) -> Iterator[Line]:
 def _zero_buckets(rank, moments, b) -> Iterator[Line]:
     knobs = rank.recipe.zero
     if knobs.contiguous:
-        k, r = 2 if knobs.overlap and rank.zero < 3 else 1, knobs.reduce_bucket
+        k = 2 if knobs.overlap and rank.zero < 3 else 1
+        r = knobs.reduce_bucket
         source = 'DeepSpeed, zero.reduce_bucket and zero.overlap'
         why = 'k * b * r', {'k': k, 'b': b, 'r': r}, source
         backward = [name for name in moments if INSTANTS[name].phase == 'backward']
@@ -421,7 +446,8 @@ def _zero_buckets(rank, moments, b) -> Iterator[Line]:
     n = count_of(_optimized(rank))
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 goes by groups of 10**9
     why = '(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'
-    yield _line(rank, 'zero_buckets', 8 * n, why, moment='optimizer', sure='model', lasting=False,
+    yield _line(rank, 'zero_buckets', 8 * n, why,
+                moment='optimizer', sure='model', lasting=False,
                 name="gradients in float32, and the optimizer's temporaries")
 
 # %% ../../nbs/plan/03_model_states.ipynb #3e2399bc
@@ -441,7 +467,8 @@ def _offload(rank) -> Iterator[Line]:
 
 def _host_buffers(rank) -> Iterator[Line]:
     "Buffers of DeepSpeed where the optimizer's states are offloaded."
-    b, n, L = rank.item('weights', True), count_of(_optimized(rank)), rank.tensors.largest
+    b, L = rank.item('weights', True), rank.tensors.largest
+    n = count_of(_optimized(rank))
     symbols, source = {'b': b, 'n': n, 'L': L}, 'DeepSpeed, offload_optimizer'
     buffers = [(4 * n, '4 * n', 'fp32 gradients')]
     if rank.zero < 3:
