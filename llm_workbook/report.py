@@ -24,6 +24,7 @@ from .display import PALETTE, binary_size, canvas, html_table, nearest
 from .files import publish
 from .plan.estimate import Estimate
 from .plan.ledger import Ledger, memory
+from .plan.lines import INSTANTS
 from .plan.step_time import Traffic, step_traffic
 from .rehearsal.step import Rehearsal
 from .rehearsal.timeline import Timeline
@@ -85,18 +86,15 @@ def _planned_sizes(ledger, instant) -> dict[str, int]:
 # %% ../nbs/package/02_report.ipynb #82d84bdd
 _BETWEEN = 'between steps'
 
-_STAGES = {  # Stage -> instants of the ledger
-    'forward, embedding': ('embedding gathers',),
-    'forward, layers': ('last layer gathers', 'last layer forward'),
-    'forward, head': ('head gathers', 'forward'),
-    'backward, head': ('loss', 'head', 'head reduced'),
-    'backward, layers': (
-        'last layer', 'layer reduced', 'second layer gathers', 'second layer',
-        'first layer gathers', 'first layer'),
-    'backward, embedding': ('embedding',),
-    'optimizer': ('optimizer',)}
+_STAGES = (
+    'forward, embedding', 'forward, layers', 'forward, head',
+    'backward, head', 'backward, layers', 'backward, embedding',
+    'optimizer')
 
-_STAGE_OF = {instant: stage for stage, instants in _STAGES.items() for instant in instants}
+def _stage_of(name) -> str:
+    "Name the stage to which an instant of the ledger belongs."
+    instant = INSTANTS[name]
+    return f'{instant.phase}, {instant.part}' if instant.part else instant.phase
 
 def _planned_stages(ledger) -> dict[str, _Instant]:
     "Give the fullest planned instant of each stage."
@@ -104,7 +102,7 @@ def _planned_stages(ledger) -> dict[str, _Instant]:
     instants = dict.fromkeys(line.moment for line in ledger.lines if line.phase == 'step')
     for name in instants:
         if not name: continue
-        stage = _STAGE_OF.get(name, name)
+        stage = _stage_of(name)
         instant = _Instant(name, _planned_sizes(ledger, name))
         is_fuller = stage not in stages or instant.gpu_b > stages[stage].gpu_b
         if is_fuller: stages[stage] = instant

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llm_workbook.config.hardware import node
-from llm_workbook.plan.model_states import Line
+from llm_workbook.plan.lines import Line
 from llm_workbook.plan.estimate import estimate
 from llm_workbook.plan.ledger import Ledger, memory
 from llm_workbook.model.spec import spec

@@ -12,8 +12,9 @@ from functools import cache, cached_property
 from html import escape
 from typing import NamedTuple
 
-from ..display import canvas, html_table
-from .architecture import WEIGHT_KINDS, Weight, configuration, inventory, presets, skeleton
+from ..display import PALETTE, canvas, html_table
+from .architecture import (
+    WEIGHT_KINDS, Weight, configuration, inventory, presets, skeleton)
 
 # %% ../../nbs/model/02_spec.ipynb #fd1d7585
 class Unit(NamedTuple):
@@ -28,7 +29,7 @@ class Unit(NamedTuple):
     @property
     def parameters(self) -> int:  # Of one layer
         "Count the parameters of one layer of this sort."
-        return sum(w.numel for w in self.weights)
+        return sum(weight.numel for weight in self.weights)
 
 # %% ../../nbs/model/02_spec.ipynb #10178c5a
 class Mla(NamedTuple):
@@ -36,46 +37,12 @@ class Mla(NamedTuple):
     q_rank: int | None  # Of the compressed query; None where the query is not compressed
     kv_rank: int  # Of the compressed key and value
     nope: int  # Width per head of queries and keys without position
-    rope: int  # Width per head of queries and keys with rotary position; its key is shared by all heads
+    rope: int  # Width per head of queries and keys with rotary position; all heads share its key
     value: int  # Width per head of values
-
-# %% ../../nbs/model/02_spec.ipynb #0813b1db
-class _Counted:
-
-    @property
-    def layers(self) -> int:  # All sorts together
-        "Count the decoder layers."
-        return sum(u.count for u in self.units[:-1])
-
-    @cached_property
-    def parameters(self) -> int:  # Tied weights count once
-        "Count all parameters."
-        return sum(u.count * u.parameters for u in self.units)
-
-    @cached_property
-    def active_parameters(self) -> int:  # Equal to `parameters` for a dense model
-        "Count the parameters one token meets."
-        routed = self.by_kind()['expert']
-        return self.parameters - routed + (routed * self.experts_per_token // self.experts if routed else 0)
-
-    def by_kind(self) -> dict[str, int]:  # Every kind of `WEIGHT_KINDS` -> parameters
-        "Count the parameters of each class."
-        return {k: sum(u.count * w.numel for u in self.units for w in u.weights if w.kind == k) for k in WEIGHT_KINDS}
-
-    def to_dict(self) -> dict:  # Plain values, ready for JSON
-        "Give every fact and the counts, without the list of weights."
-        units = [{'name': u.name, 'count': u.count, 'parameters': u.parameters, 'window': u.window} for u in self.units]
-        facts = {n: getattr(self, n) for n in [*self.__dataclass_fields__, 'layers', 'parameters', 'active_parameters']}
-        return facts | {'units': units, 'mla': self.mla and self.mla._asdict(), 'by_kind': self.by_kind()}
-
-    def plot(self, *others: 'ModelSpec',  # More models, one bar each
-    ) -> 'Figure':  # 700 pixels wide
-        "Draw each model's shares by class of weight."
-        return _bars((self, *others))
 
 # %% ../../nbs/model/02_spec.ipynb #a2a250eb
 @dataclass(frozen=True)
-class ModelSpec(_Counted):
+class ModelSpec:
     "What a plan needs to know of a model."
     name: str  # What it was asked for by
     kind: str  # transformers' model_type of the text model, as in 'llama'
@@ -99,84 +66,189 @@ class ModelSpec(_Counted):
     buffers_b: int  # Bytes of buffers: rotary tables and the like
     norm_fp32: bool  # Norms compute in float32, whatever their weights are
     softcap: bool  # Logits pass through a scaled tanh before the loss
-    renamed: tuple[tuple[str, str], ...]  # Name of a LoRA target -> parameter of the experts that PEFT takes for it
+    renamed: tuple[tuple[str, str], ...]  # LoRA target -> parameter of the experts it means
 
     def __hash__(self): return hash((self.name, self.architecture, self.parameters, self.context))
-    def _repr_html_(self): return _spec_table(self)
+
+    @property
+    def layers(self) -> int:  # All sorts together
+        "Count the decoder layers."
+        return sum(unit.count for unit in self.units[:-1])
+
+    @cached_property
+    def parameters(self) -> int:  # Tied weights count once
+        "Count all parameters."
+        return sum(unit.count * unit.parameters for unit in self.units)
+
+    @cached_property
+    def active_parameters(self) -> int:  # Equal to `parameters` for a dense model
+        "Count the parameters one token meets."
+        routed = self.by_kind()['expert']
+        if not routed: return self.parameters
+        return self.parameters - routed + routed * self.experts_per_token // self.experts
+
+    def by_kind(self) -> dict[str, int]:  # Every kind of `WEIGHT_KINDS` -> parameters
+        "Count the parameters of each class."
+        counts = dict.fromkeys(WEIGHT_KINDS, 0)
+        for unit in self.units:
+            for weight in unit.weights: counts[weight.kind] += unit.count * weight.numel
+        return counts
+
+    def to_dict(self) -> dict:  # Plain values, ready for JSON
+        "Give every fact and the counts, without the list of weights."
+        names = [*self.__dataclass_fields__, 'layers', 'parameters', 'active_parameters']
+        facts = {name: getattr(self, name) for name in names}
+        facts['units'] = [{'name': unit.name, 'count': unit.count, 'parameters': unit.parameters,
+                           'window': unit.window} for unit in self.units]
+        facts['mla'] = self.mla and self.mla._asdict()
+        return facts | {'by_kind': self.by_kind()}
+
+    def plot(self,
+        *others: 'ModelSpec',  # More models, one bar each
+    ) -> 'Figure':  # 700 pixels wide
+        "Draw each model's shares by class of weight."
+        return _bars((self, *others))
+
+    def _repr_html_(self): return f'{_summary(self)}{_units_table(self)}'
+
+# %% ../../nbs/model/02_spec.ipynb #a44b1b72
+def _summary(spec) -> str:
+    active = f' ({spec.active_parameters:,} active)' if spec.experts else ''
+    tied = ', tied' if spec.tied else ''
+    heads = f'{spec.heads} query and {spec.kv_heads} key-value heads of {spec.head_dim}'
+    facts = (f'{spec.layers} layers of width {spec.hidden:,}; {heads}; '
+             f'vocabulary {spec.vocab:,}{tied}; context {spec.context:,} tokens')
+    name = f'<b>{escape(spec.name)}</b> · {spec.architecture}'
+    return f'{name} · <b>{spec.parameters:,}</b> parameters{active}<br>{facts}'
+
+def _units_table(spec) -> str:
+    rows = []
+    for unit in spec.units:
+        window = unit.window or ('full' if unit.name else '')
+        share = unit.count * unit.parameters / spec.parameters
+        rows.append((unit.name or 'outside the layers', unit.count, f'{unit.parameters:,}',
+                     window, unit.experts or '', f'{share:.1%}'))
+    return html_table(('unit', 'count', 'parameters each', 'window', 'experts', 'share'), rows)
 
 # %% ../../nbs/model/02_spec.ipynb #a03d9a71
 _EXPERTS = ('num_local_experts', 'n_routed_experts', 'num_experts')
 _WINDOWS = {'sliding_attention': 'sliding_window', 'chunked_attention': 'attention_chunk_size'}
 
-def _first(config, *names): return next((v for n in names if (v := getattr(config, n, None)) is not None), 0)
+def _first(config, *names):
+    "The first field of `names` that `config` has and that is not None; 0 if there is none."
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), 0)
 
-# %% ../../nbs/model/02_spec.ipynb #830a6e7b
 def _window(text, index) -> int | None:
     types = getattr(text, 'layer_types', None)
-    return getattr(text, _WINDOWS.get(types[index], '') if types else 'sliding_window', None)
+    field = _WINDOWS.get(types[index], '') if types else 'sliding_window'
+    return getattr(text, field, None)
 
 # %% ../../nbs/model/02_spec.ipynb #28fa3673
-# Path of the decoder layers in `model`.
 def _stack(model, count) -> str:
+    "Path of the decoder layers in `model`, with a dot at the end."
     from torch.nn import ModuleList
     inside = set(model.get_decoder().modules())
-    stacks = [n for n, m in model.named_modules() if isinstance(m, ModuleList) and m in inside and len(m) == count]
-    if not stacks: raise ValueError(f'{type(model).__name__} has no plain stack of {count} decoder layers')
+    stacks = [name for name, module in model.named_modules()
+              if isinstance(module, ModuleList) and module in inside and len(module) == count]
+    if not stacks:
+        raise ValueError(f'{type(model).__name__} has no plain stack of {count} decoder layers')
     return f'{stacks[0]}.'
 
 # %% ../../nbs/model/02_spec.ipynb #87b6548d
 def _units(model, text) -> tuple[Unit, ...]:
-    stack, layers, sorts, every = _stack(model, text.num_hidden_layers), {}, {}, inventory(model)
-    for name in [n for n in every if n.startswith(stack)]:
-        index, _, inner = name.removeprefix(stack).partition('.')
-        layers.setdefault(int(index), []).append(every.pop(name)._replace(name=inner))
-    for i, weights in layers.items():
-        experts = _first(text, *_EXPERTS) if any(w.kind == 'expert' for w in weights) else 0
-        sorts.setdefault((tuple(weights), _window(text, i), experts), []).append(f'{stack}{i}')
-    units = [Unit(_sort(sorts, *sort[1:]), len(paths), *sort, tuple(paths)) for sort, paths in sorts.items()]
-    return (*units, Unit('', 1, tuple(every.values()), None, 0, ('',)))
+    stack = _stack(model, text.num_hidden_layers)
+    layers, outside = {}, []  # Position of a layer -> its weights; the weights of no layer
+    for name, weight in inventory(model).items():
+        if name.startswith(stack):
+            index, _, inner = name.removeprefix(stack).partition('.')
+            layers.setdefault(int(index), []).append(weight._replace(name=inner))
+        else: outside.append(weight)
+    paths = {}  # (weights, window, experts) -> paths of the layers that have them
+    for index, weights in layers.items():
+        has_experts = any(weight.kind == 'expert' for weight in weights)
+        experts = _first(text, *_EXPERTS) if has_experts else 0
+        sort = tuple(weights), _window(text, index), experts
+        paths.setdefault(sort, []).append(f'{stack}{index}')
+    units = [
+        Unit(_unit_name(paths, window, experts), len(alike), weights, window, experts, tuple(alike))
+        for (weights, window, experts), alike in paths.items()]
+    return (*units, Unit('', 1, tuple(outside), None, 0, ('',)))
 
 # %% ../../nbs/model/02_spec.ipynb #a3c258da
-# Name a sort of layer by what tells it from the others.
-def _sort(sorts, window, experts) -> str:
-    _, windows, moes = map(set, zip(*sorts))
-    words = [('full', 'sliding')[bool(window)]] * (len(windows) > 1) + [('dense', 'moe')[bool(experts)]] * (len(moes) > 1)
+def _unit_name(sorts, window, experts) -> str:
+    "Name a sort of layer by what tells it from the other `sorts`, (weights, window, experts) each."
+    words = []
+    if len({other for _, other, _ in sorts}) > 1: words.append('sliding' if window else 'full')
+    if len({other for _, _, other in sorts}) > 1: words.append('moe' if experts else 'dense')
     return ' '.join([*words, 'layer'])
 
 # %% ../../nbs/model/02_spec.ipynb #4e2bf02b
-# What the configuration says and the weights do not.
-def _facts(text, weights) -> dict:
-    get = lambda *names: _first(text, *names)
-    heads, routed, rank = text.num_attention_heads, get(*_EXPERTS), get('kv_lora_rank')
-    mla = Mla(get('q_lora_rank') or None, rank, text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim) if rank else None
+def _mla(text) -> Mla | None:
+    kv_rank = _first(text, 'kv_lora_rank')
+    if not kv_rank: return None
+    q_rank = _first(text, 'q_lora_rank') or None
+    return Mla(q_rank, kv_rank, text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim)
+
+def _attention_facts(text) -> dict:
+    heads, mla = text.num_attention_heads, _mla(text)
+    if mla: head_dim = mla.nope + mla.rope
+    else: head_dim = _first(text, 'head_dim') or text.hidden_size // heads
+    kv_heads = _first(text, 'num_key_value_heads') or heads
+    return dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim, mla=mla)
+
+def _expert_facts(text, weights) -> dict:
+    routed = _first(text, *_EXPERTS)
+    width = _first(text, 'moe_intermediate_size', 'intermediate_size')
+    is_shared = any('shared_expert.' in weight.name for weight in weights)
     return dict(
-        hidden=text.hidden_size, heads=heads, kv_heads=get('num_key_value_heads') or heads, vocab=text.vocab_size, mla=mla,
-        head_dim=mla.nope + mla.rope if mla else get('head_dim') or text.hidden_size // heads,
-        intermediate=get('intermediate_size', 'n_inner') or max((max(w.shape) for w in weights if w.kind == 'mlp'), default=0),
-        activation=get('hidden_activation', 'hidden_act', 'activation_function'), context=get('max_position_embeddings'),
-        experts=routed, experts_per_token=get('num_experts_per_tok') if routed else 0,
-        shared_experts=get('n_shared_experts') or int(any('shared_expert.' in w.name for w in weights)),
-        moe_intermediate=get('moe_intermediate_size', 'intermediate_size') if routed else 0,
-        qk_norm=any(w.module in ('q_norm', 'k_norm', 'q_layernorm', 'k_layernorm') for w in weights),
-        softcap=bool(get('final_logit_softcapping')))
+        experts=routed,
+        experts_per_token=_first(text, 'num_experts_per_tok') if routed else 0,
+        shared_experts=_first(text, 'n_shared_experts') or int(is_shared),
+        moe_intermediate=width if routed else 0)
+
+# %% ../../nbs/model/02_spec.ipynb #96f62948
+_QK_NORMS = 'q_norm', 'k_norm', 'q_layernorm', 'k_layernorm'
+
+def _facts(text, weights) -> dict:
+    "What the configuration says and the shapes do not."
+    widest = max((max(weight.shape) for weight in weights if weight.kind == 'mlp'), default=0)
+    return dict(
+        hidden=text.hidden_size,
+        intermediate=_first(text, 'intermediate_size', 'n_inner') or widest,
+        vocab=text.vocab_size,
+        activation=_first(text, 'hidden_activation', 'hidden_act', 'activation_function'),
+        context=_first(text, 'max_position_embeddings'),
+        qk_norm=any(weight.module in _QK_NORMS for weight in weights),
+        softcap=bool(_first(text, 'final_logit_softcapping')),
+        **_attention_facts(text),
+        **_expert_facts(text, weights))
 
 # %% ../../nbs/model/02_spec.ipynb #faf97cd6
-# Whether the norms of `model` say float32 in their code.
 def _norm_fp32(model) -> bool:
+    "Whether the norms of `model` say float32 in their code."
     from inspect import getsource
-    code = ' '.join(getsource(n) for n in {type(m) for m in model.get_decoder().modules() if 'Norm' in type(m).__name__})
+    norms = {type(m) for m in model.get_decoder().modules() if 'Norm' in type(m).__name__}
+    code = ' '.join(getsource(norm) for norm in norms)
     return 'float32' in code or '.float()' in code
 
 # %% ../../nbs/model/02_spec.ipynb #99a7ba92
-_NEW = ('gate.weight', 'gate_up_proj', 'gate_up_proj', 'down_proj')
-_OLD = {'mixtral': ('gate', 'w1', 'w3', 'w2'), 'qwen2_moe': ('gate', 'gate_proj', 'up_proj', 'down_proj')}
+_PARAMETERS = 'gate.weight', 'gate_up_proj', 'gate_up_proj', 'down_proj'  # Of layers with experts
 
-def _renamed(kind) -> tuple:
+_OLD_NAMES = {  # Family -> what each of them was called
+    'mixtral': ('gate', 'w1', 'w3', 'w2'),
+    'qwen2_moe': ('gate', 'gate_proj', 'up_proj', 'down_proj'),
+}
+
+def _renamed(kind) -> tuple[tuple[str, str], ...]:
     from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as families
-    return tuple(zip(_OLD.get('mixtral' if kind == 'mixtral' else families.get(kind), ()), _NEW))
+    family = 'mixtral' if kind == 'mixtral' else families.get(kind)
+    return tuple(zip(_OLD_NAMES.get(family, ()), _PARAMETERS))
 
 # %% ../../nbs/model/02_spec.ipynb #37158a01
-def spec(source: 'str | Path | dict',  # Preset, Hub name, packaged name, directory with config.json, or its content
+def spec(
+    source: 'str | Path | dict',  # Preset, Hub or packaged name, path, or what a config.json has
+
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
     head: str = 'causal_lm',  # Or 'classification'
     classes: int = 2,  # Outputs of a classification head
@@ -184,21 +256,27 @@ def spec(source: 'str | Path | dict',  # Preset, Hub name, packaged name, direct
     "Build `source` on the meta device and read off what a plan needs."
     name, config = configuration(source, revision)
     try: raw = json.dumps(config, sort_keys=True)
-    except TypeError as error: raise ValueError(f'{name} is no plain configuration: {error}') from None
+    except TypeError as error:
+        raise ValueError(f'{name} is no plain configuration: {error}') from None
     return _build(raw, name, head, classes)
 
-# %% ../../nbs/model/02_spec.ipynb #ecee177d
 @cache
 def _build(raw, name, head, classes) -> ModelSpec:
     model = skeleton(json.loads(raw), name, head, classes)
-    text, output = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    text = model.config.get_text_config(decoder=True)
+    output = model.get_output_embeddings()
     units = _units(model, text)
+    has_experts = any(unit.experts for unit in units)
     return ModelSpec(
-        name=name, kind=text.model_type, architecture=type(model).__name__, units=units, norm_fp32=_norm_fp32(model),
+        name=name,
+        kind=text.model_type,
+        architecture=type(model).__name__,
+        units=units,
+        norm_fp32=_norm_fp32(model),
         tied=output is not None and output.weight is model.get_input_embeddings().weight,
-        buffers_b=sum(b.numel() * b.element_size() for b in model.buffers()),
-        renamed=_renamed(model.config.model_type) if any(u.experts for u in units) else (),
-        **_facts(text, [w for u in units for w in u.weights]))
+        buffers_b=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        renamed=_renamed(model.config.model_type) if has_experts else (),
+        **_facts(text, [weight for unit in units for weight in unit.weights]))
 
 # %% ../../nbs/model/02_spec.ipynb #c4a0d0f1
 def spec_of(
@@ -208,25 +286,21 @@ def spec_of(
     model = recipe.model
     return spec(model.source, model.revision, model.head, model.classes)
 
-# %% ../../nbs/model/02_spec.ipynb #f3181633
-def _spec_table(spec) -> str:
-    rows = [(u.name or 'outside the layers', u.count, f'{u.parameters:,}', u.window or ('full' if u.name else ''),
-             u.experts or '', f'{u.count * u.parameters / spec.parameters:.1%}') for u in spec.units]
-    active = f' ({spec.active_parameters:,} active)' if spec.experts else ''
-    words = (f'{spec.layers} layers of width {spec.hidden:,}; {spec.heads} query and {spec.kv_heads} key-value heads of '
-             f'{spec.head_dim}; vocabulary {spec.vocab:,}{", tied" if spec.tied else ""}; context {spec.context:,} tokens')
-    return (f'<b>{escape(spec.name)}</b> · {spec.architecture} · <b>{spec.parameters:,}</b> parameters{active}<br>{words}'
-            + html_table(('unit', 'count', 'parameters each', 'window', 'experts', 'share'), rows))
-
 # %% ../../nbs/model/02_spec.ipynb #9e7ba14b
-_COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#F0E442', '#000000', '#56B4E9', '#999999')  # Okabe and Ito
-def _bars(specs):
+_COLOURS = ('blue', 'orange', 'green', 'purple', 'yellow', 'vermilion', 'sky', 'grey')
+_HATCHES = ('', '', '//', '..', '', '', r'\\', 'xx')
+
+def _bars(specs) -> 'Figure':
     figure = canvas(1.2 + .3 * len(specs))
-    axes, names, left = figure.subplots(), [s.name for s in specs], [0.] * len(specs)
-    for kind, colour, hatch in zip(WEIGHT_KINDS, _COLOURS, ('', '', '//', '..', '', '', r'\\', 'xx')):
-        shares = [100 * s.by_kind()[kind] / s.parameters for s in specs]
-        if max(shares) > .1: axes.barh(names, shares, left=left, color=colour, hatch=hatch, edgecolor='white', label=kind)
-        left = [a + b for a, b in zip(left, shares)]
+    axes = figure.subplots()
+    names = [spec.name for spec in specs]
+    left = [0.] * len(specs)
+    for kind, colour, hatch in zip(WEIGHT_KINDS, _COLOURS, _HATCHES):
+        shares = [100 * spec.by_kind()[kind] / spec.parameters for spec in specs]
+        if max(shares) > .1:
+            axes.barh(names, shares, left=left, label=kind,
+                      color=PALETTE[colour], hatch=hatch, edgecolor='white')
+        left = [start + share for start, share in zip(left, shares)]
     axes.set(xlabel='share of the parameters, %', xlim=(0, 100), ylim=(len(specs) - .5, -.5))
     figure.legend(loc='outside upper center', ncols=8, frameon=False, fontsize=8)
     return figure

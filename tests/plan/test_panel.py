@@ -104,7 +104,7 @@ def test_the_figures_beside_the_bars_are_those_of_the_estimate():
 
 def test_every_class_of_the_ledger_has_a_group():
     from llm_workbook.plan import panel
-    from llm_workbook.plan.model_states import KINDS
+    from llm_workbook.plan.lines import KINDS
     grouped = [kind for group in panel._GROUPS.values() for kind in group.kinds]
     assert sorted(grouped) == sorted(KINDS)
 
