@@ -204,53 +204,6 @@ class Estimate:
         tables = self.ledger._repr_html_() + self.traffic._repr_html_()
         return _verdict_html(self) + tables
 
-# %% ../../nbs/plan/08_estimate.ipynb #834207ec
-def estimate(
-    recipe: Recipe,  # Any recipe
-    node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
-    rows: int | None = None,  # Rows of training data, where you know them
-) -> Estimate:  # Verdict, warnings, ledger and traffic
-    "Join the ledger and the traffic of `recipe`: will it fit, how long, how much?"
-    facts = plan_facts(recipe, node, rows)
-    problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule))
-                for rule in broken(facts)]
-    if problems: raise RecipeError(problems, recipe.name)
-    spec = spec_of(recipe)
-    node = node_of(recipe, node)
-    ledger = memory(recipe, spec, node)
-    rooms = tuple(Room(*row) for row in ledger.rooms(node))
-    warnings = tuple(_warnings(facts, spec, node, ledger))
-    traffic = step_traffic(recipe, spec, node)
-    return Estimate(recipe, spec, node, ledger, traffic, rooms, warnings)
-
-# %% ../../nbs/plan/08_estimate.ipynb #37ba4342
-def _rule_text(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'
-
-def _warnings(facts, spec, node, ledger) -> Iterator[str]:
-    "Say what can run, but costs more than it seems."
-    method = ledger.recipe.method
-    cover = coverage(spec, method)
-    adapted = any(row.adapters for row in cover.rows if row.kind == 'expert')
-    counted = {
-        'plan.logits_share': _logits_b(ledger) / node.gpu.memory_b,
-        'plan.experts': 0 if adapted else spec.experts,
-        'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
-    for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)
-    if cover.warning: yield cover.warning
-    tight_b = _tight_b(node, ledger)
-    if tight_b:
-        terms = 'context, NCCL and allocator'
-        yield f'tight: {terms} have been seen to take a GPU up to {gib(tight_b, 1)}'
-    later = ', '.join(f'{problem.path} {problem.value}' for problem in planned_only(ledger.recipe))
-    if later: yield f'this version plans but does not run: {later}'
-
-def _logits_b(ledger) -> int:
-    "Give the bytes of the logits where they are the most."
-    sizes = defaultdict(int)
-    for line in ledger.lines:
-        if line.kind == 'logits' and line.phase == 'step': sizes[line.moment] += line.size_b
-    return max(sizes.values(), default=0)
-
 # %% ../../nbs/plan/08_estimate.ipynb #2aae6e31
 def _place_of(line, recipe) -> str:
     "Say which of three places holds a line: pinned memory and that of a CPU belong to the host."
@@ -302,6 +255,53 @@ def _verdict_html(plan) -> str:
     if not plan.warnings: return text
     notes = ''.join(f'<li>{escape(warning)}</li>' for warning in plan.warnings)
     return f'{text}<ul>{notes}</ul>'
+
+# %% ../../nbs/plan/08_estimate.ipynb #834207ec
+def estimate(
+    recipe: Recipe,  # Any recipe
+    node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
+    rows: int | None = None,  # Rows of training data, where you know them
+) -> Estimate:  # Verdict, warnings, ledger and traffic
+    "Join the ledger and the traffic of `recipe`: will it fit, how long, how much?"
+    facts = plan_facts(recipe, node, rows)
+    problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule))
+                for rule in broken(facts)]
+    if problems: raise RecipeError(problems, recipe.name)
+    spec = spec_of(recipe)
+    node = node_of(recipe, node)
+    ledger = memory(recipe, spec, node)
+    rooms = tuple(Room(*row) for row in ledger.rooms(node))
+    warnings = tuple(_warnings(facts, spec, node, ledger))
+    traffic = step_traffic(recipe, spec, node)
+    return Estimate(recipe, spec, node, ledger, traffic, rooms, warnings)
+
+# %% ../../nbs/plan/08_estimate.ipynb #37ba4342
+def _rule_text(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'
+
+def _warnings(facts, spec, node, ledger) -> Iterator[str]:
+    "Say what can run, but costs more than it seems."
+    method = ledger.recipe.method
+    cover = coverage(spec, method)
+    adapted = any(row.adapters for row in cover.rows if row.kind == 'expert')
+    counted = {
+        'plan.logits_share': _logits_b(ledger) / node.gpu.memory_b,
+        'plan.experts': 0 if adapted else spec.experts,
+        'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
+    for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)
+    if cover.warning: yield cover.warning
+    tight_b = _tight_b(node, ledger)
+    if tight_b:
+        terms = 'context, NCCL and allocator'
+        yield f'tight: {terms} have been seen to take a GPU up to {gib(tight_b, 1)}'
+    later = ', '.join(f'{problem.path} {problem.value}' for problem in planned_only(ledger.recipe))
+    if later: yield f'this version plans but does not run: {later}'
+
+def _logits_b(ledger) -> int:
+    "Give the bytes of the logits where they are the most."
+    sizes = defaultdict(int)
+    for line in ledger.lines:
+        if line.kind == 'logits' and line.phase == 'step': sizes[line.moment] += line.size_b
+    return max(sizes.values(), default=0)
 
 # %% ../../nbs/plan/08_estimate.ipynb #e02ac2bc
 class Shelf(Mapping):
