@@ -323,7 +323,10 @@ class Report:
 
     def plot(self) -> 'Figure':  # 700 pixels wide
         "Draw the classes at the two peaks, in pairs, but for those below a thousandth."
-        return _pairs(self)
+        top, *rows = self.part('peak')
+        least_b = _larger(top) / 1000
+        rows = [row for row in rows if row.item != _HOST and _larger(row) > least_b]
+        return _pairs(rows, self.moments['peak'], self.rank)
 
     def __repr__(self):
         stored = 'not stored'
@@ -409,22 +412,20 @@ _UNITS = (
 
 def _larger(row) -> int: return max(row.planned, row.rehearsed)
 
-def _pairs(report):
-    top, *rows = report.part('peak')
-    least_b = _larger(top) / 1000
-    rows = [row for row in rows if row.item != _HOST and _larger(row) > least_b]
+def _pairs(rows, instants, rank):
+    "Draw two bars for each row."
     largest_b = max(_larger(row) for row in rows)
     fitting = [pair for pair in _UNITS if largest_b >= pair[0]]
     unit_b, unit = fitting[0] if fitting else (1, 'bytes')
     figure = canvas(1.2 + .32 * len(rows))
     axes = figure.subplots()
     sides = (('planned', 'blue', '', -.2), ('rehearsed', 'orange', '//', .2))
-    for (side, colour, hatch, shift), instant in zip(sides, report.moments['peak']):
+    for (side, colour, hatch, shift), instant in zip(sides, instants):
         places = [i + shift for i in range(len(rows))]
         sizes = [getattr(row, side) / unit_b for row in rows]
         look = {'color': PALETTE[colour], 'hatch': hatch, 'edgecolor': 'white'}
         axes.barh(places, sizes, .38, label=f'{side}: {instant}', **look)
-    axes.set(xlabel=f'{unit} at the fullest moment of rank {report.rank}')
+    axes.set(xlabel=f'{unit} at the fullest moment of rank {rank}')
     axes.set_yticks(range(len(rows)), [row.item for row in rows])
     axes.invert_yaxis()
     figure.legend(loc='outside upper left', frameon=False, fontsize=8)

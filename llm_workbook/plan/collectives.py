@@ -81,8 +81,10 @@ def _groups(spec, method, units) -> list[_Group]:
     by_part = [[] for _ in spec.units]
     for tensor in layout(spec, method): by_part[tensor.unit].append(tensor)
     *layers, outside = by_part
-    groups = [_Group(i, spec.units[i].count, False, tuple(tensors))
-              for i, tensors in enumerate(layers)]
+    groups = []
+    for i, tensors in enumerate(layers):
+        group = _Group(i, spec.units[i].count, False, tuple(tensors))
+        groups.append(group)
     if units == 'shard_model' or (spec.tied and method.kind == 'full'):
         return [*groups, _Group(len(layers), 1, True, tuple(outside))]
     by_kind = {'embedding': [], 'head': []}
@@ -308,7 +310,8 @@ def _zero3_gathers(recipe, units, node) -> tuple[list, list]:
     zero = recipe.zero
     numbers = sum(u.count * u.gathered for u in units)
     pieces = sum(u.count * u.pieces for u in units)
-    total_b = lane.ranks * sum(u.count * u.gather_b for u in units)
+    on_rank_b = sum(u.count * u.gather_b for u in units)
+    total_b = lane.ranks * on_rank_b
     def gathers(instant, share):
         if not share * total_b: return []
         buckets = round(share * numbers / zero.prefetch_bucket)
@@ -356,7 +359,8 @@ def _zero_optimizer(recipe, units, lane) -> list[tuple]:
     "ZeRO-1 and 2: the check for overflow, the norm, and the new weights, gathered."
     number_b = NUMBER_B[recipe.precision.compute]
     trained = sum(u.count * u.trained for u in units)
-    padded = 2 * lane.ranks * ceil(trained / 2 / lane.ranks)
+    multiple = 2 * lane.ranks
+    padded = multiple * ceil(trained / multiple)
     messages = [('all_reduce', 'optimizer', 1, 1, lane)] if number_b == 2 else []
     messages.append(('all_reduce', 'optimizer', 1, 4, lane))
     messages.append(('all_gather', 'optimizer', 1, number_b * padded, lane))
@@ -367,9 +371,10 @@ def _zero3_optimizer(units, lane) -> list[tuple]:
     counts = Counter()
     for unit in units:
         for size_b in unit.whole: counts[size_b] += unit.count
-    gathers = [('all_gather', 'optimizer', count, size_b, lane)
-               for size_b, count in counts.items()]
-    return [('all_reduce', 'optimizer', 1, 8, lane), *gathers]
+    messages = [('all_reduce', 'optimizer', 1, 8, lane)]
+    for size_b, count in counts.items():
+        messages.append(('all_gather', 'optimizer', count, size_b, lane))
+    return messages
 
 # %% ../../nbs/plan/06_collectives.ipynb #59334fa6
 def _logs(recipe, lane) -> list[tuple]:
