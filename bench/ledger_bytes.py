@@ -105,9 +105,10 @@ def bytes_apart(recipe, results: list) -> dict:
 
 def sent_apart(recipe, results: list, trainer: bool = False) -> dict:
     "Compare the collectives of every rank with the plan's; give what one side alone has: (kind, bytes) -> how often."
-    from llm_workbook.plan.step_time import step_traffic
+    from llm_workbook.plan.collectives import step_messages
     plan, found = Counter(), [messages(result['collectives']) for result in results]
-    for c in step_traffic(recipe, trainer=trainer).collectives:
+    large, small = step_messages(recipe, units='trainer' if trainer else 'shard_model')
+    for c in [*(c for x in large for part in (x.ahead, x.again, x.grads) for c in part), *small]:
         if trainer or c.moment != 'trainer': plan[c.kind, c.tensor_b] += c.count  # A bare loop gathers nothing for a log
     if trainer: plan['all_reduce', 8] += 2  # Votes: is a value not finite, was a rank told to stop; on a group of their own
     more, less = max((f - plan for f in found), key=Counter.total), max((plan - f for f in found), key=Counter.total)

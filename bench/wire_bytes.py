@@ -26,7 +26,7 @@ def make_base(folder: Path) -> Path:
     "Write a random model of CONFIG, in float32, with the tokenizer of the tiny base."
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from llm_workbook.config.document import asset
+    from llm_workbook.files import asset
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.float32)
@@ -87,7 +87,7 @@ def compare(recipe, counted: list[dict]) -> dict:
     from llm_workbook.config.hardware import node
     from llm_workbook.plan.step_time import step_traffic
     box = node('cpu')
-    planned, nccl = (step_traffic(recipe, node=n, trainer=True).wire_b for n in (box, box.changed(backend='nccl')))
+    planned, nccl = (step_traffic(recipe, node=n).wire_b for n in (box, box.changed(backend='nccl')))
     made = {'strategy': recipe.sharding.strategy, 'planned_b': planned, 'planned_nccl_b': nccl, 'steps': STEPS,
             'sent_b': [c['sent_b'] // STEPS for c in counted], 'received_b': [c['received_b'] // STEPS for c in counted],
             'step_s': round(max(c['seconds'] for c in counted) / STEPS, 3)}

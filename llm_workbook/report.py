@@ -7,7 +7,6 @@ __all__ = ['CLASSES', 'Compared', 'Report', 'reconcile']
 
 # %% ../nbs/package/02_report.ipynb #a9059c73
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -20,13 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Self
 
-from .config.document import canvas, html_table, nearest
-from .config.hardware import Node, node as find_node
-from .plan.ledger import Ledger, memory
 from .config.recipe import Recipe, differences
+from .display import PALETTE, binary_size, canvas, html_table, nearest
+from .files import publish
+from .plan.estimate import Estimate
+from .plan.ledger import Ledger, memory
+from .plan.lines import INSTANTS
+from .plan.step_time import Traffic, step_traffic
 from .rehearsal.step import Rehearsal
 from .rehearsal.timeline import Timeline
-from .plan.step_time import step_traffic
 from .training.fine_tune import Run
 
 # %% ../nbs/package/02_report.ipynb #55771729
@@ -51,293 +52,461 @@ class Compared(NamedTuple):
         return self.residual / self.planned if self.planned and self.residual is not None else None
 
 # %% ../nbs/package/02_report.ipynb #bc7ac0c0
-CLASSES = {'padding': 'weights', 'master': 'optimizer', 'counters': 'optimizer', 'prefetch': 'collective',
-           'zero_buckets': 'buffers', 'logits': 'activations'}
+CLASSES = {
+    'padding': 'weights',
+    'master': 'optimizer',
+    'counters': 'optimizer',
+    'prefetch': 'collective',
+    'zero_buckets': 'buffers',
+    'logits': 'activations'}
 
 # %% ../nbs/package/02_report.ipynb #725ef399
 _NO_TENSOR = {'context', 'nccl', 'allocator', 'process', 'pinned_rounding'}
 _HOST = 'in host memory'
 
-def _classes(ledger, moment) -> dict:  # Class -> bytes of tensors at one moment; '' is what is there between two steps
-    found = Counter()
-    for x in ledger.lines:
-        if x.phase != 'step' or x.moment not in ('', moment) or x.kind in _NO_TENSOR or x.place == 'disk': continue
-        found[CLASSES.get(x.kind, x.kind) if x.place == 'gpu' else _HOST] += x.size_b
-    return dict(found)
+class _Instant(NamedTuple):  # A point of the step, on one side
+    text: str  # In words
+    sizes: dict[str, int]  # Class -> bytes
 
-def _size(classes) -> int: return sum(b for kind, b in classes.items() if kind != _HOST)
+    @property
+    def gpu_b(self):
+        return sum(self.sizes.values()) - self.sizes.get(_HOST, 0)
+
+def _common_class(kind) -> str: return CLASSES.get(kind, kind)
+
+def _planned_sizes(ledger, instant) -> dict[str, int]:
+    "Add up the tensors of one instant by common class; '' is what is there between two steps."
+    sizes = Counter()
+    for line in ledger.lines:
+        if line.phase != 'step' or line.moment not in ('', instant): continue
+        if line.kind in _NO_TENSOR or line.place == 'disk': continue
+        sizes[_common_class(line.kind) if line.place == 'gpu' else _HOST] += line.size_b
+    return dict(sizes)
 
 # %% ../nbs/package/02_report.ipynb #82d84bdd
 _BETWEEN = 'between steps'
-_STAGES = {  # Stage -> moments of the ledger
-    'forward, embedding': ('embedding gathers',), 'forward, layers': ('last layer gathers', 'last layer forward'),
-    'forward, head': ('head gathers', 'forward'), 'backward, head': ('loss', 'head', 'head reduced'),
-    'backward, layers': ('last layer', 'layer reduced', 'second layer gathers', 'second layer', 'first layer gathers',
-                         'first layer'),
-    'backward, embedding': ('embedding',), 'optimizer': ('optimizer',)}
-_STAGE = {moment: stage for stage, some in _STAGES.items() for moment in some}
 
-def _planned(ledger) -> dict:  # Stage -> (moment in words, classes)
-    found = {_BETWEEN: (_BETWEEN, _classes(ledger, ''))}
-    for moment in dict.fromkeys(x.moment for x in ledger.lines if x.phase == 'step' and x.moment):
-        stage, classes = _STAGE.get(moment, moment), _classes(ledger, moment)
-        if stage not in found or _size(classes) > _size(found[stage][1]): found[stage] = moment, classes
-    return found
+_STAGES = (
+    'forward, embedding', 'forward, layers', 'forward, head',
+    'backward, head', 'backward, layers', 'backward, embedding',
+    'optimizer')
+
+def _stage_of(name) -> str:
+    "Name the stage to which an instant of the ledger belongs."
+    instant = INSTANTS[name]
+    return f'{instant.phase}, {instant.part}' if instant.part else instant.phase
+
+def _planned_stages(ledger) -> dict[str, _Instant]:
+    "Give the fullest planned instant of each stage."
+    stages = {_BETWEEN: _Instant(_BETWEEN, _planned_sizes(ledger, ''))}
+    instants = dict.fromkeys(line.moment for line in ledger.lines if line.phase == 'step')
+    for name in instants:
+        if not name: continue
+        stage = _stage_of(name)
+        instant = _Instant(name, _planned_sizes(ledger, name))
+        is_fuller = stage not in stages or instant.gpu_b > stages[stage].gpu_b
+        if is_fuller: stages[stage] = instant
+    return stages
 
 # %% ../nbs/package/02_report.ipynb #645ac75a
-def _rehearsed(timeline: Timeline) -> dict:  # Stage -> (moment in words, classes)
+def _rehearsed_stages(timeline: Timeline) -> dict[str, _Instant]:
+    "Give the fullest rehearsed instant of each stage."
     first, *rest = timeline.spans
-    found = {_BETWEEN: (first, _BETWEEN)}
-    runs = [(phase, list(run)) for phase, run in groupby(rest, lambda span: span.phase)]
-    last = max((i for i, (phase, _) in enumerate(runs) if phase == 'backward'), default=0)
-    for i, (phase, run) in enumerate(runs):
-        for stage, span in _staged(phase, run) if i > last or phase in ('forward', 'backward') else ():
-            if stage not in found or span.size_b > found[stage][0].size_b: found[stage] = span, _said(span)
-    return {stage: (said, _kinds(span)) for stage, (span, said) in found.items()}
+    runs = [(phase, list(spans)) for phase, spans in groupby(rest, lambda span: span.phase)]
+    backward = [i for i, (phase, _) in enumerate(runs) if phase == 'backward']
+    last = backward[-1] if backward else 0
+    fullest = {}
+    for i, (phase, spans) in enumerate(runs):
+        if phase not in ('forward', 'backward') and i <= last: continue  # Between two passes
+        for stage, span in _staged(phase, spans):
+            is_fuller = stage not in fullest or span.size_b > fullest[stage].size_b
+            if is_fuller: fullest[stage] = span
+    stages = {_BETWEEN: _Instant(_BETWEEN, _rehearsed_sizes(first))}
+    for stage, span in fullest.items():
+        stages[stage] = _Instant(_span_text(span), _rehearsed_sizes(span))
+    return stages
 
-def _staged(phase, run) -> Iterator:  # (stage, span)
-    if phase not in ('forward', 'backward'): yield from ((phase, span) for span in run if phase != 'between')
-    else:
-        at = [i for i, span in enumerate(run) if re.search(r'\.\d+$', span.where)] or [len(run), -1]
-        before, after = ('embedding', 'head') if phase == 'forward' else ('head', 'embedding')
-        for i, span in enumerate(run): yield f'{phase}, {before if i < at[0] else after if i > at[-1] else "layers"}', span
+def _staged(phase, spans) -> Iterator[tuple]:
+    "Give the spans of one pass, each with its stage."
+    if phase not in ('forward', 'backward'):
+        for span in spans:
+            if phase != 'between': yield phase, span
+        return
+    in_layers = [i for i, span in enumerate(spans) if re.search(r'\.\d+$', span.where)]
+    first, last = len(spans), -1
+    if in_layers: first, last = in_layers[0], in_layers[-1]
+    before, after = ('embedding', 'head') if phase == 'forward' else ('head', 'embedding')
+    for i, span in enumerate(spans):
+        part = 'layers'
+        if i < first: part = before
+        elif i > last: part = after
+        yield f'{phase}, {part}', span
 
-def _said(span):
-    place = '' if span.phase == 'optimizer' else f' of {span.where or "the model"}'
-    return f'{span.phase}{place}, at {span.op}'
+def _span_text(span) -> str:
+    if span.phase == 'optimizer': return f'optimizer, at {span.op}'
+    return f'{span.phase} of {span.where or "the model"}, at {span.op}'
 
-def _kinds(span) -> dict:
-    found = Counter({_HOST: span.host_b} if span.host_b else {})
-    for kind, size in span.kinds.items(): found[CLASSES.get(kind, kind)] += size
-    return dict(found)
+def _rehearsed_sizes(span) -> dict[str, int]:
+    sizes = Counter({_HOST: span.host_b} if span.host_b else {})
+    for kind, size_b in span.kinds.items(): sizes[_common_class(kind)] += size_b
+    return dict(sizes)
 
 # %% ../nbs/package/02_report.ipynb #f9c86a51
 _ALL = 'all tensors'
 
-def _memory(planned, rehearsed) -> tuple[list, dict]:  # Rows, and part -> the two moments
-    peaks = [max(side, key=lambda stage: _size(side[stage][1])) for side in (planned, rehearsed)]
-    sides = {'peak': (planned[peaks[0]], rehearsed[peaks[1]])}
-    stages = [stage for stage in dict.fromkeys([_BETWEEN, *_STAGES, *planned, *rehearsed]) if stage in planned | rehearsed]
-    sides |= {stage: (planned.get(stage), rehearsed.get(stage)) for stage in stages}
-    rows = [row for part, pair in sides.items() for row in _compared(part, *(side and side[1] for side in pair))]
-    said = {part: tuple(side[0] if side else None for side in pair) for part, pair in sides.items()}
-    return rows, said | {'peak': tuple(_at(stage, side[stage][0]) for stage, side in zip(peaks, (planned, rehearsed)))}
+def _memory_rows(planned, rehearsed) -> tuple[list, dict]:
+    "Compare the peaks and every stage; give the rows, and part -> the two instants in words."
+    peaks = [max(side, key=lambda stage: side[stage].gpu_b) for side in (planned, rehearsed)]
+    pair = planned[peaks[0]], rehearsed[peaks[1]]
+    rows = list(_compared('peak', *pair))
+    texts = {'peak': tuple(map(_peak_text, peaks, pair))}
+    for stage in dict.fromkeys([_BETWEEN, *_STAGES, *planned, *rehearsed]):
+        pair = planned.get(stage), rehearsed.get(stage)
+        if pair == (None, None): continue
+        rows += _compared(stage, *pair)
+        texts[stage] = tuple(instant and instant.text for instant in pair)
+    return rows, texts
 
-def _at(stage, moment): return stage if stage == moment else f'{stage} ({moment})'
+def _peak_text(stage, instant) -> str:
+    if stage == instant.text: return stage
+    return f'{stage} ({instant.text})'
 
-def _compared(part, *sides) -> Iterator[Compared]:
-    size = lambda kind: max(side.get(kind, 0) for side in sides if side)
-    kinds = sorted({kind for side in sides if side for kind in side}, key=lambda kind: (kind == _HOST, -size(kind)))
-    give = lambda value: [None if side is None else value(side) for side in sides]
-    yield Compared(part, _ALL, 'B', *give(_size))
-    for kind in kinds: yield Compared(part, kind, 'B', *give(lambda side: side.get(kind, 0)))
+def _compared(part, *pair) -> Iterator[Compared]:
+    "Compare two instants class by class, the largest first and the host last."
+    def largest(kind): return max(side.sizes.get(kind, 0) for side in pair if side)
+    kinds = sorted({kind for side in pair if side for kind in side.sizes})
+    kinds.sort(key=lambda kind: (kind == _HOST, -largest(kind)))
+    totals = [side and side.gpu_b for side in pair]
+    yield Compared(part, _ALL, 'B', *totals)
+    for kind in kinds:
+        sizes = [side and side.sizes.get(kind, 0) for side in pair]
+        yield Compared(part, kind, 'B', *sizes)
 
 # %% ../nbs/package/02_report.ipynb #b39c8047
-def _work(traffic, rehearsal) -> Iterator[Compared]:
-    yield Compared('work', 'arithmetic of this rank', 'FLOP', round(traffic.rank_executed), rehearsal.flops)
+class _Sent(NamedTuple):  # Of one kind of message
+    count: int = 0
+    whole_b: int = 0  # Of the whole tensors
+
+    def plus(self, count, tensor_b):
+        return _Sent(self.count + count, self.whole_b + count * tensor_b)
+
+_NOTHING = _Sent()
+
+def _work_rows(traffic, rehearsal) -> Iterator[Compared]:
+    executed = round(traffic.rank_executed)
+    yield Compared('work', 'arithmetic of this rank', 'FLOP', executed, rehearsal.flops)
     planned, rehearsed = {}, {}
-    for c in traffic.collectives: _count(planned, c.kind, c.count, c.tensor_b)
-    for _, kind, size, _ in rehearsal.messages: _count(rehearsed, kind, 1, size)
+    for c in traffic.collectives:
+        before = planned.get(c.kind, _NOTHING)
+        planned[c.kind] = before.plus(c.count, c.tensor_b)
+    for _, kind, size_b, _ in rehearsal.messages:
+        before = rehearsed.get(kind, _NOTHING)
+        rehearsed[kind] = before.plus(1, size_b)
     for kind in sorted(planned | rehearsed):
-        for i, (name, unit) in enumerate((('messages', 'messages'), ('whole tensors', 'B'))):
-            yield Compared('work', f'{kind}, {name}', unit, planned.get(kind, (0, 0))[i], rehearsed.get(kind, (0, 0))[i])
-
-def _count(found, kind, count, size):
-    before = found.get(kind, (0, 0))
-    found[kind] = before[0] + count, before[1] + count * size
-
-def _machine(ledger) -> Node | None:
-    known = ledger.node or ledger.recipe.cluster.hardware
-    return known if known is None or isinstance(known, Node) else find_node(known)
+        plan, play = planned.get(kind, _NOTHING), rehearsed.get(kind, _NOTHING)
+        yield Compared('work', f'{kind}, messages', 'messages', plan.count, play.count)
+        yield Compared('work', f'{kind}, whole tensors', 'B', plan.whole_b, play.whole_b)
 
 # %% ../nbs/package/02_report.ipynb #7a8dafe4
-_HELD = {'parameters': ('weights', 'payload', 'adapters'), 'whole on every rank': ('absmax', 'buffers')}
+_PARAMETERS = ('weights', 'payload', 'adapters')
+_REPLICATED = ('absmax', 'buffers')  # Whole on every rank
 
-def _run(ledger, rehearsal, run, step_s) -> Iterator[Compared]:
-    cpu, away = ledger.recipe.cluster.device == 'cpu', ledger.recipe.sharding.offload_parameters != 'none'
+def _run_rows(ledger, rehearsal, run, step_s) -> Iterator[Compared]:
     for i, rank in enumerate(run.ranks):
-        plan = ledger if i == ledger.rank else memory(ledger.recipe, ledger.spec, ledger.node, i)
-        seen = rehearsal.timeline.spans[0].kinds if i == rehearsal.rank and not away else None
-        for (item, kinds), real in zip(_HELD.items(), (rank['shards'].here_b, rank['shards'].replicated_b)):
-            mine = (x for x in plan.lines if (x.phase, x.moment) == ('step', '') and x.kind in kinds and x.place != 'disk')
-            held = sum(x.size_b for x in mine)
-            yield Compared('run', f'rank {i}: {item}', 'B', held, seen and sum(seen.get(k, 0) for k in kinds), real)
-        peak, host = rank['memory'].peak, plan.peak('host') + plan.peak('pinned') + cpu * plan.peak('gpu')
-        gpu = plan.peak('gpu', 'allocated'), rehearsal.peak_b if i == rehearsal.rank else None, peak.gpu_b
-        if peak.gpu_b: yield Compared('run', f'rank {i}: most allocated on the GPU', 'B', *gpu)
-        yield Compared('run', f'rank {i}: resident memory at its peak', 'B', host, None, peak.host_b)
-    yield Compared('run', 'seconds per step', 's', step_s, None, _step_s(run))
+        plan = ledger
+        if i != ledger.rank:
+            plan = memory(ledger.recipe, ledger.spec, ledger.node, i)
+        yield from _rank_rows(plan, rehearsal, i, rank)
+    yield Compared('run', 'seconds per step', 's', step_s, None, _median_step_s(run))
 
-def _step_s(run) -> float:  # The middle one; the first step, which also warms up, only where there is no other
+def _rank_rows(plan, rehearsal, i, rank) -> Iterator[Compared]:
+    "Compare what one rank holds, and its peaks."
+    is_rehearsed = i == rehearsal.rank
+    in_place = plan.recipe.sharding.offload_parameters == 'none'
+    sizes = rehearsal.timeline.spans[0].kinds if is_rehearsed and in_place else None
+    shards, peak = rank['shards'], rank['memory'].peak
+    groups = [
+        ('parameters', _PARAMETERS, shards.here_b),
+        ('whole on every rank', _REPLICATED, shards.replicated_b)]
+    for item, kinds, measured in groups:
+        rehearsed = None
+        if sizes: rehearsed = sum(sizes.get(kind, 0) for kind in kinds)
+        planned = _held_b(plan, kinds)
+        yield Compared('run', f'rank {i}: {item}', 'B', planned, rehearsed, measured)
+    if peak.gpu_b:
+        rehearsed = rehearsal.peak_b if is_rehearsed else None
+        item = f'rank {i}: most allocated on the GPU'
+        yield Compared('run', item, 'B', plan.peak('gpu', 'allocated'), rehearsed, peak.gpu_b)
+    host_b = plan.peak('host') + plan.peak('pinned')
+    if plan.recipe.cluster.device == 'cpu': host_b += plan.peak('gpu')
+    item = f'rank {i}: resident memory at its peak'
+    yield Compared('run', item, 'B', host_b, None, peak.host_b)
+
+def _held_b(plan, kinds) -> int:
+    "Add up what a rank holds of some classes between two steps."
+    return sum(line.size_b for line in plan.lines
+               if line.phase == 'step' and not line.moment
+               and line.kind in kinds and line.place != 'disk')
+
+def _median_step_s(run) -> float:
+    "Give the middle step; the first one, which also warms up, only where there is no other."
     times = [row['seconds'] for row in run.metrics]
-    return median(b - a for a, b in pairwise(times)) if len(times) > 1 else run.ranks[0]['seconds'] / run.recipe.optimizer.steps
+    if len(times) < 2: return run.ranks[0]['seconds'] / run.recipe.optimizer.steps
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    return median(steps)
 
 # %% ../nbs/package/02_report.ipynb #dc7c7016
 @dataclass(frozen=True)
-class _Rows:
+class Report:
+    "Ledger against rehearsal against run, and what is left over."
     recipe: Recipe  # That was planned, rehearsed and run
     rank: int  # Whose memory was planned and rehearsed
     rows: tuple[Compared, ...]  # All items, part by part
-    moments: dict  # Part -> moment of the ledger, moment of the rehearsal; None: it has none there
+    moments: dict  # Part -> instant of the ledger, instant of the rehearsal; None: it has none
     notes: tuple[str, ...]  # What is not compared, and why
     date: str  # UTC
     versions: dict  # Package -> version
-    path: Path | None = field(default=None, compare=False)  # File that holds it; None: nowhere yet
+    path: Path | None = field(default=None, compare=False)  # File that holds it; None: none yet
 
-    def part(self, name: str,  # 'peak', 'between steps', 'forward, layers', ..., 'optimizer', 'work' or 'run'
+    def part(
+        self,
+        name: str,  # 'peak', 'between steps', 'forward, layers', ..., 'optimizer', 'work' or 'run'
     ) -> list[Compared]:  # In order, the largest class first
         "Give the items of one part."
         names = list(dict.fromkeys(row.part for row in self.rows))
-        if name not in names: raise ValueError(f'{name!r} is no part of this report; {nearest(str(name), names)}')
+        if name not in names:
+            raise ValueError(f'{name!r} is no part of this report; {nearest(str(name), names)}')
         return [row for row in self.rows if row.part == name]
 
     @property
     def residual(self) -> dict[str, float]:  # 'part: item' -> measured, or rehearsed, minus planned
         "Give what is left over, item by item."
-        return {f'{row.part}: {row.item}': row.residual for row in self.rows if row.residual is not None}
+        return {f'{row.part}: {row.item}': row.residual for row in self.rows
+                if row.residual is not None}
 
     def to_dict(self) -> dict:  # Plain values
         "Give everything, for a record."
         recipe = self.recipe.model_dump(mode='json', exclude_none=True)
-        return {'format': _FORMAT, 'recipe': recipe, 'rank': self.rank, 'date': self.date, 'versions': self.versions,
-                'moments': {part: list(pair) for part, pair in self.moments.items()}, 'notes': list(self.notes),
-                'rows': [row._asdict() | {'residual': row.residual} for row in self.rows]}
+        return {
+            'format': _FORMAT,
+            'recipe': recipe,
+            'rank': self.rank,
+            'date': self.date,
+            'versions': self.versions,
+            'moments': {part: list(pair) for part, pair in self.moments.items()},
+            'notes': list(self.notes),
+            'rows': [row._asdict() | {'residual': row.residual} for row in self.rows]}
 
-_FORMAT = 1
-
-# %% ../nbs/package/02_report.ipynb #e2537302
-class _Stored(_Rows):
-    def save(self, path: 'str | Path',  # File to write; one that is there is replaced
+    def save(
+        self,
+        path: 'str | Path',  # File to write; one that is there is replaced
     ) -> Path:  # The same file
         "Write the report as JSON, all of it or nothing."
         path = Path(path)
-        part = path.with_name(f'{path.name}.{os.getpid()}.part')
-        try:
-            part.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + '\n', encoding='utf-8')
-            part.replace(path)
-        finally: part.unlink(missing_ok=True)
-        return path
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        return publish(path, f'{text}\n')
 
     @classmethod
-    def load(cls, path: 'str | Path',  # File that `save` wrote
+    def load(
+        cls,
+        path: 'str | Path',  # File that `save` wrote
     ) -> Self:  # Equal to the one that was saved
         "Read a report."
         path = Path(path)
         try:
             value = json.loads(path.read_text(encoding='utf-8'))
-            if value['format'] != _FORMAT: raise ValueError(f'format {value["format"]!r}, and this version reads {_FORMAT}')
-            rows = tuple(Compared(*(row[name] for name in Compared._fields)) for row in value['rows'])
-            return cls(Recipe(**value['recipe']), value['rank'], rows, {k: tuple(pair) for k, pair in value['moments'].items()},
-                       tuple(value['notes']), value['date'], value['versions'], path)
+            return cls(*_parsed(value), path)
         except (OSError, KeyError, TypeError, ValueError) as error:
             why = f'{type(error).__name__}: {error}'
-            raise ValueError(f'{str(path)!r} is no report ({why}): write one with Report.save') from None
+            fix = 'write one with Report.save'
+            raise ValueError(f'{str(path)!r} is no report ({why}): {fix}') from None
 
-# %% ../nbs/package/02_report.ipynb #bd0da8e9
-class Report(_Stored):
-    "Ledger against rehearsal against run, and what is left over."
     def plot(self) -> 'Figure':  # 700 pixels wide
         "Draw the classes at the two peaks, in pairs, but for those below a thousandth."
-        return _pairs(self)
+        top, *rows = self.part('peak')
+        least_b = _larger(top) / 1000
+        rows = [row for row in rows if row.item != _HOST and _larger(row) > least_b]
+        return _pairs(rows, self.moments['peak'], self.rank)
 
     def __repr__(self):
-        top, known = self.part('peak')[0], [row for row in self.rows if row.residual is not None]
-        exact = sum(row.residual == 0 for row in known)
-        return (f'{self.recipe.name}, rank {self.rank}: peak planned {_shown(top.planned)}, rehearsed {_shown(top.rehearsed)} '
-                f'({_percent(top)}); {exact} of {len(known)} items agree to the last digit; '
-                + (f'stored in {self.path.parent.name}/{self.path.name}' if self.path else 'not stored'))
+        stored = 'not stored'
+        if self.path: stored = f'stored in {self.path.parent.name}/{self.path.name}'
+        return f'{self.recipe.name}, rank {self.rank}: {_summary(self)}; {stored}'
 
     def _repr_html_(self):
-        names = dict.fromkeys(['peak', *_peak_stages(self), 'work', *(row.part for row in self.rows if row.part == 'run')])
-        tables = ''.join(f'<p><b>{escape(name)}</b>{escape(_moments(self, name))}</p>{_table(self.part(name))}' for name in names)
-        stages = [row._replace(item=row.part) for row in self.rows if row.item == _ALL and row.part != 'peak']
-        notes = ''.join(f'<li>{escape(note)}</li>' for note in self.notes)
-        return f'<p>{escape(repr(self))}</p>{tables}<p><b>all tensors, stage by stage</b></p>{_table(stages)}<ul>{notes}</ul>'
+        summary = f'<p>{escape(repr(self))}</p>'
+        return summary + _tables(self)
 
 # %% ../nbs/package/02_report.ipynb #99ca1af7
-_UNITS = (2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB'), (1, 'bytes')
-def _unit(size): return next((unit for unit in _UNITS if size >= unit[0]), _UNITS[-1])
-def _shown(size): return f'{size / _unit(size)[0]:,.2f} {_unit(size)[1]}'
-def _percent(row): return '' if row.share is None else f'{row.share:+.2%}' if row.residual else 'exact'
+_FORMAT = 1
 
-def _peak_stages(report):  # Where the peaks are, if these are two stages
-    stages = [moment.partition(' (')[0] for moment in report.moments['peak']]
+def _parsed(value) -> tuple:
+    "Give the fields of a report from its JSON."
+    if value['format'] != _FORMAT:
+        raise ValueError(f'format {value["format"]!r}, and this version reads {_FORMAT}')
+    rows = []
+    for row in value['rows']:
+        fields = {name: row[name] for name in Compared._fields}
+        rows.append(Compared(**fields))
+    recipe = Recipe(**value['recipe'])
+    moments = {part: tuple(pair) for part, pair in value['moments'].items()}
+    notes = tuple(value['notes'])
+    rank, date, versions = value['rank'], value['date'], value['versions']
+    return recipe, rank, tuple(rows), moments, notes, date, versions
+
+def _percent(row) -> str:
+    if row.share is None: return ''
+    return f'{row.share:+.2%}' if row.residual else 'exact'
+
+def _summary(report) -> str:
+    peak = report.part('peak')[0]
+    residuals = list(report.residual.values())
+    planned, rehearsed = (binary_size(size_b, 2) for size_b in (peak.planned, peak.rehearsed))
+    exact = f'{residuals.count(0)} of {len(residuals)} items agree to the last digit'
+    return f'peak planned {planned}, rehearsed {rehearsed} ({_percent(peak)}); {exact}'
+
+def _peak_stages(report) -> list[str]:
+    "Name the stages of the peaks, if these are two."
+    stages = [text.partition(' (')[0] for text in report.moments['peak']]
     return stages if stages[0] != stages[1] else []
 
-def _moments(report, name):
-    ours, theirs = report.moments.get(name, (None, None))
-    if not ours and not theirs: return ''
-    return f': the ledger at {ours or "no moment that it plans"}; the rehearsal at {theirs or "no moment that it saw"}'
+def _tables(report) -> str:
+    runs = [row.part for row in report.rows if row.part == 'run']
+    parts = []
+    for name in dict.fromkeys(['peak', *_peak_stages(report), 'work', *runs]):
+        instants = escape(_instants_text(report, name))
+        table = _table(report.part(name))
+        parts.append(f'<p><b>{escape(name)}</b>{instants}</p>{table}')
+    stages = [row._replace(item=row.part) for row in report.rows
+              if row.item == _ALL and row.part != 'peak']
+    parts.append(f'<p><b>all tensors, stage by stage</b></p>{_table(stages)}')
+    notes = ''.join(f'<li>{escape(note)}</li>' for note in report.notes)
+    return ''.join([*parts, f'<ul>{notes}</ul>'])
 
-def _table(rows):
-    said = lambda x, unit: '' if x is None else f'{x:,.3f}' if unit == 's' else f'{x:,}'
-    real = any(row.measured is not None for row in rows)
-    heads = ('', 'unit', 'planned', 'rehearsed', *['measured'] * real, 'residual', 'of the plan')
-    sides = lambda row: (row.planned, row.rehearsed, *[row.measured] * real, row.residual)
-    return html_table(heads, [(row.item, row.unit, *(said(x, row.unit) for x in sides(row)), _percent(row)) for row in rows])
+def _instants_text(report, name) -> str:
+    planned, rehearsed = report.moments.get(name, (None, None))
+    if not planned and not rehearsed: return ''
+    planned = planned or 'no moment that it plans'
+    rehearsed = rehearsed or 'no moment that it saw'
+    return f': the ledger at {planned}; the rehearsal at {rehearsed}'
+
+def _table(rows) -> str:
+    has_run = any(row.measured is not None for row in rows)
+    columns = ['planned', 'rehearsed', *(['measured'] if has_run else []), 'residual']
+    lines = []
+    for row in rows:
+        figures = [_figure_text(getattr(row, column), row.unit) for column in columns]
+        lines.append((row.item, row.unit, *figures, _percent(row)))
+    return html_table(('', 'unit', *columns, 'of the plan'), lines)
+
+def _figure_text(value, unit) -> str:
+    if value is None: return ''
+    if unit == 's': return f'{value:,.3f}'
+    return f'{value:,}'
 
 # %% ../nbs/package/02_report.ipynb #4f7072ef
-def _pairs(report):
-    (top, *rows), most = report.part('peak'), lambda row: max(row.planned, row.rehearsed)
-    rows = [row for row in rows if row.item != _HOST and most(row) > most(top) / 1000]
+_UNITS = (
+    (2**30, 'GiB'),
+    (2**20, 'MiB'),
+    (2**10, 'KiB'))
+
+def _larger(row) -> int: return max(row.planned, row.rehearsed)
+
+def _pairs(rows, instants, rank):
+    "Draw two bars for each row."
+    largest_b = max(_larger(row) for row in rows)
+    fitting = [pair for pair in _UNITS if largest_b >= pair[0]]
+    unit_b, unit = fitting[0] if fitting else (1, 'bytes')
     figure = canvas(1.2 + .32 * len(rows))
-    axes, (unit, name) = figure.subplots(), _unit(max(map(most, rows)))
-    sides = ('planned', '#0072B2', '', -.2), ('rehearsed', '#E69F00', '//', .2)  # Okabe and Ito
-    for (side, colour, hatch, shift), moment in zip(sides, report.moments['peak']):
-        at, sizes = [i + shift for i in range(len(rows))], [getattr(row, side) / unit for row in rows]
-        axes.barh(at, sizes, .38, color=colour, hatch=hatch, edgecolor='white', label=f'{side}: {moment}')
-    axes.set(xlabel=f'{name} at the fullest moment of rank {report.rank}')
+    axes = figure.subplots()
+    sides = (('planned', 'blue', '', -.2), ('rehearsed', 'orange', '//', .2))
+    for (side, colour, hatch, shift), instant in zip(sides, instants):
+        places = [i + shift for i in range(len(rows))]
+        sizes = [getattr(row, side) / unit_b for row in rows]
+        look = {'color': PALETTE[colour], 'hatch': hatch, 'edgecolor': 'white'}
+        axes.barh(places, sizes, .38, label=f'{side}: {instant}', **look)
+    axes.set(xlabel=f'{unit} at the fullest moment of rank {rank}')
     axes.set_yticks(range(len(rows)), [row.item for row in rows])
     axes.invert_yaxis()
     figure.legend(loc='outside upper left', frameon=False, fontsize=8)
     return figure
 
 # %% ../nbs/package/02_report.ipynb #37e5f97f
-def _check(ledger, rehearsal, run):
-    sides = [(ledger, Ledger, 'memory(recipe)'), (rehearsal, Rehearsal, 'rehearse(recipe)')]
-    if run is not None: sides.append((run, Run, 'fine_tune(recipe, folder)'))
-    for value, kind, how in sides:
-        name = kind.__name__
-        if not isinstance(value, kind): raise ValueError(f'{value!r:.60} is no {name}: make one, as in {how}')
-        for path, ours, theirs in differences(ledger.recipe, value.recipe):
-            raise ValueError(f'{path} is {ours!r} in the Ledger and {theirs!r} in the {name}: compare values of one recipe')
-    if (rank := rehearsal.rank) != ledger.rank:
-        raise ValueError(f'rank {ledger.rank} of the Ledger, and rank {rank} of the Rehearsal: take memory(recipe, rank={rank})')
-
 def reconcile(
-    ledger: Ledger,  # The plan, as `memory` gives it
+    plan: Estimate | Ledger,  # As `estimate` gives it, or `memory` for another rank than the first
     rehearsal: Rehearsal,  # Of the same recipe and rank
     run: Run | None = None,  # Of the same recipe; None: plan against rehearsal alone
 ) -> Report:  # Its `path` says where it is stored: `reconcile.json` in the directory of the run
-    "Compare a plan with a rehearsal, and with a run if there is one; of a run, store the report in its directory."
+    "Compare a plan with a rehearsal, and with a run, which then gets the report in its directory."
+    ledger, traffic, on_machine = _plan_parts(plan)
     _check(ledger, rehearsal, run)
-    node = _machine(ledger)
-    traffic = step_traffic(ledger.recipe, ledger.spec, node or find_node('cpu'), trainer=True)
-    rows, moments = _memory(_planned(ledger), _rehearsed(rehearsal.timeline))
-    rows += _work(traffic, rehearsal)
-    if run: rows += _run(ledger, rehearsal, run, node and traffic.step_s)
+    if traffic is None: traffic, on_machine = _own_traffic(ledger)
+    planned, rehearsed = _planned_stages(ledger), _rehearsed_stages(rehearsal.timeline)
+    rows, moments = _memory_rows(planned, rehearsed)
+    rows += _work_rows(traffic, rehearsal)
+    if run: rows += _run_rows(ledger, rehearsal, run, traffic.step_s if on_machine else None)
     path = run.directory / 'reconcile.json' if run and run.directory.is_dir() else None
-    report = Report(ledger.recipe, ledger.rank, tuple(rows), moments, tuple(_notes(ledger, rehearsal, run, node, path)),
-                    datetime.now(UTC).isoformat(timespec='seconds'), _versions(), path)
+    notes = tuple(_notes(ledger, rehearsal, run, on_machine, path))
+    date = datetime.now(UTC).isoformat(timespec='seconds')
+    report = Report(
+        recipe=ledger.recipe,
+        rank=ledger.rank,
+        rows=tuple(rows),
+        moments=moments,
+        notes=notes,
+        date=date,
+        versions=_versions(),
+        path=path)
     if path: report.save(path)
     return report
 
+# %% ../nbs/package/02_report.ipynb #c8a0d0f2
+def _plan_parts(plan) -> tuple:
+    "Give the ledger, the traffic, and whether its seconds are those of a machine."
+    if isinstance(plan, Estimate): return plan.ledger, plan.traffic, True
+    return plan, None, False
+
+def _own_traffic(ledger) -> tuple[Traffic, bool]:
+    machine = ledger.node or ledger.recipe.cluster.hardware
+    return step_traffic(ledger.recipe, ledger.spec, machine or 'cpu'), machine is not None
+
+def _check(ledger, rehearsal, run):
+    "Refuse what is no plan, rehearsal or run, and values of two recipes or ranks."
+    sides = [
+        ('Estimate', ledger, Ledger, 'estimate(recipe)'),
+        ('Rehearsal', rehearsal, Rehearsal, 'rehearse(recipe)')]
+    if run is not None: sides.append(('Run', run, Run, 'fine_tune(recipe, folder)'))
+    for name, value, kind, call in sides:
+        if not isinstance(value, kind):
+            raise ValueError(f'{value!r:.60} is no {name}: make one, as in {call}')
+        for path, planned, other in differences(ledger.recipe, value.recipe):
+            texts = f'{path} is {planned!r} in the Ledger and {other!r} in the {name}'
+            raise ValueError(f'{texts}: compare values of one recipe')
+    if rehearsal.rank != ledger.rank:
+        ranks = f'rank {ledger.rank} of the Ledger, and rank {rehearsal.rank} of the Rehearsal'
+        raise ValueError(f'{ranks}: take memory(recipe, rank={rehearsal.rank})')
+
 # %% ../nbs/package/02_report.ipynb #de952f39
-def _notes(ledger, rehearsal, run, node, path) -> Iterator[str]:
+def _notes(ledger, rehearsal, run, on_machine, path) -> Iterator[str]:
+    "Say what is not compared, and why."
     yield from rehearsal.notes
     yield 'loading and saving are planned and not rehearsed, so only the step is compared'
     if ledger.recipe.model.attention == 'sdpa' and ledger.recipe.cluster.device == 'cpu':
-        yield "a rehearsal plays on a CPU, for whose attention torch's counter has no formula: its FLOP are in the plan alone"
+        counter = "torch's counter has no formula: its FLOP are in the plan alone"
+        yield f'a rehearsal plays on a CPU, for whose attention {counter}'
     if not run: return
-    if not node: yield 'no seconds are planned: cluster.hardware names no machine'
-    yield 'resident memory is that of a process, not of tensors alone: Python and its libraries are planned, mapped files are not'
-    if any(rank['memory'].peak.gpu_b for rank in run.ranks): yield 'the peaks of a run span load, step and save'
+    if not on_machine: yield 'no seconds are planned: cluster.hardware names no machine'
+    parts = 'Python and its libraries are planned, mapped files are not'
+    yield f'resident memory is that of a process, not of tensors alone: {parts}'
+    if any(rank['memory'].peak.gpu_b for rank in run.ranks):
+        yield 'the peaks of a run span load, step and save'
     if not path: yield f'not stored: the directory of the run, {run.directory.name!r}, is not there'
 
-_PACKAGES = 'llm-workbook torch transformers accelerate trl peft bitsandbytes'.split()
-def _versions() -> dict:
-    found = {}
+_PACKAGES = ('llm-workbook', 'torch', 'transformers', 'accelerate', 'trl', 'peft', 'bitsandbytes')
+
+def _versions() -> dict[str, str]:
+    versions = {}
     for name in _PACKAGES:
-        try: found[name] = version(name)
-        except PackageNotFoundError: pass
-    return found
+        try: versions[name] = version(name)
+        except PackageNotFoundError: continue
+    return versions

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from llm_workbook.config.hardware import node
-from llm_workbook.plan.model_states import Line
+from llm_workbook.plan.lines import Line
+from llm_workbook.plan.estimate import estimate
 from llm_workbook.plan.ledger import Ledger, memory
 from llm_workbook.model.spec import spec
 from llm_workbook.training.memory_trace import Bytes, MemoryTrace
@@ -139,7 +140,7 @@ def test_every_moment_of_a_ledger_has_its_stage(name, rehearsal):
 
 def test_work_is_that_of_the_traffic(ledger, rehearsal):
     report = reconcile(ledger, rehearsal)
-    traffic = step_traffic(ledger.recipe, ledger.spec, trainer=True)
+    traffic = step_traffic(ledger.recipe, ledger.spec)
     sent = [c for c in traffic.collectives if c.kind == 'all_gather']
     assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(traffic.rank_executed), 18)
     assert row(report, 'work', 'all_gather, messages')[3:5] == (sum(c.count for c in sent), 2)
@@ -181,10 +182,23 @@ def test_seconds_are_the_middle_step_and_planned_where_a_machine_is_named(ledger
     report = reconcile(ledger, rehearsal, run)
     assert row(report, 'run', 'seconds per step')[3:] == (None, None, .625)
     assert any('cluster.hardware names no machine' in note for note in report.notes)
-    step_s = step_traffic(ledger.recipe, ledger.spec, node('cpu'), trainer=True).step_s
+    step_s = step_traffic(ledger.recipe, ledger.spec, node('cpu')).step_s
     on = reconcile(replace(ledger, node='cpu'), rehearsal, run)
     assert row(on, 'run', 'seconds per step').planned == step_s
     assert not any('names no machine' in note for note in on.notes)
+
+
+def test_an_estimate_brings_its_own_seconds_and_messages(rehearsal, run):
+    "reconcile(estimate(r), rehearse(r), run): the report shows the seconds that the estimate showed."
+    plan = estimate(rehearsal.recipe, node('cpu'))
+    slower = replace(plan, traffic=replace(plan.traffic, parts=(('matmul', 7.),), collectives=plan.traffic.collectives[:1]))
+    report = reconcile(slower, rehearsal, run)
+    assert row(report, 'run', 'seconds per step').planned == 7. == slower.traffic.step_s
+    assert [r.item for r in report.part('work') if r.planned and r.unit == 'messages'] == ['all_gather, messages']
+    assert not any('names no machine' in note for note in report.notes)
+    alone = reconcile(plan.ledger, rehearsal, run)
+    assert alone.rows == reconcile(plan, rehearsal, run).rows  # A ledger with a machine gives the same
+    with pytest.raises(ValueError, match=r'take memory\(recipe, rank=1\)'): reconcile(plan, replace(rehearsal, rank=1))
 
 
 def test_one_step_or_no_metrics_take_the_whole_time(ledger, rehearsal, run):
@@ -236,10 +250,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(ledger, rehearsal, 
     before = (tmp_path/'r.json').read_text()
     broken = replace(report, rows=(*report.rows, Compared('run', 'x', 'B', float('nan'), 1)))
     with pytest.raises(ValueError): broken.save(tmp_path/'r.json')
-    def full(self, text, **how):
-        with open(self, 'w') as file: file.write(text[:100])
+    def full(part, path):
+        with open(part, 'w') as file: file.write('{')
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr('pathlib.Path.write_text', full)
+    monkeypatch.setattr('os.replace', full)
     with pytest.raises(OSError, match='No space'): report.save(tmp_path/'r.json')
     assert [p.name for p in tmp_path.iterdir()] == ['r.json']
     assert (tmp_path/'r.json').read_text() == before
@@ -264,7 +278,7 @@ def test_values_of_two_recipes_are_refused_with_the_first_field(ledger, rehearsa
 
 def test_another_rank_or_type_is_refused_with_the_fix(ledger, rehearsal):
     with pytest.raises(ValueError, match=r'take memory\(recipe, rank=1\)'): reconcile(ledger, replace(rehearsal, rank=1))
-    with pytest.raises(ValueError, match=r'is no Ledger: make one, as in memory\(recipe\)'): reconcile(rehearsal, ledger)
+    with pytest.raises(ValueError, match=r'is no Estimate: make one, as in estimate\(recipe\)'): reconcile(rehearsal, ledger)
     with pytest.raises(ValueError, match='is no Rehearsal'): reconcile(ledger, Recorder)
     with pytest.raises(ValueError, match='is no Run'): reconcile(ledger, rehearsal, {})
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from page import ROOT
 
-from llm_workbook.config.document import RecipeError, asset, resolve
+from llm_workbook.config.document import RecipeError
+from llm_workbook.files import asset, resolve
 from llm_workbook.config.recipe import Recipe
 
 CALL = "os.system('touch planted')"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.config.recipe import Recipe
 
 SAID = []  # Lines for the end of the report, whether tests pass or not

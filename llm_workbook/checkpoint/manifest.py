@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from .disk import disk_errors, room
-from ..config.document import Count, Name, Part, RecipeError, html_table
+from ..config.document import Count, Name, Part, RecipeError
+from ..display import html_table
 
 # %% ../../nbs/checkpoint/02_manifest.ipynb #e133d05f
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.document import resolve
+from ..files import resolve
 
 # %% ../../nbs/model/05_weight_files.ipynb #dd6b64c0
 class Entry(NamedTuple):
@@ -186,7 +186,7 @@ class _Files:
 
 # %% ../../nbs/model/05_weight_files.ipynb #80b90e76
 def _known(weights, name):
-    from llm_workbook.config.document import nearest
+    from llm_workbook.display import nearest
     if name in weights.tensors: return weights.tensors[name]
     raise ValueError(f'{weights.place.name!r} has no tensor {name!r}; {nearest(name, sorted(weights.tensors))}')
 

@@ -6,6 +6,8 @@
 __all__ = ['draft', 'plan_facts', 'Room', 'Estimate', 'estimate', 'Shelf', 'recipes']
 
 # %% ../../nbs/plan/08_estimate.ipynb #fa929ae4
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,13 +15,15 @@ from html import escape
 from math import ceil
 from typing import NamedTuple
 
-from ..model.architecture import presets
-from ..config.document import Problem, RecipeError, html_table, nearest
+from ..config.document import Problem, RecipeError
 from ..config.hardware import Node, node as find_node
-from ..config.this_machine import detect
-from .ledger import Ledger, memory
-from ..model.spec import ModelSpec, coverage, spec as find_spec
 from ..config.recipe import Recipe, broken, planned_only, recipe_names
+from ..display import PALETTE, binary_size, gib, html_table, nearest
+from ..model.architecture import presets
+from ..model.layout import coverage
+from ..model.spec import ModelSpec, spec_of
+from .collectives import node_of
+from .ledger import Ledger, memory
 from .step_time import Traffic, step_traffic
 
 # %% ../../nbs/plan/08_estimate.ipynb #c0f24259
@@ -32,54 +36,69 @@ def draft(
     tokens: int = 10_000_000,  # Tokens of the whole run; two epochs count twice
 ) -> Recipe:  # QLoRA, full checkpointing, one row in a pass
     "Write a careful first recipe for `model` on `hardware`."
-    for name, value in {'nodes': nodes, 'length': length, 'rows': rows, 'tokens': tokens}.items():
-        if type(value) is not int or value < 1: raise ValueError(f'{name} {value!r} must be a whole number from 1')
-    machine = find_node(hardware)
-    ranks, half = nodes * machine.gpus, 'bfloat16' if machine.gpu.bf16 else 'float16'
+    counts = {'nodes': nodes, 'length': length, 'rows': rows, 'tokens': tokens}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f'{name} {count!r} must be a whole number from 1')
+    node = find_node(hardware)
+    ranks = nodes * node.gpus
+    half = 'bfloat16' if node.gpu.bf16 else 'float16'
+    preset = presets().get(model)
+    source = preset.hub if preset and preset.hub else model
     return Recipe(
-        name=_label(model), model={'source': presets()[model].hub or model if model in presets() else model},
-        data={'source': 'sample-conversations'}, method={'storage': half},
-        cluster={'nodes': nodes, 'processes': machine.gpus, 'hardware': str(hardware),
-                 'device': 'cpu' if machine.backend == 'gloo' else 'cuda'},
-        sharding={'strategy': 'fsdp2' if ranks > 1 else 'none', 'loading': 'sharded' if ranks > 1 else 'every_rank',
-                  'activation_checkpointing': 'full'},
-        precision={'compute': half, 'loss_scale': 'none' if machine.gpu.bf16 else 'dynamic'},
-        batch={'accumulation': _passes(rows, ranks), 'length': length}, optimizer={'steps': ceil(tokens / (rows * length))})
+        name=_recipe_name(model),
+        model={'source': source},
+        data={'source': 'sample-conversations'},
+        method={'storage': half},
+        cluster={
+            'nodes': nodes, 'processes': node.gpus, 'hardware': str(hardware),
+            'device': 'cpu' if node.backend == 'gloo' else 'cuda'},
+        sharding={
+            'strategy': 'fsdp2' if ranks > 1 else 'none',
+            'loading': 'sharded' if ranks > 1 else 'every_rank',
+            'activation_checkpointing': 'full'},
+        precision={'compute': half, 'loss_scale': 'none' if node.gpu.bf16 else 'dynamic'},
+        batch={'accumulation': _passes(rows, ranks), 'length': length},
+        optimizer={'steps': ceil(tokens / (rows * length))})
 
 # %% ../../nbs/plan/08_estimate.ipynb #952e987a
-def _label(model):
-    plain = ''.join(c if c.isascii() and c.isalnum() or c in '.-' else '-' for c in str(model).rpartition('/')[2])
+def _recipe_name(model) -> str:
+    "Make a name of the last part of `model`."
+    last = str(model).rpartition('/')[2]
+    plain = re.sub('[^A-Za-z0-9.-]', '-', last)
     return plain.lstrip('.-')[:64] or 'plan'
 
 def _passes(rows, ranks) -> int:
-    if rows < ranks: raise ValueError(f'{rows} rows per step leave {ranks - rows} of {ranks} ranks without one: '
-                                      f'take {ranks} rows or more, or fewer GPUs')
-    if rows % ranks: raise ValueError(f'{rows} rows per step do not divide by {ranks} ranks: take {rows // ranks * ranks}')
+    "Divide the rows of a step over the ranks."
+    if rows < ranks:
+        idle = f'{rows} rows per step leave {ranks - rows} of {ranks} ranks without one'
+        raise ValueError(f'{idle}: take {ranks} rows or more, or fewer GPUs')
+    if rows % ranks:
+        uneven = f'{rows} rows per step do not divide by {ranks} ranks'
+        raise ValueError(f'{uneven}: take {rows // ranks * ranks}')
     return rows // ranks
 
 # %% ../../nbs/plan/08_estimate.ipynb #61eaf7cb
 def plan_facts(
     recipe: Recipe,  # Any recipe
-    node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this machine
+    node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
     rows: int | None = None,  # Rows of training data, where you know them
 ) -> dict:  # Dotted name -> value: the recipe's facts, and those that begin with plan
     "Gather every fact that a rule may ask for before anything is counted."
-    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: `Recipe.named` reads one, `draft` writes one')
-    if rows is not None and rows < 1: raise ValueError(f'rows {rows} must be a whole number from 1, or None')
-    spec, node = _spec(recipe.model), _machine(recipe.cluster, node)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f'{recipe!r} is no Recipe: `Recipe.named` reads one, `draft` writes one')
+    if rows is not None and rows < 1:
+        raise ValueError(f'rows {rows} must be a whole number from 1, or None')
+    spec = spec_of(recipe)
+    node = node_of(recipe, node)
     return recipe.facts() | {
-        'plan.gpus': node.gpus, 'plan.fp8': node.gpu.fp8_flops is not None, 'plan.bf16': node.gpu.bf16, 'plan.rows': rows,
-        'plan.context': spec.context, 'plan.vocab': spec.vocab, 'plan.gpu': node.backend == 'nccl'}
-
-# %% ../../nbs/plan/08_estimate.ipynb #4e09b503
-@lru_cache(64)
-def _named(hardware): return find_node(hardware)
-
-def _machine(cluster, node=None) -> Node:
-    node = _named(node) if isinstance(node, str) else node
-    return (node or (_named(cluster.hardware) if cluster.hardware else detect())).using(cluster.processes)
-
-def _spec(model) -> ModelSpec: return find_spec(model.source, model.revision, model.head, model.classes)
+        'plan.gpus': node.gpus,
+        'plan.gpu': node.backend == 'nccl',
+        'plan.fp8': node.gpu.fp8_flops is not None,
+        'plan.bf16': node.gpu.bf16,
+        'plan.rows': rows,
+        'plan.context': spec.context,
+        'plan.vocab': spec.vocab}
 
 # %% ../../nbs/plan/08_estimate.ipynb #ce2ff8a0
 class Room(NamedTuple):
@@ -99,20 +118,30 @@ class Room(NamedTuple):
         "Name the place and the phase."
         return f'{_PLACES[self.place]}, {_PHASES[self.phase]}'
 
-    def __str__(self): return _said(self)
+    def __str__(self):
+        sizes = f'{gib(self.need_b, 1)} of {gib(self.have_b, 1)}'
+        if self.spare_b < 0: return f'{self.where}: {sizes}, lacks {binary_size(-self.spare_b)}'
+        return f'{self.where}: {sizes}, {gib(self.spare_b, 1)} free'
 
 # %% ../../nbs/plan/08_estimate.ipynb #a1963505
 _PLACES = {'gpu': 'each GPU', 'host': 'host memory', 'disk': 'the disk'}
-_PHASES = {'step': 'in a training step', 'load': 'while the base is loaded', 'save': 'while it is saved'}
 
-def _gib(size_b) -> str: return f'{size_b / 2**30:,.1f} GiB'
+_PHASES = {
+    'load': 'while the base is loaded',
+    'step': 'in a training step',
+    'save': 'while it is saved'}
 
-def _said(room) -> str:
-    if room.spare_b >= 0: return f'{room.where}: {_gib(room.need_b)} of {_gib(room.have_b)}, {_gib(room.spare_b)} free'
-    return f'{room.where}: {_gib(room.need_b)} of {_gib(room.have_b)}, lacks {-room.spare_b:,} bytes ({_gib(-room.spare_b)})'
-
-# %% ../../nbs/plan/08_estimate.ipynb #bad077ce
-class _Answers:
+# %% ../../nbs/plan/08_estimate.ipynb #11e41674
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    "What a recipe takes on a machine: bytes, seconds and a verdict."
+    recipe: Recipe  # What was asked
+    spec: ModelSpec  # The model, counted
+    node: Node  # One machine
+    ledger: Ledger  # Every byte of rank 0
+    traffic: Traffic  # Every message and second of a step
+    rooms: tuple[Room, ...]  # GPU, host and disk, each at its fullest
+    warnings: tuple[str, ...]  # What can run, but costs more than it seems
 
     @property
     def fits(self) -> bool:  # In every place
@@ -127,104 +156,152 @@ class _Answers:
     @property
     def verdict(self) -> str:  # Plain text
         "Say whether it fits, and by how much."
-        return _verdict(self)
+        if self.fits:
+            tight = ', tight' if _tight_b(self.node, self.ledger) else ''
+            return f'Fits{tight}: {"; ".join(map(str, self.rooms))}.'
+        short = [room for room in self.rooms if room.spare_b < 0]
+        sizes = self.peaks(short[0].place)[short[0].phase]
+        largest = sorted(sizes, key=sizes.get, reverse=True)[:4]
+        items = ', '.join(f'{kind} {gib(sizes[kind], 1)}' for kind in largest)
+        return f'Does not fit: {"; ".join(map(str, short))}. Most of it: {items}.'
 
-    def peaks(self, place: str,  # 'gpu', 'host' or 'disk'
-    ) -> dict[str, dict[str, int]]:  # Phase -> class -> bytes, at the fullest moment of the phase
+    def peaks(
+        self,
+        place: str,  # 'gpu', 'host' or 'disk'
+    ) -> dict[str, dict[str, int]]:  # Phase -> class -> bytes, at the fullest instant of the phase
         "Itemise a place; the host and the disk for all ranks of a machine."
-        if place not in _PLACES: raise ValueError(f'place {place!r}; {nearest(place, list(_PLACES))}')
-        return _peaks(self, place)
+        if place not in _PLACES:
+            raise ValueError(f'place {place!r}; {nearest(place, list(_PLACES))}')
+        phases = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
+        for line in self.ledger.lines:
+            if _place_of(line, self.recipe) != place: continue
+            copies = self.recipe.cluster.processes if line.each and place != 'gpu' else 1
+            phases[line.phase][line.moment][line.kind] += copies * line.size_b
+        return {phase: _fullest(instants) for phase, instants in phases.items()}
 
     def plot(self) -> 'Figure':  # The bars of the ledger
         "Draw the bytes of every phase."
         return self.ledger.plot()
 
-    def __repr__(self): return f'{self.recipe.name} on {self.recipe.cluster.nodes} x {self.node.name}: {self.verdict}'
-
-    def _repr_html_(self): return _html(self)
-
-# %% ../../nbs/plan/08_estimate.ipynb #11e41674
-@dataclass(frozen=True, repr=False)
-class Estimate(_Answers):
-    "What a recipe takes on a machine: bytes, seconds and a verdict."
-    recipe: Recipe  # What was asked
-    spec: ModelSpec  # The model, counted
-    node: Node  # One machine
-    ledger: Ledger  # Every byte of rank 0
-    traffic: Traffic  # Every message and second of a step
-    rooms: tuple[Room, ...]  # GPU, host and disk, each at its fullest
-    warnings: tuple[str, ...]  # What can run, but costs more than it seems
-
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give everything as plain values."
-        return {'recipe': self.recipe.model_dump(mode='json'), 'node': self.node.name, 'fits': self.fits,
-                'margin_b': self.margin_b, 'verdict': self.verdict, 'rooms': [room._asdict() for room in self.rooms],
-                'warnings': list(self.warnings), 'ledger': self.ledger.to_dict(), 'traffic': self.traffic.to_dict()}
+        return {
+            'recipe': self.recipe.model_dump(mode='json'), 'node': self.node.name,
+            'fits': self.fits, 'margin_b': self.margin_b, 'verdict': self.verdict,
+            'rooms': [room._asdict() for room in self.rooms], 'warnings': list(self.warnings),
+            'ledger': self.ledger.to_dict(), 'traffic': self.traffic.to_dict()}
+
+    def __repr__(self): return f'{_title(self)}: {self.verdict}'
+
+    def __str__(self):
+        verdict = self.verdict
+        if self.fits: verdict = verdict.partition(':')[0] + '.'  # The table has the rest
+        warnings = [f'- {warning}' for warning in self.warnings]
+        lines = [_title(self), verdict, *_memory_lines(self), _speed_line(self), *warnings]
+        return '\n'.join(lines)
+
+    def _repr_html_(self):
+        tables = self.ledger._repr_html_() + self.traffic._repr_html_()
+        return _verdict_html(self) + tables
+
+# %% ../../nbs/plan/08_estimate.ipynb #2aae6e31
+def _place_of(line, recipe) -> str:
+    "Say which of three places holds a line: pinned memory and that of a CPU belong to the host."
+    if line.place == 'pinned': return 'host'
+    if line.place == 'gpu' and recipe.cluster.device == 'cpu': return 'host'
+    return line.place
+
+def _fullest(instants) -> dict[str, int]:
+    "Give the bytes of each class at the fullest of some instants; '' is all the time."
+    always = instants.pop('', {})
+    sums = {instant: sum(sizes.values()) for instant, sizes in instants.items()}
+    most = instants[max(sums, key=sums.get)] if sums else {}
+    sizes = {kind: always.get(kind, 0) + most.get(kind, 0) for kind in always | most}
+    return {kind: size_b for kind, size_b in sizes.items() if size_b}
+
+def _tight_b(node, ledger) -> int:
+    "Give what a GPU might take where a plan fits and this would not; else 0."
+    _, most_b = ledger.band  # With all that nobody can compute at its largest
+    have_b = node.gpu.memory_b
+    return most_b if ledger.peak('gpu') <= have_b < most_b else 0
+
+# %% ../../nbs/plan/08_estimate.ipynb #c2a0d0f4
+def _title(plan) -> str:
+    return f'{plan.recipe.name} on {plan.recipe.cluster.nodes} x {plan.node.name}'
+
+def _text_row(head, cells) -> str:
+    columns = ''.join(f'{cell:>10}' for cell in cells)
+    return f'{head:14}{columns}'
+
+def _memory_lines(plan) -> Iterator[str]:
+    "Write what each place needs in each phase, and what it has, as a table of text."
+    yield _text_row('GiB', [*_PHASES, 'there is'])
+    for room in plan.rooms:
+        peaks = plan.peaks(room.place)
+        sizes = [sum(peaks.get(phase, {}).values()) for phase in _PHASES]
+        cells = [f'{size_b / 2**30:,.1f}' for size_b in (*sizes, room.have_b)]
+        yield _text_row(_PLACES[room.place], cells)
+
+def _speed_line(plan) -> str:
+    traffic = plan.traffic
+    step = f'{traffic.tokens_per_s:,.0f} tokens/s, {traffic.step_s:,.2f} s per step'
+    run = f'{traffic.hours:,.1f} hours, {traffic.cost:,.2f} USD'
+    return f'{step}; {plan.recipe.optimizer.steps:,} steps: {run}'
+
+def _verdict_html(plan) -> str:
+    colour = PALETTE['green'] if plan.fits else PALETTE['vermilion']
+    style = f'border-left:5px solid {colour};padding-left:8px'
+    text = f'<p style="{style}">{escape(plan.verdict)}</p>'
+    if not plan.warnings: return text
+    notes = ''.join(f'<li>{escape(warning)}</li>' for warning in plan.warnings)
+    return f'{text}<ul>{notes}</ul>'
 
 # %% ../../nbs/plan/08_estimate.ipynb #834207ec
 def estimate(
     recipe: Recipe,  # Any recipe
-    node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this machine
+    node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
     rows: int | None = None,  # Rows of training data, where you know them
 ) -> Estimate:  # Verdict, warnings, ledger and traffic
     "Join the ledger and the traffic of `recipe`: will it fit, how long, how much?"
-    facts, node, spec = plan_facts(recipe, node, rows), _machine(recipe.cluster, node), _spec(recipe.model)
-    if found := broken(facts): raise RecipeError([Problem(r.path, repr(facts[r.path]), _rule(r)) for r in found], recipe.name)
-    ledger, traffic = memory(recipe, spec, node), step_traffic(recipe, spec, node)
+    facts = plan_facts(recipe, node, rows)
+    problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule))
+                for rule in broken(facts)]
+    if problems: raise RecipeError(problems, recipe.name)
+    spec = spec_of(recipe)
+    node = node_of(recipe, node)
+    ledger = memory(recipe, spec, node)
     rooms = tuple(Room(*row) for row in ledger.rooms(node))
-    return Estimate(recipe, spec, node, ledger, traffic, rooms, _warnings(facts, recipe, spec, node, ledger))
+    warnings = tuple(_warnings(facts, spec, node, ledger))
+    traffic = step_traffic(recipe, spec, node)
+    return Estimate(recipe, spec, node, ledger, traffic, rooms, warnings)
 
 # %% ../../nbs/plan/08_estimate.ipynb #37ba4342
-def _rule(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'
+def _rule_text(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'
 
-def _warnings(facts, recipe, spec, node, ledger) -> tuple[str, ...]:
-    cover = coverage(spec, recipe.method)
+def _warnings(facts, spec, node, ledger) -> Iterator[str]:
+    "Say what can run, but costs more than it seems."
+    method = ledger.recipe.method
+    cover = coverage(spec, method)
     adapted = any(row.adapters for row in cover.rows if row.kind == 'expert')
-    more = {'plan.logits_share': _logits(ledger) / node.gpu.memory_b,
-            'plan.experts': 0 if adapted else spec.experts,
-            'plan.uncovered_share': cover.share('16 bit') if recipe.method.kind == 'qlora' else 0.}
-    later = ', '.join(f'{problem.path} {problem.value}' for problem in planned_only(recipe))
-    return (*map(_rule, broken(facts | more, 'warn')), *filter(None, [
-        cover.warning, _tight(node, ledger), later and f'this version plans but does not run: {later}']))
+    counted = {
+        'plan.logits_share': _logits_b(ledger) / node.gpu.memory_b,
+        'plan.experts': 0 if adapted else spec.experts,
+        'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
+    for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)
+    if cover.warning: yield cover.warning
+    tight_b = _tight_b(node, ledger)
+    if tight_b:
+        terms = 'context, NCCL and allocator'
+        yield f'tight: {terms} have been seen to take a GPU up to {gib(tight_b, 1)}'
+    later = ', '.join(f'{problem.path} {problem.value}' for problem in planned_only(ledger.recipe))
+    if later: yield f'this version plans but does not run: {later}'
 
-def _logits(ledger) -> int:
-    moments = {}
+def _logits_b(ledger) -> int:
+    "Give the bytes of the logits where they are the most."
+    sizes = defaultdict(int)
     for line in ledger.lines:
-        if line[:2] == ('logits', 'step'): moments[line.moment] = moments.get(line.moment, 0) + line.size_b
-    return max(moments.values(), default=0)
-
-# What the terms that nobody can compute might do to a plan that fits.
-def _tight(node, ledger) -> str:
-    (_, most), need, have = ledger.band, ledger.peak('gpu'), node.gpu.memory_b
-    return f'tight: context, NCCL and allocator have been seen to take a GPU up to {_gib(most)}' if need <= have < most else ''
-
-# %% ../../nbs/plan/08_estimate.ipynb #2aae6e31
-def _peaks(estimate, place) -> dict[str, dict[str, int]]:
-    cpu, ranks, found = estimate.recipe.cluster.device == 'cpu', estimate.recipe.cluster.processes, {}
-    for line in estimate.ledger.lines:
-        if (line.place if line.place != 'pinned' and not (cpu and line.place == 'gpu') else 'host') != place: continue
-        sizes = found.setdefault(line.phase, {}).setdefault(line.moment, {})
-        sizes[line.kind] = sizes.get(line.kind, 0) + line.size_b * (ranks if line.each and place != 'gpu' else 1)
-    return {phase: _fullest(moments) for phase, moments in found.items()}
-
-def _fullest(moments) -> dict[str, int]:
-    always = moments.pop('', {})
-    most = max(moments.values(), key=lambda sizes: sum(sizes.values()), default={})
-    return {kind: size for kind in always | most if (size := always.get(kind, 0) + most.get(kind, 0))}
-
-def _verdict(estimate) -> str:
-    tight = ', tight' * bool(_tight(estimate.node, estimate.ledger))
-    if estimate.fits: return f'Fits{tight}: {"; ".join(map(str, estimate.rooms))}.'
-    short = [room for room in estimate.rooms if room.spare_b < 0]
-    items = estimate.peaks(short[0].place)[short[0].phase]
-    most = ', '.join(f'{kind} {_gib(items[kind])}' for kind in sorted(items, key=items.get, reverse=True)[:4])
-    return f'Does not fit: {"; ".join(map(str, short))}. Most of it: {most}.'
-
-def _html(estimate) -> str:
-    notes = ''.join(f'<li>{escape(warning)}</li>' for warning in estimate.warnings)
-    return (f'<p style="border-left:5px solid {"#009E73" if estimate.fits else "#D55E00"};padding-left:8px">'
-            f'{escape(estimate.verdict)}</p>' + (f'<ul>{notes}</ul>' if notes else '')
-            + estimate.ledger._repr_html_() + estimate.traffic._repr_html_())
+        if line.kind == 'logits' and line.phase == 'step': sizes[line.moment] += line.size_b
+    return max(sizes.values(), default=0)
 
 # %% ../../nbs/plan/08_estimate.ipynb #e02ac2bc
 class Shelf(Mapping):
@@ -236,36 +313,47 @@ class Shelf(Mapping):
 
     def __contains__(self, name) -> bool: return name in recipe_names()
 
-    def __getitem__(self, name: str) -> Estimate: return _planned(name)
+    def __getitem__(self, name: str) -> Estimate: return _estimate_named(name)
 
-    def to_dict(self) -> dict:  # Name -> machines, model, method, bytes needed and there, ready for JSON
+    def to_dict(self) -> dict:  # Name -> machines, model, method, bytes needed and there, for JSON
         "Give what a choice needs to know of every recipe as plain values."
-        return {name: _entry(found) for name, found in self.items()}
+        return {name: _summary(plan) for name, plan in self.items()}
 
     def __repr__(self): return '\n'.join(self)
 
-    def _repr_html_(self): return _shelf_html(self)
+    def _repr_html_(self):
+        heads = ('recipe', 'hardware', 'model', 'method', 'sharding', 'peak of each GPU',
+                 'peak of each host', 'fits')
+        return html_table(heads, [_shelf_row(name, row) for name, row in self.to_dict().items()])
 
 # %% ../../nbs/plan/08_estimate.ipynb #c811b13b
 @lru_cache(64)
-def _planned(name) -> Estimate: return estimate(Recipe.named(name))
+def _estimate_named(name) -> Estimate: return estimate(Recipe.named(name))
 
-def _entry(found) -> dict:
-    r, rooms = found.recipe, {room.place: room for room in found.rooms}
-    bytes_ = {f'{place}_{what}_b': getattr(rooms[place], f'{what}_b') if place in rooms else None
-              for place in ('gpu', 'host') for what in ('need', 'have')}
-    return {'hardware': f'{r.cluster.nodes} x {r.cluster.processes} x {found.node.gpu.name}', 'model': r.model.source,
-            'head': r.model.head, 'method': r.method.kind, 'strategy': r.sharding.strategy, **bytes_, 'fits': found.fits}
+def _summary(plan) -> dict:
+    recipe = plan.recipe
+    cluster = recipe.cluster
+    rooms = {room.place: room for room in plan.rooms}
+    sizes = {}
+    for place in ('gpu', 'host'):
+        room = rooms.get(place)
+        sizes[f'{place}_need_b'] = room.need_b if room else None
+        sizes[f'{place}_have_b'] = room.have_b if room else None
+    return {
+        'hardware': f'{cluster.nodes} x {cluster.processes} x {plan.node.gpu.name}',
+        'model': recipe.model.source, 'head': recipe.model.head, 'method': recipe.method.kind,
+        'strategy': recipe.sharding.strategy, **sizes, 'fits': plan.fits}
 
 # %% ../../nbs/plan/08_estimate.ipynb #ddfb4602
-def _shelf_html(shelf) -> str:
-    def share(row, place):
-        need, have = row[f'{place}_need_b'], row[f'{place}_have_b']
-        return '' if need is None else f'{_gib(need)} of {_gib(have)}'
-    heads = 'recipe', 'hardware', 'model', 'method', 'sharding', 'peak of each GPU', 'peak of each host', 'fits'
-    rows = [(name, row['hardware'], row['model'], row['method'] + ', classifier' * (row['head'] != 'causal_lm'), row['strategy'],
-             share(row, 'gpu'), share(row, 'host'), 'yes' if row['fits'] else 'no') for name, row in shelf.to_dict().items()]
-    return html_table(heads, rows)
+def _shelf_row(name, row) -> tuple:
+    method = row['method'] if row['head'] == 'causal_lm' else f'{row["method"]}, classifier'
+    peaks = [_share_text(row[f'{place}_need_b'], row[f'{place}_have_b'])
+             for place in ('gpu', 'host')]
+    fits = 'yes' if row['fits'] else 'no'
+    return (name, row['hardware'], row['model'], method, row['strategy'], *peaks, fits)
+
+def _share_text(need_b, have_b) -> str:
+    return '' if need_b is None else f'{gib(need_b, 1)} of {gib(have_b, 1)}'
 
 # %% ../../nbs/plan/08_estimate.ipynb #f07ea961
 def recipes() -> Shelf:  # Name -> `Estimate`; a table in a notebook

@@ -7,18 +7,27 @@ __all__ = ['loaded', 'read_b']
 
 # %% ../../nbs/plan/04_loading.ipynb #1e8cb89d
 from collections.abc import Iterator
-from math import ceil, prod
+from math import ceil
 
-from .model_states import Line, Rank, count_of
 from ..model.spec import ModelSpec
+from .lines import Line
+from .model_states import Rank, count_of
 
 # %% ../../nbs/plan/04_loading.ipynb #35faf4b5
-def _line(size, why, moment, name, **more) -> Line:
-    return Line(**(dict(kind='weights', phase='load', moment=moment, place='gpu', size_b=size, formula=why[0], symbols=why[1],
-                        source=why[2], sure='model', name=name) | more))
+def _line(moment, size_b, why, name, **more) -> Line:
+    "A line of the load phase; `why`: formula, symbols, source."
+    formula, symbols, source = why
+    common = dict(kind='weights', place='gpu', sure='model')
+    return Line(phase='load', moment=moment, size_b=size_b, formula=formula, symbols=symbols,
+                source=source, name=name, **(common | more))
 
-def _one(width, n, source, moment, name, **more) -> Line:
-    return _line(width * n, ('b * l', {'b': width, 'l': n}, source), moment, name, **more)
+def _numbers(moment, number_b, count, source, name) -> Line:
+    "A line of so many numbers of so many bytes."
+    why = 'b * l', {'b': number_b, 'l': count}, source
+    return _line(moment, number_b * count, why, name)
+
+def _while_loading(lines, moment='') -> list[Line]:
+    return [line._replace(phase='load', moment=moment) for line in lines]
 
 # %% ../../nbs/plan/04_loading.ipynb #d3fea210
 def loaded(
@@ -28,72 +37,122 @@ def loaded(
     first: bool = False,  # Whether this is the rank that reads for all, where one does
 ) -> list[Line]:  # Of the phase 'load'
     "List what `rank` holds while its base arrives."
-    if not isinstance(rank, Rank): raise ValueError(f'{rank!r} is no Rank: take one with rank_of(recipe, spec)')
-    how, packed = rank.recipe.sharding.loading, rank.recipe.method.kind == 'qlora'
-    N = spec.parameters
-    disk = _line(2 * N, ('2 * N', {'N': N}, 'a 16-bit checkpoint'), '', 'the base in files', place='disk', each=False)
-    whole = not _shards(rank) or packed and (rank.zero or how != 'sharded') or how == 'every_rank' and not rank.zero
-    if whole: return [disk, *_every_rank(rank, lines, packed)]
-    kept, b = [x._replace(phase='load') for x in lines], _whole(rank)[2]['b']
-    one = _one(b, rank.tensors.largest, 'DeepSpeed: GatheredParameters', 'read', 'largest tensor, whole')
-    if rank.zero: return [disk, *kept, one]
-    return [disk, *kept, *(_shared(rank) if how == 'sharded' else _rank0(rank, first))]
+    if not isinstance(rank, Rank):
+        raise ValueError(f'{rank!r} is no Rank: take one with rank_of(recipe, spec)')
+    why = '2 * N', {'N': spec.parameters}, 'a 16-bit checkpoint'
+    files = _line('', 2 * spec.parameters, why, 'the base in files', place='disk', each=False)
+    if _loads_whole(rank): return [files, *_every_rank(rank, lines)]
+    if rank.zero: arriving = [_gathered_tensor(rank)]
+    elif rank.recipe.sharding.loading == 'sharded': arriving = _sharded(rank)
+    else: arriving = _rank0(rank, first)
+    return [files, *_while_loading(lines), *arriving]
+
+def _keeps_part(rank) -> bool:
+    "Whether a rank keeps a part of the weights only."
+    return rank.strategy.startswith('fsdp') or rank.zero == 3
+
+def _loads_whole(rank) -> bool:
+    "Whether all of the base lies on every rank first."
+    loading = rank.recipe.sharding.loading
+    if not _keeps_part(rank): return True
+    if rank.recipe.method.kind == 'qlora': return bool(rank.zero) or loading != 'sharded'
+    return loading == 'every_rank' and not rank.zero
 
 # %% ../../nbs/plan/04_loading.ipynb #a9e7d2c0
-def _every_rank(rank, lines, packed) -> Iterator[Line]:
-    (size, *why), flat, t = _whole(rank), rank.zero in (1, 2), rank.tensors
-    yield _line(size, (*why, 'transformers: from_pretrained'), 'read' if flat else '', 'the base, whole on every rank')
-    if packed: yield _one(2, t.packable, 'transformers: one tensor after the other', 'read', 'largest tensor to be packed')
-    kept = lines if flat else [x for x in lines if _shards(rank) and x.kind not in ('absmax', 'buffers')]
-    yield from (x._replace(phase='load', moment='shard') for x in kept)
-    wide = rank.item('weights', True)
-    if flat: yield _one(wide, count_of(t.trained), 'DeepSpeed, stage_1_and_2.py', 'shard', 'trained weights, not yet flat')
+def _whole(rank) -> tuple:
+    "Bytes of the base as it is loaded, formula, symbols."
+    tensors, full = rank.tensors, rank.recipe.method.kind == 'full'
+    stored = tensors.frozen + tensors.trained
+    b = 4 if full and rank.zero else rank.item('weights', full)
+    p, a = rank.item('payload', False), tensors.absmax[0]
+    n = count_of(tensor for tensor in stored if tensor.kind == 'weights')
+    q = count_of(tensor for tensor in stored if tensor.kind == 'payload')
+    symbols = {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
+    return b * n + p * q + a, 'b * n + p * q + a', symbols
+
+def _every_rank(rank, lines) -> Iterator[Line]:
+    size_b, *why = _whole(rank)
+    tensors, flat = rank.tensors, rank.zero in (1, 2)
+    yield _line('read' if flat else '', size_b, (*why, 'transformers: from_pretrained'),
+                'the base, whole on every rank')
+    if rank.recipe.method.kind == 'qlora':
+        yield _numbers('read', 2, tensors.packable, 'transformers: one tensor after the other',
+                       'largest tensor to be packed')
+    if flat:
+        yield from _while_loading(lines, 'shard')
+        yield _numbers('shard', rank.item('weights', True), count_of(tensors.trained),
+                       'DeepSpeed, stage_1_and_2.py', 'trained weights, not yet flat')
+    elif _keeps_part(rank):  # The statistics and the buffers are those that were loaded
+        parts = [line for line in lines if line.kind not in ('absmax', 'buffers')]
+        yield from _while_loading(parts, 'shard')
+
+def _gathered_tensor(rank) -> Line:
+    _, _, symbols = _whole(rank)
+    return _numbers('read', symbols['b'], rank.tensors.largest, 'DeepSpeed: GatheredParameters',
+                    'largest tensor, whole')
 
 def _rank0(rank, first) -> Iterator[Line]:
-    size, *why = _whole(rank)
-    b, source = why[1]['b'], 'accelerate: fsdp2_load_full_state_dict'
-    yield _one(b, rank.tensors.largest, source, 'shard', 'largest tensor, broadcast by rank 0')
-    why = (*why, 'accelerate: RAM-efficient loading')
-    # What needs no conversion stays mapped
-    if first and b != 2: yield _line(size, why, '', 'the base, whole in rank 0', place='host', each=False)
+    size_b, formula, symbols = _whole(rank)
+    yield _numbers('shard', symbols['b'], rank.tensors.largest,
+                   'accelerate: fsdp2_load_full_state_dict', 'largest tensor, broadcast by rank 0')
 
-def _shards(rank) -> bool: return rank.strategy.startswith('fsdp') or rank.zero == 3
-
-def _whole(rank) -> tuple:  # Bytes of the base as it is loaded
-    t, full = rank.tensors, rank.recipe.method.kind == 'full'
-    b, p, a = 4 if full and rank.zero else rank.item('weights', full), rank.item('payload', False), t.absmax[0]
-    n, q = (sum(x.count * prod(x.shape) for x in t.frozen + t.trained if x.kind == kind) for kind in ('weights', 'payload'))
-    return b * n + p * q + a, 'b * n + p * q + a', {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
+    if first and symbols['b'] != 2:  # What needs no conversion stays mapped
+        why = formula, symbols, 'accelerate: RAM-efficient loading'
+        yield _line('', size_b, why, 'the base, whole in rank 0', place='host', each=False)
 
 # %% ../../nbs/plan/04_loading.ipynb #4a5f274a
 _CHUNK = 2**21  # Numbers that the sharded loader reads at once
+_LOADER = 'llm-workbook: loading'
 
-def _shared(rank) -> Iterator[Line]:
-    t, full, cuda = rank.tensors, rank.recipe.method.kind == 'full', rank.recipe.cluster.device == 'cuda'
-    mine = [x for x in rank.here(t.frozen + t.trained, first=True) if x.kind in ('weights', 'payload')]
-    numbers = max((prod(x.shape) for x in mine if x.kind == 'weights'), default=0)
-    r, c, w, source = _CHUNK + 128, min(_CHUNK, numbers), rank.item('weights', full), 'llm-workbook: loading'
-    w *= w != 2  # Only what is no 16-bit number is cast
-    yield _line(2 * r + w * c, ('2 * r + w * c', {'r': r, 'w': w, 'c': c}, source), 'read', 'numbers on their way from the file',
-                place='host')
-    if t.packable: yield from _packing(rank, mine, cuda, source)
+def _sharded(rank) -> Iterator[Line]:
+    tensors, full = rank.tensors, rank.recipe.method.kind == 'full'
+    parts = [part for part in rank.here(tensors.frozen + tensors.trained, first=True)
+             if part.kind in ('weights', 'payload')]
+    yield _chunk(rank, parts)
+    if tensors.packable: yield from _packing(rank, parts)
     if rank.where('weights') == 'pinned':
-        part = max((rank.item(x.kind, full) * prod(x.shape) for x in mine), default=0)
-        yield _line(part, ('l', {'l': part}, 'torch FSDP2, _fsdp_param.py: pin_memory'), 'lock',
-                    'largest part, before it is page-locked', place='host')
-    n = 4 * sum(count_of([x]) for x in t.trained if x.kind == 'adapters')
-    own = t.absmax[0] + (rank.where('weights') == 'gpu') * sum(rank.item(x.kind, full) * count_of([x]) for x in mine)
-    if n > own: yield _line(n - own, ('n - P', {'n': n, 'P': own}, 'PEFT'), 'adapt', 'adapters, whole, before the base comes',
-                            kind='adapters')
+        sizes = [rank.item(part.kind, full) * part.numel for part in parts]
+        part_b = max(sizes, default=0)
+        why = 'l', {'l': part_b}, 'torch FSDP2, _fsdp_param.py: pin_memory'
+        yield _line('lock', part_b, why, 'largest part, before it is page-locked', place='host')
+    parts_b = tensors.absmax[0]
+    if rank.where('weights') == 'gpu':
+        for part in parts: parts_b += rank.item(part.kind, full) * count_of([part])
+    adapters = [tensor for tensor in tensors.trained if tensor.kind == 'adapters']
+    adapters_b = 4 * count_of(adapters)
+    if adapters_b > parts_b:
+        why = 'n - P', {'n': adapters_b, 'P': parts_b}, 'PEFT'
+        yield _line('adapt', adapters_b - parts_b, why, 'adapters, whole, before the base comes',
+                    kind='adapters')
 
-def _packing(rank, mine, cuda, source) -> Iterator[Line]:
-    W, B = rank.group, ceil(rank.tensors.packable / 64)
-    c = min(_CHUNK, max(prod(x.shape) * 2 * rank.item('payload', False) for x in mine if x.kind == 'payload'))
-    k, m, v = min(c, 2**17) * (not cuda), ceil(B / W) + 1, 2 * cuda  # A CPU packs 2**17 numbers at once, in float32
+def _chunk(rank, parts) -> Line:
+    "Room for numbers as they lie in the file, and once more where they are cast."
+    sizes = [part.numel for part in parts if part.kind == 'weights']
+    r = _CHUNK + 128
+    c = min(_CHUNK, max(sizes, default=0))
+    w = rank.item('weights', rank.recipe.method.kind == 'full')
+    if w == 2: w = 0  # A 16-bit number is not cast
+    why = '2 * r + w * c', {'r': r, 'w': w, 'c': c}, _LOADER
+    return _line('read', 2 * r + w * c, why, 'numbers on their way from the file', place='host')
+
+# %% ../../nbs/plan/04_loading.ipynb #b33820df
+def _packing(rank, parts) -> Iterator[Line]:
+    cuda = rank.recipe.cluster.device == 'cuda'
+    W = rank.group
+    B = ceil(rank.tensors.packable / 64)
+    element = 2 * rank.item('payload', False)  # Numbers in an element of the payload
+    payload = [part.numel for part in parts if part.kind == 'payload']
+    c = min(_CHUNK, max(payload) * element)
+    k = 0 if cuda else min(c, 2**17)  # A CPU packs 2**17 numbers at once, in float32
+    v = 2 if cuda else 0
+    m = ceil(B / W) + 1
     why = 'v * c + c // 2 + c // 16 + 16 * k', {'v': v, 'c': c, 'k': k}, 'llm-workbook: nf4'
-    yield _line(v * c + c // 2 + c // 16 + 16 * k, why, 'pack', 'numbers that are being packed', kind='payload')
-    why = '4 * ((W + 1) * m + B)', {'W': W, 'm': m, 'B': B}, source
-    yield _line(4 * ((W + 1) * m + B), why, 'exchange', 'scales of the largest tensor, of all ranks', kind='collective')
+    size_b = v * c + c // 2 + c // 16 + 16 * k
+    yield _line('pack', size_b, why, 'numbers that are being packed', kind='payload')
+    why = '4 * ((W + 1) * m + B)', {'W': W, 'm': m, 'B': B}, _LOADER
+    size_b = 4 * ((W + 1) * m + B)
+    yield _line('exchange', size_b, why,
+                'scales of the largest tensor, of all ranks', kind='collective')
 
 # %% ../../nbs/plan/04_loading.ipynb #c086dd06
 def read_b(
@@ -101,13 +160,21 @@ def read_b(
 ) -> int:  # Bytes of a 16-bit checkpoint
     "Count what `rank` reads of the files when loading is sharded."
     if rank.strategy != 'fsdp2':
-        raise ValueError(f'strategy {rank.strategy!r} does not read in parts: set sharding.strategy to fsdp2')
-    t, total = rank.tensors, 0
-    for x in t.frozen + t.trained:
-        if x.kind == 'weights': total += 2 * count_of(rank.here((x,)))
-        if x.kind != 'payload': continue
-        each, rows = 2 * rank.item('payload', False), x.shape[0]  # Numbers in a row
-        part = ceil(rows / rank.group)
-        start, stop = (min(at * part, rows) * each for at in (rank.place_in, rank.place_in + 1))
-        if start < stop: total += 2 * x.count * (min(ceil(stop / 64) * 64, rows * each) - start // 64 * 64)
-    return total
+        strategy = f'strategy {rank.strategy!r} does not read in parts'
+        raise ValueError(f'{strategy}: set sharding.strategy to fsdp2')
+    numbers = 0
+    for tensor in rank.tensors.frozen + rank.tensors.trained:
+        if tensor.kind == 'weights': numbers += count_of(rank.here((tensor,)))
+        if tensor.kind == 'payload': numbers += tensor.count * _packed_numbers(rank, tensor)
+    return 2 * numbers
+
+def _packed_numbers(rank, tensor) -> int:
+    "Numbers of one packed tensor that this rank reads: whole blocks of 64."
+    rows = tensor.shape[0]
+    in_row = 2 * rank.item('payload', False)
+    part = ceil(rows / rank.group)
+    start = min(rank.place_in * part, rows) * in_row
+    stop = min((rank.place_in + 1) * part, rows) * in_row
+    if start >= stop: return 0
+    first, last = start // 64 * 64, ceil(stop / 64) * 64
+    return min(last, rows * in_row) - first

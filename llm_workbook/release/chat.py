@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..model.adapters import load_adapters
-from ..config.document import resolve
+from ..files import resolve
 from ..model.quantize import load_base
 from ..config.recipe import Recipe
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from ..config.document import html_table, nearest, resolve
+from ..display import html_table, nearest
+from ..files import resolve
 from .merge import WAYS, Gate, Merge, gate, judge, merged
 from ..config.recipe import Recipe
 from ..training.run_directory import recipe_facts

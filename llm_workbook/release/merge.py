@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from re import fullmatch
 
-from ..config.document import canvas, html_table, nearest, resolve
+from ..display import canvas, html_table, nearest
+from ..files import resolve
 
 # %% ../../nbs/release/02_merge.ipynb #842bb950
 WAYS = {'16-bit': 'the 16-bit base', 'dequantised': 'the base as NF4 gives it back', 'nf4': 'the 16-bit base, packed again'}

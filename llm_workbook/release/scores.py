@@ -9,7 +9,7 @@ __all__ = ['question', 'expected', 'answers', 'Score', 'exact_match', 'side_by_s
 from collections import Counter
 from dataclasses import dataclass
 
-from ..config.document import html_table
+from ..display import html_table
 
 # %% ../../nbs/release/01_scores.ipynb #519ed49c
 def question(

@@ -8,7 +8,7 @@ from test_data import anything
 
 from llm_workbook.training.data import DatasetError, load_rows
 from llm_workbook.training.tokens import check_rows
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.config.recipe import Data
 
 GOOD = {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}]}

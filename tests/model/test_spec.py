@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from llm_workbook.model.architecture import configuration, inventory, presets, skeleton
-from llm_workbook.model.spec import coverage, spec
+from llm_workbook.model.layout import coverage
+from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Method
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*(pattern keys did not match|is_gradient_checkpointing|script_method)')
@@ -165,7 +166,8 @@ def test_an_inventory_agrees_with_a_model_that_has_numbers():
 @pytest.mark.slow
 def test_the_largest_dense_model_is_cheap():
     program = ('''import time, torch, transformers
-from llm_workbook.model.spec import coverage, spec
+from llm_workbook.model.layout import coverage
+from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Method
 times = [spec('tiny-base') and time.process_time(), spec('llama-3.1-405b') and time.process_time()]
 for rank in range(1, 101): coverage(spec('llama-3.1-405b'), Method(rank=rank))

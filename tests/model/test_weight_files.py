@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.model.weight_files import Weights
 
 TINY = asset('tiny-base')/'model.safetensors'

@@ -14,7 +14,7 @@ from bench.real_ranks import make_base
 from trouble import later
 from llm_workbook.parallel import load as loading
 from llm_workbook.model.adapters import save_adapters
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.parallel.load import arriving, load_sharded
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks

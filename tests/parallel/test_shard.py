@@ -8,7 +8,7 @@ import pytest
 from llm_workbook.model.adapters import add_adapters, cast_adapters, load_adapters, save_adapters
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.config.recipe import Method, Recipe, Sharding
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding, shard_model

@@ -6,7 +6,7 @@ import torch
 import transformers
 from bench import step_peak_error
 from bench.step_peak_program import pack
-from llm_workbook import Setting, adapted, head_tape, layer_tape, moments, saved, spec, working
+from llm_workbook import Recipe, Setting, adapted, coverage, head_tape, layer_tape, moments, saved, spec, working
 from llm_workbook.model.adapters import add_adapters
 
 WIDTHS = dict(hidden_size=96, intermediate_size=272, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=200)
@@ -117,6 +117,13 @@ def test_it_is_quick():
     start = time.process_time()
     for length in range(1000, 1100): moments(llama, made.changed({'batch.length': length}))
     assert time.process_time() - start < 2
+
+
+def test_the_copy_of_a_new_head_has_gradients():
+    judge = spec('tiny-base', head='classification')
+    made = Recipe.named('reviews-qlora').changed({'model.head': 'classification', 'method.kind': 'lora', 'sharding.strategy': 'ddp'})
+    gradients = [line.size_b for line in moments(judge, made)['optimizer'] if line.kind == 'gradients']
+    assert gradients == [4 * coverage(judge, made.method).trained]
 
 
 @pytest.mark.parametrize('call, said', [

@@ -102,7 +102,7 @@ def test_two_3090_and_70b_in_full_never_fit():
     assert not full.accepted and len(full.refused) > 100
     lacking = [r for r in full.refused if r.kind == 'memory']
     assert lacking and all(r.short_b > 0 for r in lacking)
-    with pytest.raises(ValueError, match=r'lacks [\d,]+ bytes'): full.best
+    with pytest.raises(ValueError, match=r'lacks [\d,.]+ GiB'): full.best
 
 
 def test_two_3090_and_70b_by_qlora_fit_with_offload(found):
@@ -164,7 +164,7 @@ def test_what_is_counted_misses_exactly_so_many_bytes(found):
 def test_pruning_loses_no_plan(monkeypatch):
     from llm_workbook.plan import search as plans
     quick = search(PAIR, SMALL)
-    monkeypatch.setattr(plans, '_weight', lambda trial, changes: (object(), ()))
+    monkeypatch.setattr(plans, '_family_and_weight', lambda trial, changes: (object(), ()))
     slow = search(PAIR, SMALL)
     assert not any(r.proved for r in slow.refused) and any(r.proved for r in quick.refused)
     assert sorted(map(key, quick.accepted)) == sorted(map(key, slow.accepted))
@@ -293,3 +293,28 @@ def test_a_second_look_at_the_shelf_is_free():
     start = time.process_time()
     recipes().to_dict()
     assert time.process_time() - start < 0.05
+
+
+# Shown
+
+@pytest.mark.parametrize('recipe', [PAIR, PAIR.changed({'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}),
+                                    draft('tiny-base', 'cpu', rows=2, length=128)])
+def test_a_printed_plan_has_the_figures_of_its_table(recipe):
+    plan = estimate(recipe)
+    title, verdict, head, *rest = str(plan).splitlines()
+    assert title == f'{recipe.name} on 1 x {plan.node.name}' and head.split()[0] == 'GiB'
+    assert verdict.startswith('Fits' if plan.fits else 'Does not fit') and verdict.rstrip('.') in plan.verdict
+    for room, line in zip(plan.rooms, rest):
+        sizes = [sum(plan.peaks(room.place).get(phase, {}).values()) for phase in ('load', 'step', 'save')]
+        assert line.split()[-4:] == [f'{size_b / 2**30:,.1f}' for size_b in (*sizes, room.have_b)]
+        assert max(sizes) == room.need_b
+    speed, *warnings = rest[len(plan.rooms):]
+    assert f'{plan.traffic.hours:,.1f} hours' in speed and f'{plan.traffic.cost:,.2f} USD' in speed
+    assert warnings == [f'- {warning}' for warning in plan.warnings]
+
+
+def test_less_than_a_gibibyte_short_is_not_written_as_nothing():
+    plan = estimate(PAIR)
+    size_b = plan.rooms[0].need_b
+    assert 'lacks 3.0 MiB' in str(plan.rooms[0]._replace(have_b=size_b - 3 * 2**20))
+    assert '0.0 GiB free' in str(plan.rooms[0]._replace(have_b=size_b))

@@ -10,7 +10,9 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 from bench import step_peak_error
 from bench.record import ROOT
-from llm_workbook.plan.model_states import KINDS, count_of, held, rank_of, tensors_of, whole_states
+from llm_workbook.plan.step_memory import moments, working
+from llm_workbook.plan.lines import KINDS
+from llm_workbook.plan.model_states import count_of, held, rank_of, tensors_of, whole_states
 from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
 from llm_workbook.parallel.ranks import run_ranks
@@ -289,3 +291,61 @@ def test_the_ledger_alone_gives_the_peaks_that_were_measured(row):
     if 'foreach' in row['changes']: changes |= {'cluster.device': 'cuda'}  # There AdamW goes through all weights at once
     made = memory(step_peak_error.recipe(changes), spec(step_peak_error.SHAPES[row['shape']]))
     assert abs(made.total('step', level='allocated') / row['peak_b'] - 1) < .01
+
+
+# Labels are for people
+
+REWORDED = [{}, {'method.kind': 'full', 'intervals.saving': 2, 'optimizer.steps': 4}, {'method.kind': 'full', 'batch.accumulation': 2},
+            *({'sharding.strategy': name, 'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.offload_optimizer': 'cpu'}
+              for name in ('zero1', 'zero2', 'zero3')),
+            {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.saving': 2, 'optimizer.steps': 4}]
+
+
+def verdicts(changes: dict) -> tuple:
+    "Everything that a ledger decides, without its texts."
+    found, recipe = memory(BASE.changed(changes)), BASE.changed(changes)
+    totals = found.to_dict()
+    lines = [(x.kind, x.phase, x.moment, x.place, x.size_b) for x in found.lines]
+    passing = {name: [x.size_b for x in working(TINY, recipe, name)] for name in moments(TINY, recipe)}
+    return totals['allocated'], totals['band'], totals['device'], lines, passing, found.fits('8x-h100')
+
+
+@pytest.mark.parametrize('changes', REWORDED, ids=str)
+def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
+    from llm_workbook.plan import ledger, lines as plan_lines, loading, model_states, step_memory
+    plain = verdicts(changes)
+    made = []
+
+    def reworded(*args, **fields):
+        made.append(plan_lines.Line(*args, **fields)._replace(name=f'words {len(made)}', formula='a formula', source='a source'))
+        return made[-1]
+    step_memory._lines.cache_clear()
+    for module in (ledger, loading, model_states, step_memory): monkeypatch.setattr(module, 'Line', reworded)
+    other = memory(BASE.changed(changes))
+    assert made and all(x.name.startswith('words') for x in other.lines)
+    assert verdicts(changes) == plain
+    step_memory._lines.cache_clear()
+
+
+def test_a_ledger_with_more_lines_leaves_the_first_as_it_was():
+    first = memory(BASE)
+    line = first.lines[0]._replace(kind='context', phase='step', place='gpu', moment='', size_b=7)
+    more = first.with_lines((line,))
+    assert (more.total('step') - first.total('step'), more.total('load') - first.total('load')) == (7, 0)
+    assert memory(BASE).total('step') == first.total('step') and more.lines == (*first.lines, line)
+
+
+def test_buffers_of_a_step_are_gone_while_loading_and_saving_and_so_is_their_rounding():
+    away = BASE.changed({'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.strategy': 'zero2', 'sharding.offload_optimizer': 'cpu'})
+    rounding = {phase: [x.name for x in memory(away).lines if x.phase == phase and x.kind == 'pinned_rounding'] for phase in ('load', 'step', 'save')}
+    assert rounding['load'] == rounding['save'] == ['master weights, each tensor rounded up']
+    assert len(rounding['step']) == 4
+
+
+@pytest.mark.parametrize('checkpointing', ['none', 'full'])
+def test_zero_reduces_in_the_backward_pass_alone(checkpointing):
+    zero = memory(BASE.changed({'method.kind': 'full', 'sharding.strategy': 'zero2', 'sharding.activation_checkpointing': checkpointing})).lines
+    buckets = {x.moment for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
+    partition = {x.moment for x in zero if x.kind == 'gradients' and x.phase == 'step'}
+    assert buckets == {'loss', 'head', 'last layer', 'first layer', 'embedding'}
+    assert partition == {'head', 'last layer', 'first layer', 'embedding', 'optimizer'}

@@ -104,8 +104,8 @@ def test_the_figures_beside_the_bars_are_those_of_the_estimate():
 
 def test_every_class_of_the_ledger_has_a_group():
     from llm_workbook.plan import panel
-    from llm_workbook.plan.model_states import KINDS
-    grouped = [kind for _, kinds in panel._GROUPS.values() for kind in kinds.split()]
+    from llm_workbook.plan.lines import KINDS
+    grouped = [kind for group in panel._GROUPS.values() for kind in group.kinds]
     assert sorted(grouped) == sorted(KINDS)
 
 
@@ -168,3 +168,10 @@ def test_twenty_changes_take_less_than_a_tenth_of_a_second_each(panel):
         spent.append(time.process_time() - start)
         assert panel.state.settings[path] == value
     assert len(spent) == 20 and max(spent) < 0.1
+
+
+def test_no_control_is_blank_and_an_open_choice_has_a_name(panel):
+    "A list of ipywidgets shows nothing for None, so no control may hold it."
+    for path, widget in panel.widgets.items(): assert widget.index is not None and widget.value is not None, path
+    assert panel.widgets['network'].label == 'its own, or none' and panel.state.settings['network'] == ''
+    assert panel_state({'network': None}).recipe == panel_state({'network': ''}).recipe

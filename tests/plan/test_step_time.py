@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.config.hardware import node
-from llm_workbook.plan.collectives import Collective, Exchange, collective_s, machine, step_messages, wire_bytes
+from llm_workbook.plan.collectives import Collective, Exchange, collective_s, node_of, step_messages, wire_bytes
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.plan.step_time import _exchange_s, step_traffic
@@ -24,7 +24,7 @@ LARGE = Recipe.parse('''{version: 2, name: large, model: {source: llama-3.1-8b},
 
 
 def sent(recipe, **more) -> list:
-    large, small = step_messages(recipe, **more)
+    large, small = step_messages(recipe, units='shard_model', **more)
     return [c for x in large for part in (x.ahead, x.again, x.grads) for c in part] + [c for c in small if c.moment != 'trainer']
 
 
@@ -125,7 +125,7 @@ def test_every_strategy_reduces_every_gradient(strategy):
 
 
 def test_the_machine_must_have_room():
-    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'): machine(LARGE, node('4x-a100-80'))
+    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'): node_of(LARGE, node('4x-a100-80'))
     with pytest.raises(ValueError, match='no network'): step_traffic(LARGE, node=node('p4de').changed(network=None))
 
 
@@ -248,3 +248,36 @@ def test_fp8_speeds_up_products_alone():
     parts = lambda **more: dict(step_traffic(LARGE.changed(pair | more), node=box).parts)
     plain, quick = parts(), parts(**{'precision.compute': 'fp8'})
     assert quick['matmul'] < 0.6 * plain['matmul'] and quick['attention'] == plain['attention']
+
+
+# The units of a plan
+
+def gathers(recipe, units='trainer') -> list:
+    large, _ = step_messages(recipe, units=units)
+    return [(c.count, c.tensor_b) for x in large for c in (*x.ahead, *x.again)]
+
+
+def test_a_plan_gathers_what_lies_outside_the_layers_as_a_trainer_does():
+    frozen = LARGE.changed({'method.kind': 'lora'})
+    embedding_b, passes = 2 * 128_256 * 4096, LARGE.batch.accumulation
+    assert gathers(frozen).count((passes, embedding_b)) == 3  # Embedding forward and backward, and the head, which is kept
+    assert (passes, 2 * embedding_b + 2 * 4096) in gathers(frozen, 'shard_model')  # Here they are one unit
+    once = sum(count * size for count, size in gathers(frozen, 'shard_model'))
+    assert sum(count * size for count, size in gathers(frozen)) == once + passes * embedding_b
+    assert step_traffic(frozen).collectives == step_traffic(frozen, spec('llama-3.1-8b')).collectives
+    assert sorted((c.count, c.tensor_b) for c in step_traffic(frozen).collectives if c.kind == 'all_gather'
+                  and c.moment != 'trainer') == sorted(gathers(frozen))
+    with pytest.raises(ValueError, match="'trainer' or 'shard_model'"): step_messages(frozen, units='zero')
+
+
+def test_a_new_head_under_adapters_is_gathered_twice():
+    "PEFT trains a copy, and the weight that it was copied from stays in the model; a rehearsal sees both on the wire."
+    recipe = Recipe.named('70b-2x4-h100-zero3-qlora-classifier').changed({
+        'sharding.strategy': 'fsdp2', 'sharding.reentrant': False, 'sharding.loading': 'every_rank', 'method.kind': 'lora',
+        'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'})
+    ranks, hidden = recipe.cluster.ranks, 8192
+    large, _ = step_messages(recipe)
+    padded = ranks * hidden  # Of fewer rows than ranks each has one, padded
+    assert recipe.model.classes <= ranks and large[-1].trained == recipe.model.classes * hidden
+    assert large[-1].ahead[0].tensor_b == padded * (4 + 2)  # The copy in float32, the other in bf16
+    assert large[-1].grads[0].tensor_b == padded * 4

@@ -14,7 +14,7 @@ from test_merge import moved_adapters
 import llm_workbook.release.export as exports
 from llm_workbook.checkpoint.manifest import DamagedCheckpoint, check
 from llm_workbook.training.data import load_rows
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.release.export import export, push
 from llm_workbook.release.merge import Gate, Merge, judge, merged
 from llm_workbook.model.quantize import fingerprint, load_nf4

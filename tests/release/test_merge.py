@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llm_workbook.model.adapters import add_adapters, load_adapters, save_adapters
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.release.merge import Gate, Merge, gate, merged, predictions
 from llm_workbook.model.quantize import fingerprint, load_nf4
 from llm_workbook.config.recipe import Method, Precision

@@ -20,7 +20,7 @@ from llm_workbook.parallel import shard
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import rank_run
 from llm_workbook.training.data import load_rows
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.parallel.ranks import RankError, RankTimeout
 from llm_workbook.config.recipe import Recipe
 

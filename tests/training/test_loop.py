@@ -12,7 +12,7 @@ from llm_workbook.training import loop as module
 from llm_workbook.training.classifier import class_rows, class_tokenizer, load_classifier, make_loader, reload_classifier, token_rows
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.training.data import load_rows
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.run_directory import begin_run, mark_run, read_metrics, run_state

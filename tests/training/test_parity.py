@@ -17,7 +17,7 @@ from trouble import later
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.model.adapters import check_targets, load_adapters, moved
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.model.quantize import fingerprint, load_base
 from llm_workbook.config.recipe import Method, Recipe
 

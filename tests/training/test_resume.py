@@ -18,7 +18,7 @@ from llm_workbook.training import resume as resuming
 from llm_workbook.training import run_directory
 from llm_workbook.training.run_directory import run_lock
 from llm_workbook.checkpoint.manifest import survey
-from llm_workbook.config.document import asset
+from llm_workbook.files import asset
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.resume import Preempted
