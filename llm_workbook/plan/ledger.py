@@ -179,16 +179,18 @@ _EMPTY = _Cell()
 class _Sums:  # (phase, place) -> instant -> cell; '' for what is there all the time
     def __init__(self, lines, others=None):
         self.cells = {} if others is None else dict(others.cells)
-        touched = set()
+        copied = set()  # What belongs to `others` stays as it is
         for line in lines:
-            key = line.phase, line.place
-            if key not in touched:  # What belongs to `others` stays as it is
-                touched.add(key)
-                old = self.cells.get(key, {})
-                self.cells[key] = {moment: cell.copy() for moment, cell in old.items()}
-            cells = self.cells[key]
-            if line.moment not in cells: cells[line.moment] = _Cell()
-            cells[line.moment].add(line)
+            phase, place, moment = line.phase, line.place, line.moment
+            if (phase, place) not in copied:
+                copied.add((phase, place))
+                self.cells[phase, place] = dict(self.at(phase, place))
+            cells = self.cells[phase, place]
+            if (phase, place, moment) not in copied:
+                copied.add((phase, place, moment))
+                cells[moment] = cells.get(moment, _EMPTY).copy()
+            cells[moment].add(line)
+
 
     def at(self, phase, place) -> dict[str, _Cell]: return self.cells.get((phase, place), {})
 

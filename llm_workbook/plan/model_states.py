@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from ..config.recipe import Method, Recipe
 from ..display import nearest
-from ..model.layout import (
+from llm_workbook.model.layout import (
 
-    NUMBER_B, coverage, is_new_head, layout, number_sizes, part_shape, role, statistics_b)
+    NUMBER_B, NumberSizes, coverage, is_new_head, layout, number_sizes, part_shape, role,
+    statistics_b)
+
 from ..model.spec import ModelSpec
 from .lines import INSTANTS, Line
 
@@ -133,6 +135,7 @@ class Rank(NamedTuple):
     strategy: str  # Of the recipe
     group: int  # Ranks that share one copy of the weights
     place_in: int  # Position within that group, from 0
+    sizes: NumberSizes  # Bytes of one number
 
     @property
     def zero(self) -> int:  # 1, 2 or 3; 0 for everything else
@@ -144,9 +147,8 @@ class Rank(NamedTuple):
         trained: bool,  # Whether it gets a gradient
     ) -> int:  # Bytes
         "Say how many bytes one number takes."
-        sizes = number_sizes(self.recipe.method, self.recipe.precision, self.strategy)
-        if kind == 'payload': return sizes.payload
-        return sizes.trained if trained else sizes.frozen
+        if kind == 'payload': return self.sizes.payload
+        return self.sizes.trained if trained else self.sizes.frozen
 
     def here(self,
         tensors: tuple[Shape, ...],  # Of the whole model
@@ -195,7 +197,8 @@ def rank_of(
         raise ValueError(f'model.head is {head!r}, and {built}: give `spec` a head')
     group = sharding.group or ranks
     tensors = tensors_of(spec, recipe.method)
-    return Rank(recipe, tensors, sharding.strategy, group, rank % group)
+    sizes = number_sizes(recipe.method, recipe.precision, sharding.strategy)
+    return Rank(recipe, tensors, sharding.strategy, group, rank % group, sizes)
 
 # %% ../../nbs/plan/03_model_states.ipynb #2e9a3a6f
 _ALL = 'every rank holds all of it'
