@@ -367,8 +367,8 @@ def load_checkpoint(
     replicated = manifest.strategy in ('ddp', 'none')
     if replicated and manifest.ranks != ranks and not (any_ranks or weights_only):
         warnings.warn(f'{folder.name} is of {manifest.ranks} ranks and there are {ranks}: the '
-                      'batch of a step and the position in the data change with that; any_ranks=True '
-                      'says that it is meant', stacklevel=2)
+                      'batch of a step and the position in the data change with that; '
+                      'any_ranks=True says that it is meant', stacklevel=2)
     if manifest.strategy.startswith('zero') or _is_engine(model):
         _load_zero(folder, manifest, model, weights_only)
     else: on_every_rank(lambda: read_slices(folder / 'model', kept(model)))
