@@ -14,17 +14,21 @@ from math import prod
 from typing import NamedTuple
 from unittest.mock import patch
 
+from ..config.recipe import Method, Model, Precision
+from ..model.adapters import add_adapters
+from ..model import nf4
 from ..model.quantize import load_base
-from ..config.recipe import Method, Model, Precision, Sharding
-from .agreement import gather_objects, on_every_rank
 from ..model.weight_files import Weights, origins
+from .agreement import gather_objects, on_every_rank
+from .shard import shard_model
 
 # %% ../../nbs/parallel/03_load.ipynb #d14c2b60
 def _rows(parameter):
-    "The rows of a sharded parameter that this rank keeps: the first, and the one after the last."
+    "The rows of a sharded parameter on this rank: the first, and the one after the last."
     mesh, rows = parameter.device_mesh, parameter.shape[0]
-    part = -(-rows // mesh.size(mesh.ndim - 1))
-    first = min(mesh.get_local_rank(mesh.ndim - 1) * part, rows)
+    group = mesh.ndim - 1  # The last dimension of the mesh: ranks that share one copy
+    part = -(-rows // mesh.size(group))
+    first = min(mesh.get_local_rank(group) * part, rows)
     return first, min(first + part, rows)
 
 # %% ../../nbs/parallel/03_load.ipynb #fef1149d
@@ -44,44 +48,54 @@ def _check_same(plan):
 _CHUNK = 2**21  # Numbers read at once
 
 class _Arrival:
-    "A base whose numbers are still on disk, and what it takes to put a share of them in its place."
+    "A base whose numbers are still on disk, and what it takes to put a share of them in place."
     def __init__(self, base, method, precision, device):
         import torch
         self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-        if self.device.type == 'cuda': self.device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
-        self.method, self.origins, self.room = method, [], {}
+        if self.device.type == 'cuda':
+            self.device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
+        self.method = method
+        self.origins = []  # Of each parameter: the tensors on disk that make it, and its modules
+        self.room = {}  # Type on disk -> memory into which numbers are read
         _all_or_none(lambda: _plan(self, base, precision))
 
 # %% ../../nbs/parallel/03_load.ipynb #0d748602
 def _note(arrival, weights, model, state_dict, files, config):
-    "Stand in for transformers' own reading: note where all comes from, and read buffers alone."
-    found, info = origins(model, weights, config)
-    for origin in found:
+    "Stand in for transformers' reading: note where all comes from, and read buffers alone."
+    planned, info = origins(model, weights, config)
+    for origin in planned:
         path, _, leaf = origin.name.rpartition('.')
-        module, now = model.get_submodule(path), model.get_parameter_or_buffer(origin.name)
+        module, tensor = model.get_submodule(path), model.get_parameter_or_buffer(origin.name)
         if leaf in module._buffers:
-            now = module._buffers[leaf] = weights.read(*origin.pieces).view(now.shape).to(arrival.device, origin.dtype)
-        elif not origin.packs: now.data = now.data.to(origin.dtype)
-        if not origin.packs: now.requires_grad_(now.is_floating_point() and leaf in module._parameters)
-        now._is_hf_initialized = True
-        arrival.origins.append((origin, now))
+            numbers = weights.read(*origin.pieces).view(tensor.shape)
+            tensor = module._buffers[leaf] = numbers.to(arrival.device, origin.dtype)
+        elif not origin.packs: tensor.data = tensor.data.to(origin.dtype)
+        if not origin.packs:
+            is_float = tensor.is_floating_point()
+            tensor.requires_grad_(is_float and leaf in module._parameters)
+        tensor._is_hf_initialized = True
+        arrival.origins.append((origin, tensor))
     return info, None
 
 # %% ../../nbs/parallel/03_load.ipynb #5c560d96
 def _plan(arrival, base, precision):
-    "The weights on disk, and the model without them; `arrival.origins` says what goes where."
+    "Build the model without its numbers; `arrival.origins` then says what goes where."
     from transformers import PreTrainedModel
     weights = Weights(base.source, base.revision)
-    with patch.object(PreTrainedModel, '_load_pretrained_model', staticmethod(partial(_note, arrival, weights))):
-        model = load_base(base.source, arrival.method, precision, arrival.device.type, base.revision, base.attention)
+    note = staticmethod(partial(_note, arrival, weights))
+    with patch.object(PreTrainedModel, '_load_pretrained_model', note):
+        model = load_base(base.source, arrival.method, precision, arrival.device.type,
+                          base.revision, base.attention)
     by_id = {id(parameter): origin for origin, parameter in arrival.origins}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
-            if id(parameter) in by_id: by_id[id(parameter)].homes.append((module, leaf))
+            origin = by_id.get(id(parameter))
+            if origin: origin.homes.append((module, leaf))
     arrival.origins = [origin for origin, _ in arrival.origins if origin.homes]
     for number, origin in enumerate(arrival.origins, 1):
         if origin.packs: _narrow(origin, arrival.method.storage)
-        origin.held.data_ptr = partial(int, number)  # accelerate tells parameters apart by this, and on meta all are 0
+        # accelerate tells parameters apart by this address, and on the meta device all are 0
+        origin.held.data_ptr = partial(int, number)
     arrival.weights, arrival.model = weights, model
 
 # %% ../../nbs/parallel/03_load.ipynb #59ebb695
@@ -90,26 +104,35 @@ def _narrow(origin, storage):
     import torch
     from bitsandbytes.nn import Params4bit
     layer, storage = origin.homes[0][0], getattr(torch, storage)
-    rows, rest = divmod(prod(origin.shape), 2 * storage.itemsize)
-    if rest: raise ValueError(f"{origin.name} has {prod(origin.shape):,} numbers, which do not fill elements of {storage}: "
-                              "set method.storage to 'uint8', or sharding.loading to 'every_rank'")
-    same = {key: getattr(layer.weight, key) for key in ('blocksize', 'compress_statistics', 'quant_type')}
-    layer.weight = Params4bit(torch.empty(rows, 1, dtype=storage, device='meta'), requires_grad=False, quant_storage=storage,
+    numel = prod(origin.shape)
+    rows, rest = divmod(numel, 2 * storage.itemsize)
+    if rest:
+        raise ValueError(f"{origin.name} has {numel:,} numbers, which do not fill elements of "
+                         f"{storage}: set method.storage to 'uint8', or sharding.loading to "
+                         "'every_rank'")
+    same = {key: getattr(layer.weight, key)
+            for key in ('blocksize', 'compress_statistics', 'quant_type')}
+    payload = torch.empty(rows, 1, dtype=storage, device='meta')
+    layer.weight = Params4bit(payload, requires_grad=False, quant_storage=storage,
                               bnb_quantized=True, module=layer, **same)
 
 # %% ../../nbs/parallel/03_load.ipynb #a1642b20
 def _read(arrival, origin, start, stop):
-    "Numbers `start` to `stop` of a parameter, in its dtype, out of all the tensors that make it; good until the next call."
+    "Numbers `start` to `stop` of a parameter, in its dtype; good until the next call."
     import torch
-    dtype, at = arrival.weights.tensors[origin.pieces[0]].dtype, 0
-    if dtype not in arrival.room:
-        arrival.room[dtype] = torch.empty(_CHUNK + 128, dtype=getattr(torch, dtype), pin_memory=arrival.device.type == 'cuda')
+    weights = arrival.weights
+    stored = weights.tensors[origin.pieces[0]].dtype
+    if stored not in arrival.room:
+        arrival.room[stored] = torch.empty(_CHUNK + 128, dtype=getattr(torch, stored),
+                                           pin_memory=arrival.device.type == 'cuda')
+    room = arrival.room[stored]
+    begin = 0  # Of the piece in the parameter
     for piece in origin.pieces:
-        count = arrival.weights.tensors[piece].numel
-        first, last = max(start - at, 0), min(stop - at, count)
-        if first < last: arrival.weights.read(piece, first, last, arrival.room[dtype][at + first - start:])
-        at += count
-    return arrival.room[dtype][:stop - start].to(origin.dtype)
+        count = weights.tensors[piece].numel
+        first, last = max(start - begin, 0), min(stop - begin, count)
+        if first < last: weights.read(piece, first, last, room[begin + first - start:])
+        begin += count
+    return room[:stop - start].to(origin.dtype)
 
 # %% ../../nbs/parallel/03_load.ipynb #cd34dc5a
 def _cuts(start, stop):
@@ -118,97 +141,126 @@ def _cuts(start, stop):
     return list(zip(edges, edges[1:])) if start < stop else []
 
 # %% ../../nbs/parallel/03_load.ipynb #08be0934
-def _plain(arrival, origin, parameter, place):
+def _local_rows(arrival, origin, parameter, place):
     "This rank's rows of a parameter that is not packed."
     import torch
     first, last = _rows(parameter)
-    inner = prod(origin.shape[1:])
+    row = prod(origin.shape[1:])  # Numbers in it
+    begin = first * row
     local = torch.empty((last - first, *origin.shape[1:]), dtype=parameter.dtype, device=place)
-    for start, stop in _cuts(first * inner, last * inner):
-        local.view(-1)[start - first * inner:stop - first * inner] = _read(arrival, origin, start, stop)
+    flat = local.view(-1)
+    for start, stop in _cuts(begin, last * row):
+        flat[start - begin:stop - begin] = _read(arrival, origin, start, stop)
     return local
 
 # %% ../../nbs/parallel/03_load.ipynb #877dbb17
-def _packed(arrival, origin, parameter, place):
+def _local_payload(arrival, origin, parameter, place):
     "This rank's part of a payload, and the absmax of the blocks that begin in it."
     import torch
-    (first, last), each = _rows(parameter), 2 * parameter.element_size()
-    payload = torch.empty((last - first) * parameter.element_size(), dtype=torch.uint8, device=place)
+    first, last = _rows(parameter)
+    element_b = parameter.element_size()
+    begin, end = first * 2 * element_b, last * 2 * element_b  # Two numbers to a byte
+    payload = torch.empty((last - first) * element_b, dtype=torch.uint8, device=place)
     absmax = [torch.empty(0, device=arrival.device)]
-    for start, stop in _cuts(first * each, last * each):
-        read = lambda a, b: _read(arrival, origin, a, b).to(arrival.device)
-        part, scale = _pack(read, start, stop, prod(origin.shape))
-        payload[(start - first * each) // 2:(stop - first * each) // 2] = part
-        absmax.append(scale)
+
+    def read(start, stop): return _read(arrival, origin, start, stop).to(arrival.device)
+
+    for start, stop in _cuts(begin, end):
+        part, scales = _pack(read, start, stop, prod(origin.shape))
+        payload[(start - begin) // 2:(stop - begin) // 2] = part
+        absmax.append(scales)
     return payload.view(parameter.dtype).view(-1, 1), torch.cat(absmax)
 
 # %% ../../nbs/parallel/03_load.ipynb #c2db0870
 def _pack(read, start, stop, numel):
-    "Pack a part where it is: on a GPU by the kernel of bitsandbytes, on the CPU by `pack_part`."
-    from llm_workbook.model.nf4 import blocks, pack_part
-    first, last = blocks(start, stop, numel)
+    "Pack a part where it is: on a GPU by bitsandbytes' kernel, on the CPU by `pack_part`."
+    first, last = nf4.blocks(start, stop, numel)
     values = read(first, last)
-    if not values.is_cuda: return pack_part(lambda a, b: values, start, stop, numel)
+    if not values.is_cuda: return nf4.pack_part(lambda first, last: values, start, stop, numel)
     from bitsandbytes.functional import quantize_4bit
-    payload, state = quantize_4bit(values, blocksize=64, quant_type='nf4')
+    payload, statistics = quantize_4bit(values, blocksize=64, quant_type='nf4')
     begin, end = (-(-(at - first) // 64) for at in (start, stop))
-    return payload.flatten()[(start - first) // 2:(stop - first + 1) // 2], state.absmax[begin:end]
+    part = payload.flatten()[(start - first) // 2:(stop - first + 1) // 2]
+    return part, statistics.absmax[begin:end]
 
 # %% ../../nbs/parallel/03_load.ipynb #9f128e38
-def _whole(mine, numel, parameter, storage, failed):
+def _gather_absmax(local, numel, parameter, storage, failed):
     "All ranks' absmax in order, or None if a rank failed: its flag travels with the numbers."
     import torch
     import torch.distributed as dist
-    from llm_workbook.model.nf4 import share
     mesh = parameter.device_mesh
-    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    parts = [share(numel, rank, ranks, storage) for rank in range(ranks)]
+    last = mesh.ndim - 1
+    group, ranks = mesh.get_group(last), mesh.size(last)
+    parts = [nf4.share(numel, rank, ranks, storage) for rank in range(ranks)]
     counts = [-(-stop // 64) - -(-start // 64) for start, stop in parts]
     sent = torch.zeros(max(counts) + 1, device=mesh.device_type)
     if failed: sent[-1] = 1
-    else: sent[:len(mine)] = mine
+    else: sent[:len(local)] = local
     rows = [torch.empty_like(sent) for _ in range(ranks)]
     dist.all_gather(rows, sent, group=group)
-    return None if any(row[-1] for row in rows) else torch.cat([row[:count] for row, count in zip(rows, counts)])
+    if any(row[-1] for row in rows): return None
+    return torch.cat([row[:count] for row, count in zip(rows, counts)])
 
 # %% ../../nbs/parallel/03_load.ipynb #aeb88bf3
 def _fill(arrival, place):
     "Read and place this rank's share of every parameter, in the order of the files."
-    import torch.distributed as dist
-    from llm_workbook.model.nf4 import state
-    problem, first = None, lambda origin: arrival.weights.tensors[origin.pieces[0]][::3]
-    with _bar(arrival) as bar:
-        for origin in sorted(arrival.origins, key=first):
+    problem = None
+
+    def file_order(origin):
+        entry = arrival.weights.tensors[origin.pieces[0]]
+        return entry.file, entry.begin_b
+
+    with _progress_bar(arrival) as bar:
+        for origin in sorted(arrival.origins, key=file_order):
             parameter, local, absmax = origin.held, None, None
-            try:
-                if problem: pass
-                elif origin.packs: local, absmax = _packed(arrival, origin, parameter, place)
-                else: local = _plain(arrival, origin, parameter, place)
-            except Exception as error: problem = error
+            if not problem:  # Else take part in what follows, so that the others hear of it
+                try: local, absmax = _local_share(arrival, origin, parameter, place)
+                except Exception as error: problem = error
             if origin.packs:
-                absmax = _whole(absmax, prod(origin.shape), parameter, arrival.method.storage, problem is not None)
-                if absmax is None: break
-                origin.homes[0][0].quant_state = state(absmax, origin.shape, origin.dtype, arrival.method.double_quant)
-                origin.homes[0][0].quant_state.to(arrival.device)
-            if local is not None: _put(origin, parameter, local)
+                failed = problem is not None
+                if not _place_statistics(arrival, origin, absmax, parameter, failed): break
+            if local is not None: _place(origin, parameter, local)
             bar.update(arrival.weights.read_b - bar.n)
+
     def report():
         if problem: raise problem
+
     _all_or_none(report)
 
+def _local_share(arrival, origin, parameter, place):
+    "This rank's part of a parameter, and the absmax of its blocks if it is packed."
+    if origin.packs: return _local_payload(arrival, origin, parameter, place)
+    return _local_rows(arrival, origin, parameter, place), None
+
+def _place_statistics(arrival, origin, absmax, parameter, failed):
+    "Give a 4-bit layer the statistics of all ranks; False if a rank failed."
+    storage = arrival.method.storage
+    gathered = _gather_absmax(absmax, prod(origin.shape), parameter, storage, failed)
+    if gathered is None: return False
+    layer = origin.homes[0][0]
+    double = arrival.method.double_quant
+    layer.quant_state = nf4.state(gathered, origin.shape, origin.dtype, double)
+    layer.quant_state.to(arrival.device)
+    return True
+
 # %% ../../nbs/parallel/03_load.ipynb #0f1b3a68
-def _put(origin, parameter, local):
+def _place(origin, parameter, local):
+    "Put this rank's numbers into every module that holds the parameter."
     import torch
     from torch.distributed.tensor import DTensor
-    made = torch.nn.Parameter(DTensor(local, parameter._spec, requires_grad=False), requires_grad=parameter.requires_grad)
-    for module, leaf in origin.homes: setattr(module, leaf, made)
+    tensor = DTensor(local, parameter._spec, requires_grad=False)
+    filled = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for module, leaf in origin.homes: setattr(module, leaf, filled)
 
-def _bar(arrival):
+def _progress_bar(arrival):
+    "Bytes that this rank reads; shown on rank 0."
     import torch.distributed as dist
     from tqdm import tqdm  # Plain: a rank is a fork, and a widget would ask the kernel
     names = {piece for origin in arrival.origins for piece in origin.pieces}
-    total = sum(arrival.weights.tensors[name].end_b - arrival.weights.tensors[name].begin_b for name in names)
-    return tqdm(total=total // arrival.ranks, unit='B', unit_scale=True, desc='loading', disable=dist.get_rank() != 0)
+    entries = [arrival.weights.tensors[name] for name in names]
+    total_b = sum(entry.end_b - entry.begin_b for entry in entries)
+    return tqdm(total=total_b // arrival.ranks, unit='B', unit_scale=True, desc='loading',
+                disable=dist.get_rank() != 0)
 
 # %% ../../nbs/parallel/03_load.ipynb #e9b87de5
 class Arrived(NamedTuple):
@@ -220,61 +272,80 @@ class Arrived(NamedTuple):
 # %% ../../nbs/parallel/03_load.ipynb #1920aff7
 def _finish(arrival, place):
     "Fill a model that is sharded by now, and check that nothing is left out."
-    from torch.distributed.tensor import DTensor
-    def check():
-        odd = [o for o in arrival.origins if not isinstance(o.held, DTensor) or o.held.placements[-1] != Shard(0)]
-        if odd: raise ValueError(f"{odd[0].name} ({odd[0].held.dtype}) is not sharded by rows: set method.storage to 'bfloat16'")
-    from torch.distributed.tensor import Shard
-    _all_or_none(check)
-    where = arrival.weights.tensors
-    _check_same(repr([(o.name, o.shape, o.dtype, o.pieces, [where[piece][1:] for piece in o.pieces]) for o in arrival.origins]))
+    _all_or_none(lambda: _check_sharded(arrival.origins))
+    on_disk = arrival.weights.tensors
+    plan = [(o.name, o.shape, o.dtype, o.pieces, [on_disk[piece][1:] for piece in o.pieces])
+            for o in arrival.origins]
+    _check_same(repr(plan))
     arrival.ranks = arrival.origins[0].held.device_mesh.shape[-1]
-    begin = time.monotonic()
+    begin_s = time.monotonic()
     _fill(arrival, place)
-    arrival.model.arrived = Arrived(arrival.weights.read_b, arrival.weights.total_b, time.monotonic() - begin)
-    arrival.weights.close(), arrival.room.clear()
-    with suppress(AttributeError): ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed until it is told
+    seconds = time.monotonic() - begin_s
+    arrival.model.arrived = Arrived(arrival.weights.read_b, arrival.weights.total_b, seconds)
+    arrival.weights.close()
+    arrival.room.clear()
+    # glibc keeps what was freed until it is asked to give it back
+    with suppress(AttributeError): ctypes.CDLL(None).malloc_trim(0)
+
+def _check_sharded(origins):
+    "Refuse a model of which a parameter is not cut by rows."
+    from torch.distributed.tensor import DTensor, Shard
+    for origin in origins:
+        p = origin.held
+        if isinstance(p, DTensor) and p.placements[-1] == Shard(0): continue
+        raise ValueError(f"{origin.name} ({p.dtype}) is not sharded by rows: "
+                         "set method.storage to 'bfloat16'")
 
 # %% ../../nbs/parallel/03_load.ipynb #5901bb17
 @contextmanager
 def _real_adapters(device):
-    "PEFT puts adapters where their base is: here, where it will be, since it is on the meta device."
+    "Put adapters where their base will be: PEFT puts them where it is, on the meta device."
     import torch
     from peft.tuners.lora import LoraModel
     from peft.tuners.tuners_utils import BaseTunerLayer
-    asked, replaced = BaseTunerLayer._get_base_layer_device_and_dtype, LoraModel._replace_module
-    def there(layer, base):
-        found, dtype = asked(layer, base)
-        return device if found is not None and found.type == 'meta' else found, dtype
+    device_and_dtype = BaseTunerLayer._get_base_layer_device_and_dtype
+    replace_module = LoraModel._replace_module
+
+    def real_device_and_dtype(layer, base):
+        found, dtype = device_and_dtype(layer, base)
+        on_meta = found is not None and found.type == 'meta'
+        return device if on_meta else found, dtype
+
     def replace(tuner, parent, name, new, child):
         base = getattr(child, 'base_layer', child)
-        base.qweight = torch.empty(0, device=device)  # What PEFT asks first for the device of a layer
-        try: replaced(tuner, parent, name, new, child)
+        base.qweight = torch.empty(0, device=device)  # Where PEFT looks first for the device
+        try: replace_module(tuner, parent, name, new, child)
         finally: del base.qweight
-    with patch.object(BaseTunerLayer, asked.__name__, there), patch.object(LoraModel, replaced.__name__, replace): yield
+
+    with (patch.object(BaseTunerLayer, device_and_dtype.__name__, real_device_and_dtype),
+          patch.object(LoraModel, replace_module.__name__, replace)):
+        yield
 
 # %% ../../nbs/parallel/03_load.ipynb #a1948b14
 def _check_real(model):
-    lost = [name for name, p in model.named_parameters() if p.is_meta]
-    if lost: raise ValueError(f'{len(lost)} parameters have no numbers on disk, first {lost[0]}')
+    "Refuse a model with parameters that are still without numbers."
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty: raise ValueError(f'{len(empty)} parameters have no numbers on disk, first {empty[0]}')
 
 # %% ../../nbs/parallel/03_load.ipynb #26e189b2
 def load_sharded(
-    source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, which has a revision, too
-    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in float32
+    source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`
+    method: 'Method | None' = None,  # 'qlora' packs, 'lora' takes the compute dtype, 'full' float32
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     sharding: 'Sharding | None' = None,  # A recipe's `Sharding`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     seed: int | None = None,  # Of LoRA adapters that are put on the base; None puts none
 ) -> 'PreTrainedModel':  # Sharded; its `arrived` says what was read
-    "Load `source` as `load_base` and `shard_model` would, each rank its share; call it on all ranks."
+    "Load `source` as `load_base` and `shard_model` would, each rank its share; on all ranks."
     import torch.distributed as dist
-    from llm_workbook.model.adapters import add_adapters
-    from llm_workbook.parallel.shard import shard_model
-    if not dist.is_initialized(): raise ValueError('no process group: call this on ranks, as `run_ranks` does')
-    method, base = method or Method(), source if isinstance(source, Model) else Model(source=str(source))
+    if not dist.is_initialized():
+        raise ValueError('no process group: call this on ranks, as `run_ranks` does')
+    method = method or Method()
+    base = source if isinstance(source, Model) else Model(source=str(source))
     arrival = _Arrival(base, method, precision or Precision(), device)
-    with _real_adapters(arrival.device): model = arrival.model if seed is None else add_adapters(arrival.model, method, seed)
+    model = arrival.model
+    if seed is not None:
+        with _real_adapters(arrival.device): model = add_adapters(model, method, seed)
     model = shard_model(model, sharding, arrival.device.type)
     _finish(arrival, arrival.device)
     _check_real(model)
@@ -284,21 +355,28 @@ def load_sharded(
 @contextmanager
 def arriving(
     recipe: 'Recipe',  # Its model, method, precision, cluster and sharding are read
-) -> Iterator['PreTrainedModel']:  # The base: whole, or on the meta device until the trainer of the block shards it
-    "Give a trainer its base; with `loading: sharded` its numbers come when accelerate has sharded it."
-    import accelerate.accelerator as where
-    base, device = recipe.model, recipe.cluster.device
-    if recipe.sharding.loading == 'every_rank':
-        yield load_base(base.source, recipe.method, recipe.precision, device, base.revision, base.attention)
+) -> Iterator['PreTrainedModel']:  # The base: whole, or empty until the block's trainer shards it
+    "Give a trainer its base; under `loading: sharded` it is filled when accelerate has cut it."
+    import accelerate.accelerator as accelerator_module
+    base, device, sharding = recipe.model, recipe.cluster.device, recipe.sharding
+    if sharding.loading == 'every_rank':
+        yield load_base(base.source, recipe.method, recipe.precision, device,
+                        base.revision, base.attention)
         return
-    if recipe.sharding.loading != 'sharded' or recipe.sharding.strategy != 'fsdp2':
-        raise ValueError(f"loading {recipe.sharding.loading!r} with strategy {recipe.sharding.strategy!r} is not carried out: "
-                         "set sharding.loading to 'every_rank', or both to 'sharded' and 'fsdp2'")
-    arrival, plain = _Arrival(base, recipe.method, recipe.precision, device), where.fsdp2_prepare_model
-    place = 'cpu' if recipe.sharding.offload_parameters == 'cpu' else arrival.device
-    def prepare(accelerator, model):
-        made = plain(accelerator, model)
+    if sharding.loading != 'sharded' or sharding.strategy != 'fsdp2':
+        raise ValueError(
+            f"loading {sharding.loading!r} with strategy {sharding.strategy!r} is not carried out: "
+            "set sharding.loading to 'every_rank', or both to 'sharded' and 'fsdp2'")
+    arrival = _Arrival(base, recipe.method, recipe.precision, device)
+    place = 'cpu' if sharding.offload_parameters == 'cpu' else arrival.device
+    prepare_model = accelerator_module.fsdp2_prepare_model
+
+    def prepare_and_fill(accelerator, model):
+        model = prepare_model(accelerator, model)
         _finish(arrival, place)
-        _check_real(made)
-        return made
-    with patch.object(where, 'fsdp2_prepare_model', prepare), _real_adapters(arrival.device): yield arrival.model
+        _check_real(model)
+        return model
+
+    with (patch.object(accelerator_module, 'fsdp2_prepare_model', prepare_and_fill),
+          _real_adapters(arrival.device)):
+        yield arrival.model
