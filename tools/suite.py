@@ -46,8 +46,8 @@ def diff_free() -> None:
 
 
 COLD = {  # In an interpreter of its own, which has imported nothing yet
-    '01_names': 'shows what an import does not load',
-    '03_memory_trace': 'measures the memory of its process',
+    '03_names': 'shows what an import does not load',
+    '04_memory_trace': 'measures the memory of its process',
     '01_ranks': 'shows what may not be loaded before ranks start',
     '07_background': 'shows what may not be loaded before ranks start',
     'test_house': 'shows what an import does not load',

@@ -20,7 +20,7 @@ RUNS = 'play(', 'perform(', 'findings('
 
 def definitions():
     "Give the statements of the page that define something, and run nothing."
-    cells = json.loads((ROOT/'nbs/rehearsal/06_findings.ipynb').read_text('utf-8'))['cells']
+    cells = json.loads((ROOT/'nbs/rehearsal/07_findings.ipynb').read_text('utf-8'))['cells']
     for source in (''.join(c['source']) for c in cells if c['cell_type'] == 'code'):
         if source.startswith('#|'): continue
         for node in ast.parse(source).body:
