@@ -19,7 +19,9 @@ setup(
     author=cfg['author'], url=cfg['git_url'], license='Apache-2.0',
     license_files=['LICENSE'], python_requires=f">={cfg['min_python']}", install_requires=cfg['requirements'].split(),
     extras_require=extras, packages=find_packages(include=[package, f'{package}.*']), package_data={package: assets},
-    include_package_data=False, zip_safe=False, entry_points={'nbdev': [f'{package}={package}._modidx:d']},
+    include_package_data=False, zip_safe=False,
+    entry_points={'nbdev': [f'{package}={package}._modidx:d'],
+                  'console_scripts': [f'{cfg["lib_name"]}={package}.__main__:program']},
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Developers', 'Natural Language :: English',
                  'Operating System :: POSIX :: Linux', 'Programming Language :: Python :: 3'],
 )

@@ -63,6 +63,7 @@ def test_the_wheel_works_from_another_place(archives, tmp_path):
                "assert (asset('tiny-base')/'config.json').read_bytes(); print(pathlib.Path(llm_workbook.__file__).parent)")
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {'PYTHONPATH': str(tmp_path/'site')}
     assert run(sys.executable, '-c', program, cwd=tmp_path, env=env).strip() == str(tmp_path/'site/llm_workbook')
+    assert '70b-2x24gb-qlora' in run(tmp_path/'site/bin/llm-workbook', 'recipes', cwd=tmp_path, env=env)
 
 
 @pytest.mark.slow
