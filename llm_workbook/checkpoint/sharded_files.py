@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from ..model.weight_files import header_bytes, tensor_bytes, tensor_entry
 from ..parallel.agreement import on_every_rank, rank_and_world
-from ..parallel.agreement import on_every_rank as together  # Old name, for training
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #c87f0ee7
 class CheckpointError(RuntimeError):

@@ -15,8 +15,8 @@ from typing import Annotated, Literal, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..display import canvas, html_table, nearest
-from ..files import asset, publish, resolve
+from ..display import nearest
+from ..files import publish
 
 # %% ../../nbs/config/01_document.ipynb #eba29874
 class Problem(NamedTuple):

@@ -631,7 +631,7 @@ def test_a_lock_of_another_user_or_behind_a_link_is_refused(tmp_path, monkeypatc
 
 @pytest.mark.parametrize('entries, enough', [(0, False), (63, False), (64, True), (None, True)])
 def test_a_disk_without_file_entries_is_full_and_one_that_counts_none_is_not(entries, enough, tmp_path, monkeypatch):
-    from llm_workbook import claims
+    from llm_workbook.checkpoint import disk as claims
     monkeypatch.setattr(claims, '_free', lambda folder: (10**9, entries))
     if enough: assert claims.room(tmp_path, 1) == 10**9
     else:

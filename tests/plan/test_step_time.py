@@ -9,7 +9,7 @@ from llm_workbook.config.hardware import node
 from llm_workbook.plan.collectives import Collective, Exchange, collective_s, node_of, step_messages, wire_bytes
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.plan.step_time import _exchange_s, step_traffic
+from llm_workbook.plan.step_time import _exchange_waits, step_traffic
 
 TINY = json.loads((asset('tiny-base') / 'config.json').read_text())
 MODELS = {'tied': TINY, 'grouped': TINY | {'num_key_value_heads': 2, 'tie_word_embeddings': False},
@@ -208,7 +208,7 @@ def test_what_hides_in_the_early_and_in_the_last_backward_pass(each, exposed):
     def message(kind, seconds): return (Collective(kind, 'backward', 1, 1, 1, 16, seconds),)
     recipe = LARGE.changed({'batch.accumulation': 4})
     x = Exchange(0, message('all_gather', 4.0), message('all_gather', 8.0), message('reduce_scatter', 6.0), each, 0, 0, 0)
-    assert _exchange_s(x, recipe, [1.0, 2.0], node('p4de')) == (pytest.approx(exposed), 0.0)
+    assert _exchange_waits(x, recipe, [1.0, 2.0], node('p4de')) == (pytest.approx(exposed), 0.0)
 
 
 @pytest.mark.parametrize('group, ranks', [(None, 16), (8, 8), (4, 4)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from page import ROOT
 
-from llm_workbook import verdicts
+from llm_workbook.rehearsal import findings as verdicts
 
 NAMES = ['storage that is not sharded', 'mixed types in one unit', 'a forgotten wrap', 'a typo in a LoRA target',
          'checkpointing with the wrong flag', 'float32 scores of 128,256 words', 'accumulation that keeps graphs',

@@ -215,7 +215,7 @@ def test_without_ipywidgets_the_error_names_the_extra(chat, monkeypatch):
 
 def test_the_answer_must_have_room_beside_the_question(chat):
     from dataclasses import replace
-    from llm_workbook.chat import _prompt
+    from llm_workbook.release.chat import _prompt
     asked, limit = [{'role': 'user', 'content': 'Add 2 and 3.'}], chat.model.config.max_position_embeddings
     used = _prompt(replace(chat, longest=1), asked)['input_ids'].shape[1]
     assert _prompt(replace(chat, longest=limit - used), asked)['input_ids'].shape[1] == used

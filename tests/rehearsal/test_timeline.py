@@ -1,8 +1,8 @@
 """Spans of a stage that was written by hand: what is alive at each operation, to the byte."""
 from types import SimpleNamespace
 
-from llm_workbook.stage import Block, Event
-from llm_workbook.timeline import Timeline, spans
+from llm_workbook.rehearsal.recorder import Block, Event
+from llm_workbook.rehearsal.timeline import Timeline, spans
 
 
 def block(size_b, born, died, kind='weights', host=False):
