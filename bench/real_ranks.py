@@ -209,7 +209,7 @@ class Torch:
 
 def engine_config(recipe) -> dict:
     "Say `recipe` in DeepSpeed's words, with an optimizer of its own: torch's AdamW, so that nothing is compiled."
-    from llm_workbook.parallel.shard import zero_config
+    from llm_workbook.parallel.backends import zero_config
     how = recipe.optimizer
     adamw = {'type': 'AdamW', 'params': {'lr': how.learning_rate, 'weight_decay': how.weight_decay, 'torch_adam': True}}
     return zero_config(recipe) | {'optimizer': adamw}
@@ -343,7 +343,7 @@ def run_trainer(recipe, folder: Path) -> list:
     "Run `recipe` with the library's trainer, which may write into `folder`; one result per rank."
     import trl
     from llm_workbook.parallel.ranks import run_ranks
-    from llm_workbook.parallel.shard import fsdp_env
+    from llm_workbook.parallel.backends import fsdp_env
     from llm_workbook.training.fine_tune import check_recipe
     warm_up()
     assert trl

@@ -98,7 +98,7 @@ def rank(job: dict) -> dict:
     import torch
     from llm_workbook.config.document import resolve
     from llm_workbook.config.recipe import Recipe
-    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
     from llm_workbook.training.fine_tune import make_trainer
     from transformers import AutoTokenizer
     torch.set_num_threads(1)

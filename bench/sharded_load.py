@@ -74,7 +74,8 @@ def load(recipe) -> dict:
     from llm_workbook.model.adapters import add_adapters
     from llm_workbook.parallel.load import arriving
     from llm_workbook.model.quantize import fingerprint
-    from llm_workbook.parallel.shard import assert_sharding, cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
+    from llm_workbook.parallel.shard import assert_sharding
     dist.barrier()
     with anonymous_trace() as memory, cpu_fsdp():
         begin = time.monotonic()
@@ -106,7 +107,7 @@ def measure(layers: int = 22, turns: tuple = ('sharded', 'every_rank', 'sharded'
     "Load the same checkpoint in turns; ours before and after the peer."
     from llm_workbook.parallel.ranks import run_ranks
     from llm_workbook.config.recipe import Data, Method, Model, Recipe
-    from llm_workbook.parallel.shard import fsdp_env
+    from llm_workbook.parallel.backends import fsdp_env
     warm_up()
     runs = {turn: [] for turn in turns}
     with tempfile.TemporaryDirectory() as folder:

@@ -123,7 +123,7 @@ def rank(job: dict) -> dict:
     import torch
     from accelerate import Accelerator
     from llm_workbook.config.recipe import Recipe
-    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
     torch.set_num_threads(1)
     recipe = Recipe.model_validate(job['recipe'])
     began = time.monotonic()

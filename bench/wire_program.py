@@ -23,7 +23,7 @@ def main(file: str, folder: str, answer: str) -> None:
     import os
     import transformers.trainer
     from llm_workbook.config.recipe import Recipe
-    from llm_workbook.parallel.shard import fsdp_env
+    from llm_workbook.parallel.backends import fsdp_env
     from llm_workbook.training.fine_tune import check_recipe, train_rank
     recipe, seen = Recipe.load(file), []
     os.environ.update(fsdp_env(recipe))

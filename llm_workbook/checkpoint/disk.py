@@ -12,47 +12,64 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # %% ../../nbs/checkpoint/01_disk.ipynb #d1a34d3d
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-_SAYS = re.compile(r'No space left|[Qq]uota exceeded|File too large|Read-only file system|os error (?:28|122|27|30|5)\b')
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_DISK_WORDS = re.compile(r'No space left|[Qq]uota exceeded|File too large|Read-only file system'
+                         r'|os error (?:28|122|27|30|5)\b')
 
-def _free(folder):  # Bytes and file entries that an ordinary user can still take
+def _free(folder):
+    "Bytes, and file entries (None if unlimited), that an ordinary user can still take."
     disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None
+    entries = disk.f_favail if disk.f_files else None
+    return disk.f_bavail * disk.f_frsize, entries
 
 @contextmanager
-def disk_errors(folder: str | Path,  # Where the block writes
+def disk_errors(
+    folder: str | Path,  # Where the block writes
     needed_b: int,  # What it writes in all, bytes
 ) -> Iterator[None]:  # Nothing; every other error passes through
-    "Say of an error of the disk how much was needed and how much is free, whichever library met it."
+    "Say of an error of the disk how much was needed and is free, whichever library met it."
     try: yield
     except Exception as error:
-        if getattr(error, 'errno', None) not in _FULL and not _SAYS.search(str(error)): raise
-        place = next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.is_dir())
-        said = f'{Path(folder).name!r} is not saved: it needs {needed_b:,} bytes and the disk has {_free(place)[0]:,} free'
-        raise OSError(getattr(error, 'errno', None) or errno.ENOSPC,
-                      f'{said} ({error}). What was committed before is untouched; make room and run again') from error
+        code = getattr(error, 'errno', None)
+        if code not in _DISK_ERRORS and not _DISK_WORDS.search(str(error)): raise
+        folder = Path(folder)
+        existing = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+        free_b, _ = _free(existing)
+        raise OSError(
+            code or errno.ENOSPC,
+            f'{folder.name!r} is not saved: it needs {needed_b:,} bytes and the disk has '
+            f'{free_b:,} free ({error}). What was committed before is untouched; make room '
+            'and run again') from error
 
 # %% ../../nbs/checkpoint/01_disk.ipynb #d2f0b2e6
-def _writable(directory):  # Prove it by writing: permission bits do not know of read-only mounts or of root
-    directory = Path(directory)
-    if not directory.is_dir(): raise FileNotFoundError(f'{directory.name!r} is no directory: it was removed or never made')
+def _check_writable(directory):
+    "Prove by writing: permission bits do not know of read-only mounts or of root."
+    if not directory.is_dir():
+        raise FileNotFoundError(f'{directory.name!r} is no directory: it was removed or never made')
     probe = directory / '.llmw_probe'
-    try: os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)), probe.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        os.close(os.open(probe, flags))
+        probe.unlink(missing_ok=True)
     except OSError as error:
-        raise type(error)(error.errno, f'{directory.name!r} cannot be written to: {error.strerror}') from None
-    return directory
+        text = f'{directory.name!r} cannot be written to: {error.strerror}'
+        raise type(error)(error.errno, text) from None
 
-def room(directory: str | Path,  # Where checkpoints go
+def room(
+    directory: str | Path,  # Where checkpoints go
     needed_b: int,  # What the next one takes, bytes
     files: int = 64,  # How many files and folders it makes
 ) -> int:  # Bytes that are free
-    "Refuse before training what the disk would refuse after it: no room, no file entries left, no right to write."
-    directory = _writable(directory)
+    "Refuse before training what the disk would refuse after it: no room, entries or right."
+    directory = Path(directory)
+    _check_writable(directory)
     free_b, entries = _free(directory)
     if needed_b > free_b:
-        raise OSError(errno.ENOSPC, f'a checkpoint in {directory.name!r} takes {needed_b:,} bytes; {free_b:,} are free')
+        raise OSError(errno.ENOSPC, f'a checkpoint in {directory.name!r} takes {needed_b:,} bytes; '
+                                    f'{free_b:,} are free')
     if entries is not None and files > entries:
-        raise OSError(errno.ENOSPC, f'a checkpoint in {directory.name!r} makes {files} files; the disk takes {entries} more')
+        raise OSError(errno.ENOSPC, f'a checkpoint in {directory.name!r} makes {files} files; '
+                                    f'the disk takes {entries} more')
     return free_b
 
 # %% ../../nbs/checkpoint/01_disk.ipynb #ad76e91c
@@ -60,31 +77,41 @@ class RunLocked(RuntimeError):
     "Another run writes into the same directory."
 
 @contextmanager
-def run_lock(directory: str | Path,  # Of the run; made if absent
+def run_lock(
+    directory: str | Path,  # Of the run; made if absent
     wait_s: float = 0.0,  # How long to wait for another run to end, s
     trust: bool = False,  # Whether another user may have run here before
 ) -> Iterator[Path]:  # The directory, for the `with` block alone
     "Hold a directory for one run; the system lets go when the process is gone, however it ends."
-    import fcntl
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    directory, me = _writable(directory), os.getpid()
-    handle = os.open(directory / '.llmw.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    import fcntl  # Not on Windows, where the rest of this module can be imported
+    directory, process = Path(directory), os.getpid()
+    directory.mkdir(parents=True, exist_ok=True)
+    _check_writable(directory)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(directory / '.llmw.lock', flags, 0o644)
     try:
-        if not trust and (owner := os.fstat(handle).st_uid) != os.geteuid():
-            raise PermissionError(f'{directory.name!r} was run by user {owner}, not by you ({os.geteuid()}); trust=True goes on')
-        end = time.monotonic() + wait_s
-        while not _locked(handle, fcntl):
-            if time.monotonic() >= end:
-                holder = os.pread(handle, 200, 0).decode('ascii', 'replace') or 'another process'
-                raise RunLocked(f'{directory.name!r} is taken by {holder}: wait for it, stop it, or name another directory')
-            time.sleep(0.05)
-        os.ftruncate(handle, 0), os.pwrite(handle, f'process {me} on {socket.gethostname()}'.encode(), 0)
+        owner = os.fstat(handle).st_uid
+        if not trust and owner != os.geteuid():
+            raise PermissionError(f'{directory.name!r} was run by user {owner}, '
+                                  f'not by you ({os.geteuid()}); trust=True goes on')
+        _take_lock(handle, directory, wait_s)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f'process {process} on {socket.gethostname()}'.encode(), 0)
         yield directory
     finally:
-        if os.getpid() == me: fcntl.flock(handle, fcntl.LOCK_UN)  # A fork that leaves the block must not end its parent's lock
+        # A fork that leaves the block must not end its parent's lock
+        if os.getpid() == process: fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
-def _locked(handle, fcntl):
-    try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError: return False
-    return True
+def _take_lock(handle, directory, wait_s):
+    "Lock an open file; after `wait_s`, raise with the name of the process that holds it."
+    import fcntl
+    end_s = time.monotonic() + wait_s
+    while True:
+        try: return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError: pass
+        if time.monotonic() >= end_s: break
+        time.sleep(0.05)
+    holder = os.pread(handle, 200, 0).decode('ascii', 'replace') or 'another process'
+    raise RunLocked(f'{directory.name!r} is taken by {holder}: '
+                    'wait for it, stop it, or name another directory')

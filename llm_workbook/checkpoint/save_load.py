@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest, begin_save, check, commit, disk_errors
-from .sharded_files import CheckpointError, base_digest, kept, listed, named, read_slices, slices_here, together, write_slices
+from .sharded_files import CheckpointError, base_digest, kept, listed, named, read_slices, slices_here, write_slices
+from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #19876009
-def _rank():
-    import torch.distributed as dist
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
 def _inner(thing, name): return getattr(thing, name, thing)  # What accelerate wraps; torch's own has no such attribute
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #188e05f6
@@ -41,7 +38,7 @@ def _states(model, optimizer):
             if isinstance(value, DTensor) and value.shape != p.shape:
                 raise CheckpointError(f'{label} is not cut as its parameter is: this optimizer cannot be saved sharded')
             own = sharded and torch.is_tensor(value) and value.ndim and not isinstance(value, DTensor)
-            if torch.is_tensor(value): tensors[f'{label}@{_rank()[0]}' if own else label] = value
+            if torch.is_tensor(value): tensors[f'{label}@{rank_and_world()[0]}' if own else label] = value
             else: numbers[label] = _json(value, label)
     plain = lambda key, v: v.item() if torch.is_tensor(v) else _json(v, f'the setting {key!r} of the optimizer')
     groups = [{key: plain(key, v) for key, v in g.items() if key != 'params'} | {'params': [names[p] for p in g['params']]}
@@ -57,7 +54,7 @@ def _fill_states(folder, model, optimizer, ranks):
     for group, values in zip(optimizer.param_groups, saved['groups']): _set_group(group, values)
     owner = {names[p]: (p, group) for group in optimizer.param_groups for p in group['params']}
     there = listed(folder)
-    rank, now = _rank()
+    rank, now = rank_and_world()
     bound = [label for label in there if '@' in label]
     if bound and ranks != now: raise CheckpointError(f'{bound[0]} is of one of {ranks} ranks, not {now}: load it on {ranks}')
     tensors = {label: _like(*owner[label.rpartition('.')[0]], label, *entry) for label, entry in there.items()
@@ -149,7 +146,7 @@ threading._register_atexit(finish_saving)  # A plain `atexit` comes when thread 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #5d5b3e81
 def _files(model, optimizer, scheduler, facts, copy):
     "File name -> what this rank writes there: parts of tensors, or plain values."
-    rank, ranks = _rank()
+    rank, ranks = rank_and_world()
     part, first = f'rank-{rank:05}-of-{ranks:05}.safetensors', {'facts.json': facts}
     files = {f'rng/rank-{rank:05}.json': random_state()}
     if scheduler is not None: first['scheduler.json'] = _json(_inner(scheduler, 'scheduler').state_dict(), 'the scheduler')
@@ -172,10 +169,10 @@ def _write(folder, files, needed_b):
 def _finish(saving, files, about, needed_b, rank):
     "Write this rank's files; when every rank has, rank 0 commits, and all know of it."
     try:
-        names = together(lambda: _write(saving.folder, files, needed_b), apart=True)
+        names = on_every_rank(lambda: _write(saving.folder, files, needed_b), group='thread')
         if len(names) != about['ranks']: raise CheckpointError('the process group is gone: call finish_saving() before that')
         last = lambda: None if rank else commit(saving.folder, about, expected=sum(names, []))
-        saving._manifest = together(last, apart=True)[0]
+        saving._manifest = on_every_rank(last, group='thread')[0]
     except BaseException as error: saving._error = error
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #88f3d522
@@ -185,7 +182,7 @@ def _strategy(model):
     from torch.distributed.tensor import DTensor
     if engine := _engine(model): return f'zero{engine.zero_optimization_stage()}'
     if any(isinstance(p, DTensor) for p in model.parameters()): return 'fsdp2'
-    return 'ddp' if _rank()[1] > 1 else 'none'
+    return 'ddp' if rank_and_world()[1] > 1 else 'none'
 
 def _pinned(model):  # What is frozen stays as it is: hash it once
     inner = _inner(model, 'module')
@@ -208,15 +205,15 @@ def save_checkpoint(
 ) -> Saving:  # Committed if `wait`; else its `result()` tells
     "Save together with the other ranks, each its part; nothing is gathered."
     begin, folder, facts = time.monotonic(), Path(folder), _json(facts or {}, 'facts')
-    step, engine, rank = _step(folder), _engine(model), _rank()[0]
+    step, engine, rank = _step(folder), _engine(model), rank_and_world()[0]
     if engine and not wait: raise ValueError('DeepSpeed writes its own files: pass wait=True')
     finish_saving()
     base, files = _pinned(model), _files(model, optimizer, scheduler, facts, not wait)
     size_b = sum(part.nbytes for value in files.values() if isinstance(value, list) for _, part, _ in value)
-    needed_b = sum(together(lambda: size_b))
-    together(lambda: rank or begin_save(folder.parent, step, needed_b))
+    needed_b = sum(on_every_rank(lambda: size_b))
+    on_every_rank(lambda: rank or begin_save(folder.parent, step, needed_b))
     if engine: _save_zero(folder, engine, bool(base))
-    about = dict(step=step, ranks=_rank()[1], strategy=_strategy(model), payload=base or None,
+    about = dict(step=step, ranks=rank_and_world()[1], strategy=_strategy(model), payload=base or None,
                  method=facts.get('method') or ('adapters' if base else 'full'), recipe_hash=facts.get('recipe_hash') or '')
     saving = Saving(folder, size_b)
     work = threading.Thread(target=_finish, args=(saving, files, about, needed_b, rank), name=f'save {folder.name}')
@@ -267,21 +264,21 @@ def load_checkpoint(
 ) -> dict:  # The facts that were saved, with `step` and `ranks`
     "Go on from a checkpoint: each rank reads the slices that it now holds."
     finish_saving()
-    folder, ranks = Path(folder), _rank()[1]
-    manifest = together(lambda: _checked(folder, weights_only))[0]
+    folder, ranks = Path(folder), rank_and_world()[1]
+    manifest = on_every_rank(lambda: _checked(folder, weights_only))[0]
     if not weights_only: _fits(folder, manifest, model, optimizer, scheduler)
     _same_base(folder, manifest, model)
     if manifest.strategy in ('ddp', 'none') and manifest.ranks != ranks and not (any_ranks or weights_only):
         warnings.warn(f'{folder.name} is of {manifest.ranks} ranks and there are {ranks}: the batch of a step and the position '
                       'in the data change with that; any_ranks=True says that it is meant', stacklevel=2)
     if manifest.strategy.startswith('zero') or _engine(model): _load_zero(folder, manifest, model, weights_only)
-    else: together(lambda: read_slices(folder / 'model', kept(model)))
-    if not weights_only: together(lambda: _resume(folder, manifest, model, optimizer, scheduler))
+    else: on_every_rank(lambda: read_slices(folder / 'model', kept(model)))
+    if not weights_only: on_every_rank(lambda: _resume(folder, manifest, model, optimizer, scheduler))
     facts = json.loads((folder / 'facts.json').read_text()) if (folder / 'facts.json').is_file() else {}
     return facts | {'step': manifest.step, 'ranks': manifest.ranks}
 
 def _resume(folder, manifest, model, optimizer, scheduler):
-    rank, read = _rank()[0], lambda name: json.loads((folder / name).read_text())
+    rank, read = rank_and_world()[0], lambda name: json.loads((folder / name).read_text())
     if 'optimizer/groups.json' in manifest.files:
         _fill_states(folder / 'optimizer', model, _inner(optimizer, 'optimizer'), manifest.ranks)
     if scheduler is not None: _inner(scheduler, 'scheduler').load_state_dict(read('scheduler.json'))
@@ -291,13 +288,13 @@ def _resume(folder, manifest, model, optimizer, scheduler):
 def _save_zero(folder, engine, adapted):
     "Let DeepSpeed write its pickles, and take away the programs that it puts beside them."
     engine.save_checkpoint(str(folder), 'zero', save_latest=False, exclude_frozen_parameters=adapted)
-    if not _rank()[0]:
+    if not rank_and_world()[0]:
         for program in folder.glob('*.py'): program.unlink()
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #31b7f92f
 def _load_zero(folder, manifest, model, weights_only):
     "Let DeepSpeed read its own pickles, after `check`, into an engine of as many ranks."
-    engine, ranks = _engine(model), _rank()[1]
+    engine, ranks = _engine(model), rank_and_world()[1]
     if not engine or not manifest.strategy.startswith('zero'):
         raise CheckpointError(f'{folder.name} is of strategy {manifest.strategy} and the model is a {type(model).__name__}: '
                               'DeepSpeed checkpoints load into DeepSpeed engines, and nothing else does')

@@ -13,7 +13,7 @@ from shlex import quote
 import yaml
 
 from ..config.document import Problem, RecipeError, nearest
-from ..parallel.shard import transport_env
+from ..parallel.backends import transport_env
 
 # %% ../../nbs/launching/01_job_scripts.ipynb #4fa4400a
 _WORDS = r'[A-Za-z0-9][\w.-]*(,[A-Za-z0-9][\w.-]*)*'

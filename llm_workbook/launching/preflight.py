@@ -19,7 +19,7 @@ from ..config.hardware import node as find_node
 from ..plan.ledger import memory
 from ..parallel.ranks import run_ranks
 from ..config.recipe import Recipe, differences
-from ..parallel.shard import transport_env
+from ..parallel.backends import transport_env
 from .rendezvous import NUMBERS, Flaw, NoAnswer, Talk, place_of
 from .node_report import TOKEN, see
 

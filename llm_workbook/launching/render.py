@@ -18,7 +18,7 @@ from ..config.document import Problem, RecipeError, nearest
 from ..config.recipe import Recipe, planned_only
 from ..training.resume import recipe_facts, run_state
 from .job_scripts import plain_path, sbatch
-from ..parallel.shard import fsdp_env, transport_env, zero_config
+from ..parallel.backends import fsdp_env, transport_env, zero_config
 
 # %% ../../nbs/launching/02_render.ipynb #768e3b21
 _KINDS = {'fsdp2': 'FSDP', 'ddp': 'MULTI_GPU', 'none': 'NO'}  # All others are DeepSpeed's

@@ -6,7 +6,7 @@
 __all__ = ['Arrived', 'load_sharded', 'arriving']
 
 # %% ../../nbs/parallel/03_load.ipynb #d003669e
-import ctypes, os, time
+import ctypes, hashlib, os, time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from ..model.quantize import load_base
 from ..config.recipe import Method, Model, Precision, Sharding
+from .agreement import gather_objects, on_every_rank
 from ..model.weight_files import Weights, origins
 
 # %% ../../nbs/parallel/03_load.ipynb #d14c2b60
@@ -26,31 +27,18 @@ def _rows(parameter):
     first = min(mesh.get_local_rank(mesh.ndim - 1) * part, rows)
     return first, min(first + part, rows)
 
-# %% ../../nbs/parallel/03_load.ipynb #5cbfa6e7
-def _together(work):
-    "Do `work`; if it fails on any rank, fail on all of them, in the same words."
-    import torch.distributed as dist
-    value = problem = None
-    try: value = work()
-    except Exception as error: problem = error
-    if not dist.is_initialized():
-        if problem: raise problem
-        return value
-    said = [None] * dist.get_world_size()
-    plain = isinstance(problem, ValueError)
-    dist.all_gather_object(said, problem and (f'{problem}' if plain else f'{type(problem).__name__}: {problem}'))
-    if not any(said): return value
-    rank = next(rank for rank, words in enumerate(said) if words)
-    raise ValueError(said[rank] if len({*said}) == 1 else f'rank {rank}: {said[rank]}') from problem
-
 # %% ../../nbs/parallel/03_load.ipynb #fef1149d
-def _agree(plan):
-    import hashlib
-    import torch.distributed as dist
-    plans = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, hashlib.sha256(plan.encode()).hexdigest())
-    other = [rank for rank, one in enumerate(plans) if one != plans[0]]
-    if other: raise ValueError(f'rank {other[0]} sees another checkpoint than rank 0: copy the same files to all nodes')
+# Whatever fails while loading is a ValueError, with the same text on all ranks. Over the default
+# process group: a rehearsal has no other.
+_all_or_none = partial(on_every_rank, group='default', alike=ValueError)
+
+def _check_same(plan):
+    "Raise on all ranks if one of them is about to read something else than rank 0."
+    digests = gather_objects(hashlib.sha256(plan.encode()).hexdigest())
+    other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise ValueError(f'rank {other[0]} sees another checkpoint than rank 0: '
+                         'copy the same files to all nodes')
 
 # %% ../../nbs/parallel/03_load.ipynb #9f3324c8
 _CHUNK = 2**21  # Numbers read at once
@@ -62,7 +50,7 @@ class _Arrival:
         self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         if self.device.type == 'cuda': self.device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
         self.method, self.origins, self.room = method, [], {}
-        self.weights, self.model = _together(lambda: _planned(self, base, precision))
+        _all_or_none(lambda: _plan(self, base, precision))
 
 # %% ../../nbs/parallel/03_load.ipynb #0d748602
 def _note(arrival, weights, model, state_dict, files, config):
@@ -80,7 +68,7 @@ def _note(arrival, weights, model, state_dict, files, config):
     return info, None
 
 # %% ../../nbs/parallel/03_load.ipynb #5c560d96
-def _planned(arrival, base, precision):
+def _plan(arrival, base, precision):
     "The weights on disk, and the model without them; `arrival.origins` says what goes where."
     from transformers import PreTrainedModel
     weights = Weights(base.source, base.revision)
@@ -94,7 +82,7 @@ def _planned(arrival, base, precision):
     for number, origin in enumerate(arrival.origins, 1):
         if origin.packs: _narrow(origin, arrival.method.storage)
         origin.held.data_ptr = partial(int, number)  # accelerate tells parameters apart by this, and on meta all are 0
-    return weights, model
+    arrival.weights, arrival.model = weights, model
 
 # %% ../../nbs/parallel/03_load.ipynb #59ebb695
 def _narrow(origin, storage):
@@ -206,7 +194,7 @@ def _fill(arrival, place):
             bar.update(arrival.weights.read_b - bar.n)
     def report():
         if problem: raise problem
-    _together(report)
+    _all_or_none(report)
 
 # %% ../../nbs/parallel/03_load.ipynb #0f1b3a68
 def _put(origin, parameter, local):
@@ -237,9 +225,9 @@ def _finish(arrival, place):
         odd = [o for o in arrival.origins if not isinstance(o.held, DTensor) or o.held.placements[-1] != Shard(0)]
         if odd: raise ValueError(f"{odd[0].name} ({odd[0].held.dtype}) is not sharded by rows: set method.storage to 'bfloat16'")
     from torch.distributed.tensor import Shard
-    _together(check)
+    _all_or_none(check)
     where = arrival.weights.tensors
-    _agree(repr([(o.name, o.shape, o.dtype, o.pieces, [where[piece][1:] for piece in o.pieces]) for o in arrival.origins]))
+    _check_same(repr([(o.name, o.shape, o.dtype, o.pieces, [where[piece][1:] for piece in o.pieces]) for o in arrival.origins]))
     arrival.ranks = arrival.origins[0].held.device_mesh.shape[-1]
     begin = time.monotonic()
     _fill(arrival, place)

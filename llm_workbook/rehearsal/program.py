@@ -130,7 +130,7 @@ def play(
 # %% ../../nbs/rehearsal/04_program.ipynb #0a40a574
 def _variables(recipe):
     import torch
-    from llm_workbook.parallel.shard import fsdp_env
+    from llm_workbook.parallel.backends import fsdp_env
     return fsdp_env(recipe) | {'OMP_NUM_THREADS': str(torch.get_num_threads()), 'DS_ACCELERATOR': 'cpu'}
 
 def _imported():  # What libraries make while they are imported must be real: peft has tensors among its defaults
@@ -138,7 +138,7 @@ def _imported():  # What libraries make while they are imported must be real: pe
 
 @contextmanager
 def _players(recipe, gpu):  # What must know that it plays
-    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
     with ExitStack() as stack:
         stack.enter_context(cpu_fsdp())
         for where, name, new in [*_masks(recipe), *(_kernels() + _alone(recipe)) * gpu]:

@@ -203,7 +203,7 @@ def _arrive(part, layers, rank, gpu, locked):
     import torch
     from llm_workbook.model.adapters import add_adapters
     from llm_workbook.parallel.load import arriving
-    from llm_workbook.parallel.shard import cpu_fsdp, fsdp_env
+    from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
     with ExitStack() as stack:
         place, headers = stack.enter_context(_checkpoint(part, layers))
         for where, name, new in _parts(headers): stack.enter_context(patch.object(where, name, new, create=name == 'any'))

@@ -16,7 +16,7 @@ from ..config.document import html_table, nearest, resolve
 from .merge import WAYS, Gate, Merge, gate, judge, merged
 from ..config.recipe import Recipe
 from ..training.resume import recipe_facts
-from ..model.weight_files import type_code
+from ..model.weight_files import header_bytes, tensor_bytes, tensor_entry
 
 # %% ../../nbs/release/03_export.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
@@ -29,16 +29,14 @@ class _File:
         self.opened.write(bytes(8 + room))
 
     def add(self, name, tensor):
-        import torch
-        begin, self.size_b = self.size_b, self.size_b + tensor.nbytes
-        self.header[name] = {'dtype': type_code(tensor.dtype), 'shape': list(tensor.shape), 'data_offsets': [begin, self.size_b]}
-        self.opened.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self.header[name] = tensor_entry(tensor, self.size_b)
+        self.size_b += tensor.nbytes
+        self.opened.write(tensor_bytes(tensor))
 
     def close(self):
         for name, tensor in sorted(self.late.items(), key=lambda item: -item[1].element_size()): self.add(name, tensor)
-        header = json.dumps({'__metadata__': {'format': 'pt'}} | self.header, separators=(',', ':')).encode()
         self.opened.seek(0)
-        self.opened.write(self.room.to_bytes(8, 'little') + header.ljust(self.room))
+        self.opened.write(header_bytes(self.header, room_b=self.room))
         self.opened.close()
 
 # %% ../../nbs/release/03_export.ipynb #e87d05a7

@@ -22,7 +22,7 @@ from .live_settings import in_force
 from ..config.document import html_table, nearest, resolve
 from ..config.recipe import Recipe
 from .resume import rate_course
-from ..parallel.shard import fsdp_env, zero_config
+from ..parallel.backends import fsdp_env, zero_config
 from ..checkpoint.sharded_files import together
 
 # %% ../../nbs/training/06_effective.ipynb #3ec90c41

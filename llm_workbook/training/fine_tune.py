@@ -31,7 +31,7 @@ def check_recipe(
 ) -> tuple[list, list]:  # Training rows and held-out rows, as `load_rows` gives them; what is to be read with its tokens
     "Refuse everything that can be refused before a weight is loaded; give back the rows."
     from llm_workbook.model.adapters import check_targets
-    from llm_workbook.parallel.shard import check_transport
+    from llm_workbook.parallel.backends import check_transport
     if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     if later := planned_only(recipe): raise RecipeError(later, recipe.name)
     check_transport(recipe)
@@ -76,7 +76,7 @@ def sft_config(
     directory: 'str | Path',  # Where it may write
 ) -> 'SFTConfig':  # What `SFTTrainer` takes as `args`
     "Say `recipe` in TRL's words."
-    from llm_workbook.parallel.shard import zero_config
+    from llm_workbook.parallel.backends import zero_config
     from trl import SFTConfig
     batch, how, cpu = recipe.batch, recipe.optimizer, recipe.cluster.device == 'cpu'
     zero = zero_config(recipe) if recipe.sharding.strategy.startswith('zero') else None
@@ -205,7 +205,7 @@ def train_rank(
 def _train(recipe, directory, rows, start, step_timeout_s, held):
     from llm_workbook.parallel.load import arriving
     from llm_workbook.training.memory_trace import memory_trace
-    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar(), skip_compiler(recipe)
     held = () if not recipe.intervals.evaluation else _rows(recipe)[1] if held is None else held
@@ -286,7 +286,7 @@ def fine_tune(
 ) -> Run:  # Of a run that finished on every rank, now or before
     "Check `recipe`, start its ranks from this cell, train or go on, and save what was trained; `Preempted` when told to stop."
     from llm_workbook.parallel.ranks import notebook_ranks
-    from llm_workbook.parallel.shard import fsdp_env
+    from llm_workbook.parallel.backends import fsdp_env
     rows, held = check_recipe(recipe)
     nodes, directory = recipe.cluster.nodes, Path(directory)
     if nodes > 1: raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone. `submit` asks SLURM '
@@ -333,7 +333,7 @@ def _run_here(recipe, asked):
         import torch.distributed as dist
         if not finished: import datasets, peft, transformers.trainer
         from llm_workbook.training.effective import check_launcher
-        from llm_workbook.parallel.shard import fsdp_env
+        from llm_workbook.parallel.backends import fsdp_env
     finally: gc.freeze(), gc.enable()  # What is frozen is not looked at later either
     if 'WORLD_SIZE' not in os.environ and recipe.cluster.ranks == 1:  # Nobody else has to be found: be torchrun
         os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))

@@ -30,7 +30,7 @@ def make_accelerator(
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import PartialState
     from accelerate.utils import DeepSpeedPlugin
-    from llm_workbook.parallel.shard import zero_config
+    from llm_workbook.parallel.backends import zero_config
     zero = recipe.sharding.strategy.startswith('zero')
     skip_compiler(recipe)
     PartialState(cpu=recipe.cluster.device == 'cpu')  # First: with DeepSpeed on CPUs the next line would find one process
@@ -294,7 +294,7 @@ def train_loop(
 ) -> dict:  # As of `train_rank`: shards, payload, memory, saved, seconds, and `scores`; or `preempted`: the committed step
     "Fine-tune on this rank, together with the others, in a loop that you can read."
     from llm_workbook.training.memory_trace import memory_trace
-    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
     from transformers.utils.logging import disable_progress_bar
     if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     disable_progress_bar()

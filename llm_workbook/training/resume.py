@@ -351,7 +351,8 @@ def _prepare(trainer, place):
 
 def _sliced(trainer, directory, place):
     from llm_workbook.checkpoint.save_load import save_checkpoint
-    from llm_workbook.checkpoint.sharded_files import export_full, together
+    from llm_workbook.checkpoint.consolidate import export_full
+    from llm_workbook.checkpoint.sharded_files import together
     name = f'checkpoint-{trainer.state.global_step}'
     if together((directory / name / MANIFEST).exists)[0]: place_of = directory
     else: save_checkpoint((place_of := place) / name, trainer.model_wrapped, facts=trainer.facts)

@@ -22,7 +22,8 @@ from llm_workbook.checkpoint.save_load import finish_saving, load_checkpoint, sa
 from llm_workbook.checkpoint.manifest import DamagedCheckpoint, latest_valid
 from llm_workbook.training.memory_trace import memory_trace
 from llm_workbook.parallel.ranks import RankError, run_ranks
-from llm_workbook.checkpoint.sharded_files import CheckpointError, base_digest, export_full, kept, listed, named, read_slices, slices_here
+from llm_workbook.checkpoint.consolidate import export_full
+from llm_workbook.checkpoint.sharded_files import CheckpointError, base_digest, kept, listed, named, read_slices, slices_here
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -560,3 +561,22 @@ def test_slices_of_a_tensor_meet(tmp_path):
     assert all(as_bytes(t).equal(as_bytes(empty[name])) for name, t in tensors.items())
     with pytest.raises(CheckpointError, match='complex64 is no type that safetensors knows'):
         slices.write_slices(tmp_path / 'odd.safetensors', slices_here({'odd': torch.zeros(2, dtype=torch.complex64)}))
+
+
+def reads_badly(folder):
+    "The disk fails on rank 1 while it reads: torch's own exception there is no Exception, and rank 0 must hear of it."
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    live = prepared('toy', 'fsdp2')
+    save_checkpoint(folder / 'checkpoint-1', *live)
+
+    def broken(self, *args): raise OSError(5, 'Input/output error')
+    if dist.get_rank() == 1: HuggingFaceStorageReader.read_data = broken
+    try: load_checkpoint(folder / 'checkpoint-1', *live)
+    except Exception as error: return f'{type(error).__name__}: {error}'
+
+
+def test_a_disk_that_fails_while_it_is_read_is_heard_on_every_rank(tmp_path):
+    first, second = run_ranks(reads_badly, 2, (tmp_path,), timeout_s=30)
+    assert second == "CheckpointError: 'model' cannot be read: OSError: [Errno 5] Input/output error"
+    assert first == f'RankError: rank 1 failed: {second}'

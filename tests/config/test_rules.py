@@ -13,7 +13,7 @@ from llm_workbook.training.loop import skip_compiler
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Data, Method, Model, Precision, Recipe, planned_only, rules, shrink
-from llm_workbook.parallel.shard import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 
 MEASURED = {rule.id for rule in rules() if rule.source.startswith('measured')}
 FOR = []  # Rules that a test below repeats

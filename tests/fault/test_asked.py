@@ -9,7 +9,8 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding, cpu_fsdp, fsdp_env
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding
 
 SILENT = {  # Two of the three settings that DeepSpeed and accelerate pass over without a word; the third is fault 15
     'zero_optimizaton: {stage: 3}': ({'zero_optimizaton': {'stage': 3}}, 'zero_optimizaton', 'unknown key; known: version, name, model'),
@@ -95,8 +96,8 @@ def test_15_what_is_there_is_compared_with_what_was_asked(strategy, forgotten, r
 def test_15_a_fine_tune_that_is_not_sharded_stops_before_its_first_step(recipe, tmp_path, monkeypatch):
     from contextlib import nullcontext
 
-    from llm_workbook.parallel import shard
-    monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
+    from llm_workbook.parallel import backends
+    monkeypatch.setattr(backends, 'cpu_fsdp', nullcontext)
     monkeypatch.setenv(*next(iter(OFF.items())))
     with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for'): fine_tune(recipe, tmp_path/'run')
     assert files(tmp_path/'run') <= {'recipe.yaml', 'run.json', '.llmw.lock'}

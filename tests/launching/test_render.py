@@ -17,7 +17,7 @@ from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe, recipe_names, shrink
 from llm_workbook.launching.render import check_rendered, render
 from llm_workbook.launching.job_scripts import sbatch, skypilot, trainjob
-from llm_workbook.parallel.shard import fsdp_env, transport_env, zero_config
+from llm_workbook.parallel.backends import fsdp_env, transport_env, zero_config
 
 PLAIN = Recipe.named('reviews-qlora')
 WAYS = {way: PLAIN.changed({'name': way, 'sharding.strategy': way, 'cluster.processes': 1 if way == 'none' else 2})

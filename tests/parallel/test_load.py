@@ -19,7 +19,8 @@ from llm_workbook.parallel.load import arriving, load_sharded
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Batch, Method, Model, Precision, Recipe, Sharding
-from llm_workbook.parallel.shard import assert_sharding, cpu_fsdp, fsdp_env, shard_model
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.shard import assert_sharding, shard_model
 from llm_workbook.model.weight_files import Origin, Weights
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')

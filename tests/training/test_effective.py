@@ -10,7 +10,7 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm, explain_config
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
-from llm_workbook.parallel.shard import fsdp_env, zero_config
+from llm_workbook.parallel.backends import fsdp_env, zero_config
 
 
 @pytest.fixture(scope='module')
@@ -63,7 +63,7 @@ SPOILT = {attention: 'model.attention', accumulation: 'batch.accumulation batch.
 def spoilt_one_by_one(recipe):
     "Spoil one object after the other, first on rank 1 alone, then on both; give what each rank was told."
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from llm_workbook.parallel.shard import cpu_fsdp
+    from llm_workbook.parallel.backends import cpu_fsdp
     told = {}
     for spoil in SPOILT:
         for who in (1,), (0, 1):
@@ -99,7 +99,7 @@ def test_what_was_not_asked_for_is_told_to_every_rank(told, spoil):
     ({'cluster.processes': 3}, 'cluster.ranks: asked 3, found 2 on every rank')])
 def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words):
     def rank():
-        from llm_workbook.parallel.shard import cpu_fsdp
+        from llm_workbook.parallel.backends import cpu_fsdp
         with cpu_fsdp(): made = prepared(recipe)
         confirm(recipe.changed(other), made.model, made.optimizer, made.accelerator, made.loader, tmp_path/'run')
     with pytest.raises(RankError) as caught: notebook_ranks(rank, 2, (), 60, fsdp_env(recipe))

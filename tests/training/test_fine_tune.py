@@ -18,7 +18,7 @@ from llm_workbook.parallel import load as loading
 
 from llm_workbook.parallel import ranks
 
-from llm_workbook.parallel import shard
+from llm_workbook.parallel import backends, shard
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training.data import load_rows
@@ -308,7 +308,7 @@ def test_a_run_has_no_limit_and_a_step_has_one():
 
 
 def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(shard, 'cpu_fsdp', nullcontext)
+    monkeypatch.setattr(backends, 'cpu_fsdp', nullcontext)
     for rank in 0, 1: disturb(monkeypatch, (tmp_path/f'stepped-{rank}').touch, rank, 1)
     with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but') as caught:
         training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)

@@ -16,7 +16,7 @@ from llm_workbook.config.document import asset
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.resume import begin_run, mark_run, read_metrics, run_state
-from llm_workbook.parallel.shard import fsdp_env
+from llm_workbook.parallel.backends import fsdp_env
 
 SLOW = pytest.mark.slow
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
@@ -154,7 +154,7 @@ def test_under_deepspeed_on_cpu_every_rank_has_rows_of_its_own(judge, tmp_path):
     def count(recipe):
         from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin
-        from llm_workbook.parallel.shard import zero_config
+        from llm_workbook.parallel.backends import zero_config
         plain = recipe is None
         from deepspeed.ops import __compatible_ops__
         __compatible_ops__['deepspeed_shm_comm'] = False  # Or it is compiled here
@@ -227,7 +227,7 @@ def test_a_sharding_that_one_rank_lacks_is_told_to_all(judge, tmp_path):
         except Exception as error: return f'{type(error).__name__}: {error}'
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run')
     said = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
-    assert said == ['CheckpointError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
+    assert said == ['RankError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
 
 
 def test_a_rank_that_hangs_while_rows_are_judged_is_named(judge, tmp_path):
