@@ -59,7 +59,7 @@ def _from_hub(name, revision) -> dict:
 
 # %% ../../nbs/model/01_architecture.ipynb #fe13b334
 def configuration(
-    source: 'str | Path | dict',  # Preset, Hub or packaged name, directory, or config.json as a dict
+    source: 'str | Path | dict',  # Preset, Hub or packaged name, directory, config.json as a dict
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
 ) -> tuple[str, dict]:  # A name to show, and the fields as they are written
     "Find the configuration that `source` means."

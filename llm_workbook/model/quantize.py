@@ -85,6 +85,7 @@ def _pretrained(base, method, precision, device):
         output_loading_info=True,
         **options)
 
+# %% ../../nbs/model/03_quantize.ipynb #c0a5400b
 def load_base(
     source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
     method: 'Method | None' = None,  # 'qlora' packs, 'lora' takes the compute dtype, 'full' fp32
