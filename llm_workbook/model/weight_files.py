@@ -6,12 +6,16 @@
 __all__ = ['Entry', 'type_code', 'tensor_entry', 'header_bytes', 'tensor_bytes', 'Weights', 'Origin', 'origins']
 
 # %% ../../nbs/model/06_weight_files.ipynb #792454a0
-import json, os, re, stat
+import json
+import os
+import re
+import stat
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from ..display import nearest
 from ..files import resolve
 
 # %% ../../nbs/model/06_weight_files.ipynb #dd6b64c0
@@ -29,63 +33,90 @@ class Entry(NamedTuple):
         return prod(self.shape)
 
 # %% ../../nbs/model/06_weight_files.ipynb #f878f73e
-_DTYPES = {  # What safetensors calls it -> what torch calls it, bytes each
-    'F64': ('float64', 8), 'F32': ('float32', 4), 'F16': ('float16', 2), 'BF16': ('bfloat16', 2), 'I64': ('int64', 8),
-    'I32': ('int32', 4), 'I16': ('int16', 2), 'I8': ('int8', 1), 'U8': ('uint8', 1), 'BOOL': ('bool', 1),
-    'F8_E4M3': ('float8_e4m3fn', 1), 'F8_E5M2': ('float8_e5m2', 1), 'F8_E8M0': ('float8_e8m0fnu', 1)}
-_HEADER_B = 100_000_000  # What safetensors itself allows
+_DTYPES = {  # Name in a header -> name in torch, bytes of a number
+    'F64': ('float64', 8), 'F32': ('float32', 4), 'F16': ('float16', 2), 'BF16': ('bfloat16', 2),
+    'I64': ('int64', 8), 'I32': ('int32', 4), 'I16': ('int16', 2), 'I8': ('int8', 1),
+    'U8': ('uint8', 1), 'BOOL': ('bool', 1), 'F8_E4M3': ('float8_e4m3fn', 1),
+    'F8_E5M2': ('float8_e5m2', 1), 'F8_E8M0': ('float8_e8m0fnu', 1)}
+_HEADER_B = 100_000_000  # The limit of safetensors itself
 
-def _refuse(file, what): raise ValueError(f'{file.name}: {what}; fetch the file again')
+def _refuse(file, reason): raise ValueError(f'{file.name}: {reason}; fetch the file again')
+
+def _header_text(file):
+    "Read the text of a header; give with it where the heap begins and where the file ends."
+    with open(file, 'rb') as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode): _refuse(file, 'it is no regular file')
+        file_b = status.st_size
+        prefix = opened.read(8)
+        text_b = int.from_bytes(prefix, 'little')
+        if len(prefix) < 8 or file_b < 8 + text_b:
+            _refuse(file, f'it is truncated: {file_b:,} bytes are there, '
+                          f'and its header alone should take {8 + text_b:,}')
+        if text_b > _HEADER_B:
+            _refuse(file, f'a header of {text_b:,} bytes is more than the {_HEADER_B:,} '
+                          'that are allowed')
+        return opened.read(text_b), 8 + text_b, file_b
+
+# %% ../../nbs/model/06_weight_files.ipynb #c0a51f1b
+def _unique_names(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs): raise ValueError('a name is there twice')
+    return mapping
 
 def _header(file):
     "Read the header of `file`: its JSON, where the heap begins, and where the file ends."
-    with open(file, 'rb') as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode): _refuse(file, 'it is no regular file')
-        size, begin = os.fstat(opened.fileno()).st_size, opened.read(8)
-        length = int.from_bytes(begin, 'little')
-        if len(begin) < 8 or size < 8 + length:
-            _refuse(file, f'it is truncated: {size:,} bytes are there, and its header alone should take {8 + length:,}')
-        if length > _HEADER_B: _refuse(file, f'a header of {length:,} bytes is more than the {_HEADER_B:,} that are allowed')
-        text = opened.read(length)
-    try: header = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error: _refuse(file, f'its header is no JSON: {error}')
-    if not isinstance(header, dict): _refuse(file, f'its header is a {type(header).__name__}, not a mapping')
-    return header, 8 + length, size
-
-def _once(pairs):
-    if len(found := dict(pairs)) < len(pairs): raise ValueError('a name is there twice')
-    return found
+    text, heap_b, file_b = _header_text(file)
+    try: header = json.loads(text, object_pairs_hook=_unique_names)
+    except (ValueError, RecursionError) as error:
+        _refuse(file, f'its header is no JSON: {error}')
+    if not isinstance(header, dict):
+        _refuse(file, f'its header is a {type(header).__name__}, not a mapping')
+    return header, heap_b, file_b
 
 # %% ../../nbs/model/06_weight_files.ipynb #bf5e44df
-def _entry(file, name, said, heap):
-    "What the header says of one tensor, if it can be true."
+def _entry(file, name, fields, heap_b):
+    "Give the entry of one tensor, if what the header says of it can be true."
     try:
-        (dtype, size), shape, (begin, end) = _DTYPES[said['dtype']], tuple(said['shape']), said['data_offsets']
-        if len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)): raise ValueError
-    except KeyError as error: _refuse(file, f'{name} has no usable {error}: its entry is {said!r:.80}')
-    except (TypeError, ValueError): _refuse(file, f'{name} has a shape or offsets that are no whole numbers: {said!r:.80}')
-    if end - begin != prod(shape) * size:
-        _refuse(file, f'{name} is {said["dtype"]} of shape {shape}, {prod(shape) * size:,} bytes, but has {end - begin:,}')
-    return Entry(file, dtype, shape, heap + begin, heap + end)
+        dtype, number_b = _DTYPES[fields['dtype']]
+        shape = tuple(fields['shape'])
+        begin_b, end_b = fields['data_offsets']
+        whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin_b, end_b))
+        if len(shape) > 64 or not whole: raise ValueError
+    except KeyError as error:
+        _refuse(file, f'{name} has no usable {error}: its entry is {fields!r:.80}')
+    except (TypeError, ValueError):
+        _refuse(file, f'{name} has a shape or offsets that are no whole numbers: {fields!r:.80}')
+    size_b = prod(shape) * number_b
+    if end_b - begin_b != size_b:
+        _refuse(file, f'{name} is {fields["dtype"]} of shape {shape}, {size_b:,} bytes, '
+                      f'but has {end_b - begin_b:,}')
+    return Entry(file, dtype, shape, heap_b + begin_b, heap_b + end_b)
 
 def _entries(file):
-    "Every tensor of one file, by name."
-    header, at, size = _header(file)
-    found = {name: _entry(file, name, said, at) for name, said in header.items() if name != '__metadata__'}
-    for name, entry in sorted(found.items(), key=lambda item: item[1][3:]):
-        if entry.begin_b != at: _refuse(file, f'{name} begins at byte {entry.begin_b:,}, where {at:,} is free')
-        at = entry.end_b
-    if at > size: _refuse(file, f'it is truncated: {size:,} bytes are there, and its tensors end at {at:,}')
-    if at < size: _refuse(file, f'{size - at:,} bytes at its end belong to no tensor')
-    return found
+    "Give the entries of one file by name; they fill the heap without gap or overlap."
+    header, heap_b, file_b = _header(file)
+    entries = {name: _entry(file, name, fields, heap_b) for name, fields in header.items()
+               if name != '__metadata__'}
+    end_b = heap_b
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin_b, item[1].end_b)):
+        if entry.begin_b != end_b:
+            _refuse(file, f'{name} begins at byte {entry.begin_b:,}, where {end_b:,} is free')
+        end_b = entry.end_b
+    if end_b > file_b:
+        _refuse(file, f'it is truncated: {file_b:,} bytes are there, '
+                      f'and its tensors end at {end_b:,}')
+    if end_b < file_b: _refuse(file, f'{file_b - end_b:,} bytes at its end belong to no tensor')
+    return entries
 
 # %% ../../nbs/model/06_weight_files.ipynb #575dc3a6
 def type_code(
     dtype: 'torch.dtype',  # Of a tensor
 ) -> str:  # As in 'BF16'
     "Name a type as a header does."
-    codes = {name: code for code, (name, _) in _DTYPES.items()}
-    if code := codes.get(str(dtype).removeprefix('torch.')): return code
+    torch_name = str(dtype).removeprefix('torch.')
+    for code, (name, _) in _DTYPES.items():
+        if name == torch_name: return code
     raise ValueError(f'{dtype} is no type that safetensors knows: cast the tensor first')
 
 # %% ../../nbs/model/06_weight_files.ipynb #cf110002
@@ -117,64 +148,136 @@ def tensor_bytes(
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 # %% ../../nbs/model/06_weight_files.ipynb #92bfabec
-_INDEX, _SINGLE = 'model.safetensors.index.json', 'model.safetensors'
+_INDEX = 'model.safetensors.index.json'
+_SINGLE = 'model.safetensors'
 
-def _indexed(index):
-    "Every tensor of the shards that `index` names."
-    try: said = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    except (ValueError, KeyError, TypeError) as error: _refuse(index, f'it has no weight_map that can be read ({error!r})')
-    if not isinstance(said, dict) or not all(isinstance(name, str) for name in said.values()):
+def _weight_map(index):
+    "Read which shard holds each tensor."
+    try: placed = json.loads(index.read_text(encoding='utf-8'))['weight_map']
+    except (ValueError, KeyError, TypeError) as error:
+        _refuse(index, f'it has no weight_map that can be read ({error!r})')
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         _refuse(index, 'its weight_map does not map tensors to files')
-    found, shards = {}, sorted({*said.values()})
-    for name in shards:
-        if Path(name).name != name or '\\' in name:
-            raise ValueError(f'{index.name}: {name!r} leads out of the directory; a shard lies beside its index')
-        if not (index.parent / name).is_file(): raise ValueError(f'{index.name}: the shard {name} is not there; fetch it')
-    for name in shards:
-        for tensor, entry in _entries(index.parent / name).items():
-            if said.get(tensor) != name:
-                where = f'places it in {said[tensor]}' if tensor in said else 'does not know it'
-                _refuse(index, f'{tensor} lies in {name}, and the index {where}: they are of two checkpoints')
-            found[tensor] = entry
-    if lost := sorted(said.keys() - found.keys()):
-        _refuse(index, f'{len(lost)} of its tensors are in no shard, first {lost[0]}, which {said[lost[0]]} should hold')
-    return found
+    return placed
+
+def _check_shard(index, shard):
+    "Raise unless `shard` is a file beside its index."
+    if Path(shard).name != shard or '\\' in shard:
+        raise ValueError(f'{index.name}: {shard!r} leads out of the directory; '
+                         'a shard lies beside its index')
+    if not (index.parent / shard).is_file():
+        raise ValueError(f'{index.name}: the shard {shard} is not there; fetch it')
+
+# %% ../../nbs/model/06_weight_files.ipynb #c0a51f4b
+def _indexed(index):
+    "Give the entries of all shards that `index` names; index and shards must agree."
+    placed = _weight_map(index)
+    shards = sorted(set(placed.values()))
+    for shard in shards: _check_shard(index, shard)
+    entries = {}
+    for shard in shards:
+        for name, entry in _entries(index.parent / shard).items():
+            if placed.get(name) != shard:
+                claim = f'places it in {placed[name]}' if name in placed else 'does not know it'
+                _refuse(index, f'{name} lies in {shard}, and the index {claim}: '
+                               'they are of two checkpoints')
+            entries[name] = entry
+    absent = sorted(placed.keys() - entries.keys())
+    if absent:
+        _refuse(index, f'{len(absent)} of its tensors are in no shard, first {absent[0]}, '
+                       f'which {placed[absent[0]]} should hold')
+    return entries
 
 # %% ../../nbs/model/06_weight_files.ipynb #23dfa35e
-def _fetched(source, revision):
-    "The directory or file that `source` means, on this disk."
-    found = resolve(source)
-    if isinstance(found, Path): return found
+def _local_place(source, revision):
+    "Give the directory or file that `source` means, fetched from the Hub where it must be."
+    place = resolve(source)
+    if isinstance(place, Path): return place
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(found, revision=revision, allow_patterns=['*.safetensors', '*.json']))
+    try:
+        return Path(snapshot_download(place, revision=revision,
+                                      allow_patterns=['*.safetensors', '*.json']))
     except Exception as error:
-        what = f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
-        raise ValueError(f'{found!r} cannot be fetched from the Hub ({what}); name a directory, or fetch it before') from None
+        reason = f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
+        raise ValueError(f'{place!r} cannot be fetched from the Hub ({reason}); '
+                         'name a directory, or fetch it before') from None
 
-def _found(place):
-    "Every tensor of the checkpoint at `place`, by name."
+def _checkpoint_entries(place):
+    "Give the entries of the checkpoint at `place` by name."
     if place.is_file():
         if place.suffix == '.safetensors': return _entries(place)
-        raise ValueError(f'{place.name} is no safetensors file: name one, or the directory it lies in')
+        raise ValueError(f'{place.name} is no safetensors file: name one, '
+                         'or the directory it lies in')
     if (place / _INDEX).is_file(): return _indexed(place / _INDEX)
     if (place / _SINGLE).is_file(): return _entries(place / _SINGLE)
-    pickles = sorted(p.name for kind in ('*.bin', '*.pt', '*.pth', '*.ckpt') for p in place.glob(kind))
-    if pickles: raise ValueError(f'{place.name!r} holds pickles only ({pickles[0]}), which can run code when they are read: '
-                                 'convert it once with save_pretrained on a machine that you can lose')
-    raise ValueError(f'{place.name!r} holds neither {_SINGLE} nor {_INDEX}: name the directory of a checkpoint')
+    endings = ('*.bin', '*.pt', '*.pth', '*.ckpt')
+    pickles = sorted(path.name for ending in endings for path in place.glob(ending))
+    if pickles:
+        raise ValueError(f'{place.name!r} holds pickles only ({pickles[0]}), which can run code '
+                         'when they are read: convert it once with save_pretrained on a machine '
+                         'that you can lose')
+    raise ValueError(f'{place.name!r} holds neither {_SINGLE} nor {_INDEX}: '
+                     'name the directory of a checkpoint')
 
-# %% ../../nbs/model/06_weight_files.ipynb #315964f4
-class _Files:
-    "Files that are opened when something is first read from them, and the bytes read so far."
-    def __init__(self): self.read_b, self._opened = 0, {}
+# %% ../../nbs/model/06_weight_files.ipynb #80b90e76
+def _memory(name, entry, start, stop, into):
+    "Give memory for some numbers of a tensor: as a tensor, and as bytes."
+    import torch
+    if not 0 <= start <= stop <= entry.numel:
+        raise ValueError(f'{name} has {entry.numel:,} numbers: '
+                         f'{start:,} to {stop:,} is no part of it')
+    dtype, count = getattr(torch, entry.dtype), stop - start
+    numbers = torch.empty(count, dtype=dtype) if into is None else into[:count]
+    if numbers.dtype != dtype or numbers.shape != (count,) or not numbers.is_contiguous():
+        raise ValueError(f'{name}: {count:,} numbers of {entry.dtype} do not go into '
+                         f'{len(numbers):,} of {numbers.dtype}')
+    return numbers, memoryview(numbers.view(torch.uint8).numpy())
 
-    def _fill(self, view, entry, offset, name):
-        if entry.file not in self._opened: self._opened[entry.file] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._opened[entry.file], [view[done:done + 2**30]], offset + done)
-            if not count: _refuse(entry.file, f'it ended while {name} was read: it is shorter than a moment ago')
-            done, self.read_b = done + count, self.read_b + count
+# %% ../../nbs/model/06_weight_files.ipynb #75e9dadc
+class Weights:
+    "The tensors of a safetensors checkpoint, found by their headers and read in parts."
+    def __init__(
+        self,
+        source: 'str | Path',  # Directory, file, packaged name, or `owner/name` on the Hub
+        revision: str | None = None,  # Commit, tag or branch on the Hub
+    ):
+        self.place = _local_place(source, revision)
+        self.tensors = _checkpoint_entries(self.place)  # Name -> `Entry`
+        self.total_b = sum(entry.end_b - entry.begin_b for entry in self.tensors.values())
+        self.read_b = 0  # Bytes that were asked for so far
+        self._opened = {}  # Path -> file descriptor
+
+    def read(
+        self,
+        name: str,  # One of `tensors`
+        start: int = 0,  # First number, counted row after row
+        stop: int | None = None,  # The one after the last; None means all that follow
+        into: 'Tensor | None' = None,  # For as many or more, of the file's type; None makes it
+    ) -> 'Tensor':  # One dimension, in the type of the file, in host memory
+        "Read some numbers of one tensor, and no other byte."
+        entry = self._entry(name)
+        stop = entry.numel if stop is None else stop
+        numbers, view = _memory(name, entry, start, stop, into)
+        self._fill(view, entry, entry.begin_b + start * numbers.element_size(), name)
+        return numbers
+
+    def _entry(self, name):
+        if name in self.tensors: return self.tensors[name]
+        raise ValueError(f'{self.place.name!r} has no tensor {name!r}; '
+                         f'{nearest(name, sorted(self.tensors))}')
+
+    def _fill(self, view, entry, offset_b, name):
+        if entry.file not in self._opened:
+            self._opened[entry.file] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
+        done_b = 0
+        while done_b < len(view):
+            part = view[done_b:done_b + 2**30]  # Linux reads less than 2 GiB at a time
+            count_b = os.preadv(self._opened[entry.file], [part], offset_b + done_b)
+            if not count_b:
+                _refuse(entry.file, f'it ended while {name} was read: '
+                                    'it is shorter than a moment ago')
+            done_b += count_b
+            self.read_b += count_b
 
     def close(self) -> None:
         "Close the files; a later `read` opens them again."
@@ -184,52 +287,10 @@ class _Files:
 
     def __exit__(self, *error): self.close()
 
-# %% ../../nbs/model/06_weight_files.ipynb #80b90e76
-def _known(weights, name):
-    from llm_workbook.display import nearest
-    if name in weights.tensors: return weights.tensors[name]
-    raise ValueError(f'{weights.place.name!r} has no tensor {name!r}; {nearest(name, sorted(weights.tensors))}')
-
-def _room(name, entry, start, stop, into):
-    "Memory for some numbers of a tensor: as a tensor, and as bytes."
-    import torch
-    if not 0 <= start <= stop <= entry.numel:
-        raise ValueError(f'{name} has {entry.numel:,} numbers: {start:,} to {stop:,} is no part of it')
-    dtype = getattr(torch, entry.dtype)
-    room = torch.empty(stop - start, dtype=dtype) if into is None else into[:stop - start]
-    if room.dtype != dtype or room.shape != (stop - start,) or not room.is_contiguous():
-        raise ValueError(f'{name}: {stop - start:,} numbers of {entry.dtype} do not go into {len(room):,} of {room.dtype}')
-    return room, memoryview(room.view(torch.uint8).numpy())
-
-# %% ../../nbs/model/06_weight_files.ipynb #75e9dadc
-class Weights(_Files):
-    "The tensors of a safetensors checkpoint, found by their headers and read in parts."
-    def __init__(
-        self,
-        source: 'str | Path',  # Directory, file, packaged name, or `owner/name` on the Hub
-        revision: str | None = None,  # Commit, tag or branch on the Hub
-    ):
-        super().__init__()
-        self.place = _fetched(source, revision)
-        self.tensors = _found(self.place)  # Name -> `Entry`
-        self.total_b = sum(entry.end_b - entry.begin_b for entry in self.tensors.values())  # Bytes of all tensors
-
-    def read(
-        self,
-        name: str,  # One of `tensors`
-        start: int = 0,  # First number, counted row after row
-        stop: int | None = None,  # The one after the last; None means all that follow
-        into: 'Tensor | None' = None,  # Room for as many or more, of the type of the file; None makes it
-    ) -> 'Tensor':  # One dimension, in the type of the file, in host memory
-        "Read some numbers of one tensor, and no other byte."
-        entry = _known(self, name)
-        room, raw = _room(name, entry, start, entry.numel if stop is None else stop, into)
-        self._fill(raw, entry, entry.begin_b + start * room.element_size(), name)
-        return room
-
     def __repr__(self):
         files = {entry.file for entry in self.tensors.values()}
-        return f'{len(self.tensors)} tensors, {self.total_b:,} bytes in {len(files)} files; {self.read_b:,} bytes read'
+        return (f'{len(self.tensors)} tensors, {self.total_b:,} bytes in {len(files)} files; '
+                f'{self.read_b:,} bytes read')
 
 # %% ../../nbs/model/06_weight_files.ipynb #7da214d5
 @dataclass(eq=False)
@@ -240,7 +301,7 @@ class Origin:
     shape: tuple  # Of the parameter, before it is packed
     dtype: 'torch.dtype'  # To which the file's numbers are cast first
     packs: bool  # Whether it becomes NF4
-    homes: list = field(default_factory=list)  # (module, name in it) that hold it; several where it is tied
+    homes: list = field(default_factory=list)  # (module, name in it); several where it is tied
 
     @property
     def held(self) -> 'torch.nn.Parameter':  # Of the first home
@@ -248,95 +309,145 @@ class Origin:
         return getattr(*self.homes[0])
 
 # %% ../../nbs/model/06_weight_files.ipynb #e1a90c8b
-_FUSED = {  # How transformers fuses tensors of a file, where they lie one behind the other -> whether they take turns
-    (('Concatenate', 0),): False, (('MergeModulelist', 0),): False, (('MergeModulelist', 0), ('Concatenate', 1)): True}
+_FUSIONS = {  # Operations of transformers, with their dimensions -> whether the pieces take turns
+    (('Concatenate', 0),): False,
+    (('MergeModulelist', 0),): False,
+    (('MergeModulelist', 0), ('Concatenate', 1)): True}
 
 def _pieces(converter, columns):
-    "The tensors on disk that make one parameter, in the order of its numbers."
-    steps = tuple((type(step).__name__, getattr(step, 'dim', None)) for step in converter.operations)
-    found = [columns[pattern] for pattern in converter.source_patterns if pattern in columns]
-    if steps not in _FUSED or len(converter.target_patterns) > 1 or len({*map(len, found)}) > 1:
-        how = ', '.join(f'{step}({dim})' for step, dim in steps)
-        raise ValueError(f'transformers makes {converter.target_patterns[0]!r} of {found[0][0]!r} by {how}, which cannot be '
-                         "done to a part: set sharding.loading to 'every_rank'")
-    return [name for group in (zip(*found) if _FUSED[steps] else found) for name in group]
+    "Give the tensors on disk that make one parameter, in the order of its numbers."
+    steps = tuple((type(step).__name__, getattr(step, 'dim', None))
+                  for step in converter.operations)
+    groups = [columns[pattern] for pattern in converter.source_patterns if pattern in columns]
+    lengths = {len(group) for group in groups}
+    if steps not in _FUSIONS or len(converter.target_patterns) > 1 or len(lengths) > 1:
+        operations = ', '.join(f'{step}({dim})' for step, dim in steps)
+        raise ValueError(f'transformers makes {converter.target_patterns[0]!r} of {groups[0][0]!r} '
+                         f'by {operations}, which cannot be done to a part: '
+                         "set sharding.loading to 'every_rank'")
+    if _FUSIONS[steps]: groups = zip(*groups)
+    return [name for group in groups for name in group]
 
 # %% ../../nbs/model/06_weight_files.ipynb #3d88dde2
-def _named(model, weights, mapping):
-    "Map names in `model` to tensors on disk, as transformers renames and fuses them; list those that it does not know."
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    state, found, unknown = model.state_dict(), {}, []
-    kinds = [[step for step in mapping or () if isinstance(step, kind)] for kind in (WeightRenaming, WeightConverter)]
-    by_pattern = {pattern: converter for converter in kinds[1] for pattern in converter.source_patterns}
+def _match_names(model, weights, mapping):
+    "Map names in `model` to tensors on disk; list the names on disk that the model does not know."
+    from transformers.core_model_loading import (
+        WeightConverter, WeightRenaming, dot_natural_key, rename_source_key)
+    renamings = [step for step in mapping or () if isinstance(step, WeightRenaming)]
+    converters = [step for step in mapping or () if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters
+                  for pattern in converter.source_patterns}
+    state = model.state_dict()
+    columns, converter_of, unknown = {}, {}, []
     for name in sorted(weights.tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, *kinds, model.base_model_prefix, state)
+        target, pattern = rename_source_key(name, renamings, converters,
+                                            model.base_model_prefix, state)
         if target not in state and name in state: target, pattern = name, None
-        if target not in state: unknown.append(name)
-        else: found.setdefault(target, (by_pattern.get(pattern), {}))[1].setdefault(pattern, []).append(name)
-    made = {target: _pieces(how, columns) if how else columns[None] for target, (how, columns) in found.items()}
-    return made, unknown
+        if target not in state:
+            unknown.append(name)
+            continue
+        converter_of.setdefault(target, by_pattern.get(pattern))
+        columns.setdefault(target, {}).setdefault(pattern, []).append(name)
+    pieces = {}
+    for target, by_source in columns.items():
+        converter = converter_of[target]
+        pieces[target] = _pieces(converter, by_source) if converter else by_source[None]
+    return pieces, unknown
 
 # %% ../../nbs/model/06_weight_files.ipynb #ba130186
-def _judged(model, weights, found, unknown):
-    "Say what transformers would: which names are missing for good, and which are tied. Raise on what cannot be right."
-    from transformers.utils.loading_report import LoadStateDictInfo
-    tied = model.all_tied_weights_keys
-    for target, source in [*tied.items()]:
-        if target not in found or source not in found: continue
-        if _equal(weights, found[target], found[source]): del found[target]
-        else: del tied[target]  # As transformers does: the file counts more than the configuration
-    info = LoadStateDictInfo({*model.state_dict()} - found.keys(), {*unknown}, set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(info)
-    excused = {target for target, source in tied.items() if source in found} | {tied[name] for name in tied if name in found}
-    where = weights.place.name
-    if lost := sorted(info.missing_keys - excused):
-        raise ValueError(f'{where}: {len(lost)} tensors of {type(model).__name__} are missing, first {lost[0]}; fetch all files, '
-                         'or correct config.json')
-    if extra := sorted(info.unexpected_keys):
-        raise ValueError(f'{where}: {len(extra)} tensors are not of a {type(model).__name__}, first {extra[0]}; correct '
-                         "config.json, or set sharding.loading to 'every_rank', which drops them")
-    return info
-
-def _equal(weights, one, other):
+def _same_numbers(weights, one, other):
     "Whether two tensors on disk hold the same numbers."
-    (one,), (other,) = one, other
     count = weights.tensors[one].numel
-    return count == weights.tensors[other].numel and all(
-        weights.read(one, at, min(at + 2**21, count)).equal(weights.read(other, at, min(at + 2**21, count)))
-        for at in range(0, count, 2**21))
+    if count != weights.tensors[other].numel: return False
+    for start in range(0, count, 2**21):
+        stop = min(start + 2**21, count)
+        if not weights.read(one, start, stop).equal(weights.read(other, start, stop)): return False
+    return True
+
+def _resolve_ties(model, weights, pieces):
+    "Where both sides of a tie are on disk, drop the second tensor, or the tie if they differ."
+    tied = model.all_tied_weights_keys
+    for target, source in list(tied.items()):
+        if target not in pieces or source not in pieces: continue
+        (one,), (other,) = pieces[target], pieces[source]
+        if _same_numbers(weights, one, other): del pieces[target]
+        else: del tied[target]  # As transformers does: the file counts more than the configuration
+    excused = {target for target, source in tied.items() if source in pieces}
+    return excused | {source for target, source in tied.items() if target in pieces}
+
+# %% ../../nbs/model/06_weight_files.ipynb #c0a51f2b
+def _loading_info(model, weights, pieces, unknown):
+    "Say which names are missing, as transformers would; raise on what cannot be right."
+    from transformers.utils.loading_report import LoadStateDictInfo
+    excused = _resolve_ties(model, weights, pieces)
+    missing = set(model.state_dict()) - pieces.keys()
+    info = LoadStateDictInfo(missing, set(unknown), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(info)
+    place, kind = weights.place.name, type(model).__name__
+    absent = sorted(info.missing_keys - excused)
+    if absent:
+        raise ValueError(f'{place}: {len(absent)} tensors of {kind} are missing, '
+                         f'first {absent[0]}; fetch all files, or correct config.json')
+    extra = sorted(info.unexpected_keys)
+    if extra:
+        raise ValueError(f'{place}: {len(extra)} tensors are not of a {kind}, first {extra[0]}; '
+                         "correct config.json, or set sharding.loading to 'every_rank', "
+                         'which drops them')
+    return info
 
 # %% ../../nbs/model/06_weight_files.ipynb #e4c7784e
 _FLOATS = 'float64', 'float32', 'bfloat16', 'float16'  # What can be cast
 
-def _origin(model, weights, name, pieces, config):
-    "Where parameter or buffer `name` comes from, if what lies there fits."
-    quantizer, now = config.hf_quantizer, model.get_parameter_or_buffer(name)
-    packs = bool(quantizer) and quantizer.param_needs_quantization(model, name)
-    entries = [weights.tensors[piece] for piece in pieces]
-    first, shape = entries[0], tuple(now.shape)
-    if packs and 'Conv1D' in model.get_submodule(name.rpartition('.')[0]).source_cls.__name__:
-        raise ValueError(f"{name} lies transposed on disk, so no part of it can be packed: set sharding.loading to 'every_rank'")
+def _check_pieces(name, parameter, pieces, entries):
+    "Raise unless the pieces have one type that can be cast, and together the parameter's shape."
+    first, shape = entries[0], tuple(parameter.shape)
     if len({entry.dtype for entry in entries}) > 1:
-        raise ValueError(f"{name} is made of tensors of two types on disk: set sharding.loading to 'every_rank'")
-    fits = sum(e.numel for e in entries) == prod(shape) and first.shape[-1:] == shape[-1:]
-    if not fits or len(entries) == 1 and first.shape != shape:
-        raise ValueError(f'{first.file.name}: {pieces[0]} has the shape {first.shape}, and {name} should have {shape}: '
+        raise ValueError(f'{name} is made of tensors of two types on disk: '
+                         "set sharding.loading to 'every_rank'")
+    fits = sum(entry.numel for entry in entries) == prod(shape)
+    fits = fits and first.shape[-1:] == shape[-1:]
+    if len(entries) == 1: fits = fits and first.shape == shape
+    if not fits:
+        raise ValueError(f'{first.file.name}: {pieces[0]} has the shape {first.shape}, '
+                         f'and {name} should have {shape}: '
                          'weights and config.json are of two models')
-    if wrong := next((e for e in entries if now.is_floating_point() and e.dtype not in _FLOATS), None):
-        raise ValueError(f'{wrong.file.name}: {pieces[0]} is {wrong.dtype}, which cannot be cast to {now.dtype}: take the '
-                         'checkpoint in bfloat16, float16 or float32')
-    planned = (dtype for glob, dtype in (config.dtype_plan or {}).items() if re.search(glob.replace('*', '.*'), name))
-    return Origin(name, pieces, shape, next(planned, config.dtype if packs else now.dtype), packs)
+    if parameter.is_floating_point() and first.dtype not in _FLOATS:
+        raise ValueError(f'{first.file.name}: {pieces[0]} is {first.dtype}, '
+                         f'which cannot be cast to {parameter.dtype}: '
+                         'take the checkpoint in bfloat16, float16 or float32')
+
+# %% ../../nbs/model/06_weight_files.ipynb #c0a51f3b
+def _planned_dtype(name, config):
+    "Give the type that transformers plans for `name` alone, or None."
+    for glob, dtype in (config.dtype_plan or {}).items():
+        if re.search(glob.replace('*', '.*'), name): return dtype
+    return None
+
+def _origin(model, weights, name, pieces, config):
+    "Say where parameter or buffer `name` comes from, if what lies there fits."
+    parameter = model.get_parameter_or_buffer(name)
+    quantizer = config.hf_quantizer
+    packs = bool(quantizer) and quantizer.param_needs_quantization(model, name)
+    module = model.get_submodule(name.rpartition('.')[0])
+    if packs and 'Conv1D' in module.source_cls.__name__:
+        raise ValueError(f'{name} lies transposed on disk, so no part of it can be packed: '
+                         "set sharding.loading to 'every_rank'")
+    _check_pieces(name, parameter, pieces, [weights.tensors[piece] for piece in pieces])
+    dtype = _planned_dtype(name, config)
+    if dtype is None: dtype = config.dtype if packs else parameter.dtype
+    return Origin(name, pieces, tuple(parameter.shape), dtype, packs)
 
 # %% ../../nbs/model/06_weight_files.ipynb #14dc7804
 def origins(
     model: 'PreTrainedModel',  # On the meta device
     weights: Weights,  # On disk
-    config: 'LoadStateDictConfig',  # What transformers gives to its own reading: renamings, quantizer, dtypes
-) -> 'tuple[list[Origin], LoadStateDictInfo]':  # One for each parameter and buffer on disk; what is not there, for transformers
-    "Find what makes each parameter of `model`; raise on anything that is missing, too much, or does not fit."
+    config: 'LoadStateDictConfig',  # Of transformers: renamings, quantizer, dtypes
+) -> 'tuple[list[Origin], LoadStateDictInfo]':  # One for each tensor on disk; what is not there
+    "Find what makes each parameter; raise on anything that is missing, too much, or does not fit."
     if getattr(config.hf_quantizer, 'pre_quantized', False):
-        raise ValueError(f"{weights.place.name} is quantised on disk already: set sharding.loading to 'every_rank'")
-    found, unknown = _named(model, weights, config.weight_mapping)
-    info = _judged(model, weights, found, unknown)
-    return [_origin(model, weights, name, pieces, config) for name, pieces in found.items()], info
+        raise ValueError(f'{weights.place.name} is quantised on disk already: '
+                         "set sharding.loading to 'every_rank'")
+    pieces, unknown = _match_names(model, weights, config.weight_mapping)
+    info = _loading_info(model, weights, pieces, unknown)
+    result = [_origin(model, weights, name, names, config) for name, names in pieces.items()]
+    return result, info

@@ -12,10 +12,11 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from ..model.adapters import load_adapters
-from ..files import resolve
-from ..model.quantize import load_base
 from ..config.recipe import Recipe
+from ..files import resolve
+from ..model.adapters import load_adapters
+from ..model.quantize import load_base
+from .scores import completions
 
 # %% ../../nbs/release/04_chat.ipynb #2413b3bc
 @dataclass(frozen=True, repr=False)
@@ -23,73 +24,104 @@ class Chat:
     "A tuned model that can still answer as its base."
     model: 'PreTrainedModel'  # With adapters; without, `base` must be given
     tokenizer: 'PreTrainedTokenizerFast'  # Its own, with a chat template
-    base: 'PreTrainedModel | None' = None  # What a model without adapters was tuned from, loaded beside it
+    base: 'PreTrainedModel | None' = None  # What a model without adapters was tuned from
     longest: int = 64  # Tokens of an answer at most
     temperature: float = 0.0  # 0 takes the most likely token at each step; larger values draw
     seed: int = 0  # Of what is drawn: the same question gets the same answer
 
-    def __post_init__(self): _check(self)
+    def __post_init__(self):
+        _check_model(self.model, self.base)
+        if not self.tokenizer.chat_template:
+            raise ValueError('this tokenizer has no chat template; use the one it was trained with')
+        if self.longest < 1:
+            raise ValueError(f'longest {self.longest} must be a whole number from 1')
+        if self.temperature < 0:
+            raise ValueError(f'temperature {self.temperature} must be 0 or more')
 
-    def reply(self, messages: list[dict],  # Turns so far, each with `role` and `content`; the last one is the question
+    def reply(
+        self,
+        messages: list[dict],  # Turns so far, each with `role` and `content`; the last one asks
         tuned: bool = True,  # False: as the base
     ) -> str:  # It ends in ' …' where it was cut at `longest`
         "Answer a conversation."
-        return _reply(self, _prompt(self, messages), tuned)
+        import torch
+        prompt = _prompt(self, messages)
+        with _speaker(self, tuned) as model, torch.random.fork_rng(_gpus(model)):
+            torch.manual_seed(self.seed)
+            settings = _settings(self, model)
+            texts = completions(model, self.tokenizer, prompt, settings, skip_special_tokens=True)
+        return texts[0]
 
-    def __repr__(self): return f'Chat({type(self.model).__name__}, longest {self.longest}, temperature {self.temperature})'
+    def __repr__(self):
+        kind = type(self.model).__name__
+        return f'Chat({kind}, longest {self.longest}, temperature {self.temperature})'
 
 # %% ../../nbs/release/04_chat.ipynb #2ab427dd
-def _check(chat):
-    kind = type(getattr(chat.model, 'get_base_model', lambda: chat.model)()).__name__
+def _check_model(model, base):
+    "Raise unless `model` writes text, and has adapters or a base beside it."
+    kind = type(model.get_base_model() if hasattr(model, 'get_base_model') else model).__name__
     if kind.endswith('ForSequenceClassification'):
-        raise ValueError(f'{kind} gives labels, not words: there is nothing to talk to; count its right answers')
-    if chat.base is None and not hasattr(chat.model, 'disable_adapter'):
-        raise ValueError(f'{kind} has no adapters to switch off: pass the model it was tuned from as `base`')
-    if not chat.tokenizer.chat_template: raise ValueError('this tokenizer has no chat template; use the one it was trained with')
-    if chat.longest < 1: raise ValueError(f'longest {chat.longest} must be a whole number from 1')
-    if chat.temperature < 0: raise ValueError(f'temperature {chat.temperature} must be 0 or more')
+        raise ValueError(f'{kind} gives labels, not words: there is nothing to talk to; '
+                         'count its right answers')
+    if base is None and not hasattr(model, 'disable_adapter'):
+        raise ValueError(f'{kind} has no adapters to switch off: '
+                         'pass the model it was tuned from as `base`')
 
 # %% ../../nbs/release/04_chat.ipynb #82c383f4
+def _check_messages(messages, tokenizer):
+    "Raise where there is no question, or where a text contains a mark of the chat template."
+    if not messages or not messages[-1]['content'].strip():
+        raise ValueError('the question is empty: write one')
+    text = ' '.join(message['content'] for message in messages)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and token.content in text:
+            raise ValueError(f'{token.content} is a mark of the chat template '
+                             'and may not be part of a question')
+
 def _prompt(chat, messages):
-    said, limit = ' '.join(m['content'] for m in messages), getattr(chat.model.config, 'max_position_embeddings', None)
-    marks = (t.content for t in chat.tokenizer.added_tokens_decoder.values() if t.special and t.content in said)
-    if not messages or not messages[-1]['content'].strip(): raise ValueError('the question is empty: write one')
-    if mark := next(marks, None): raise ValueError(f'{mark} is a mark of the chat template and may not be part of a question')
+    "Give the token ids of a conversation; raise where no answer would fit behind them."
+    _check_messages(messages, chat.tokenizer)
     text = chat.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = chat.tokenizer(text, return_tensors='pt', add_special_tokens=False, return_token_type_ids=False, verbose=False)
-    used = ids['input_ids'].shape[1]
+    prompt = chat.tokenizer(text, return_tensors='pt', add_special_tokens=False,
+                            return_token_type_ids=False, verbose=False)
+    used = prompt['input_ids'].shape[1]
+    limit = getattr(chat.model.config, 'max_position_embeddings', None)
     if limit and used + chat.longest > limit:
-        raise ValueError(f'{used} tokens and {chat.longest} to come are more than the {limit} of this model: begin anew')
-    return ids
+        raise ValueError(f'{used} tokens and {chat.longest} to come are more than the {limit} '
+                         'of this model: begin anew')
+    return prompt
 
 # %% ../../nbs/release/04_chat.ipynb #de63a0c2
-def _reply(chat, ids, tuned) -> str:
-    import torch
+def _settings(chat, model):
+    "Give the settings of `generate`, with nothing left to the model's own file."
     from transformers import GenerationConfig
-    draws = {'temperature': float(chat.temperature), 'top_p': 1.0, 'top_k': 0} if chat.temperature else {}
-    with _voice(chat, tuned) as model, torch.inference_mode(), torch.random.fork_rng(_gpus(model)):
-        torch.manual_seed(chat.seed)
-        ends = _ends(model, chat.tokenizer)
-        how = GenerationConfig(max_new_tokens=chat.longest, do_sample=bool(draws), use_cache=True, eos_token_id=ends, **draws,
-                               pad_token_id=next(i for i in (chat.tokenizer.pad_token_id, *ends) if i is not None))
-        out = model.generate(**ids.to(model.device), generation_config=how)[0, ids['input_ids'].shape[1]:].tolist()
-    stop = next((i for i, token in enumerate(out) if token in ends), None)
-    return chat.tokenizer.decode(out[:stop], skip_special_tokens=True).strip() + ('' if stop is not None else ' …')
+    sampling = {}
+    if chat.temperature:
+        sampling = {'temperature': float(chat.temperature), 'top_p': 1.0, 'top_k': 0}
+    ends = _end_tokens(model, chat.tokenizer)
+    pad = chat.tokenizer.pad_token_id
+    return GenerationConfig(
+        max_new_tokens=chat.longest, do_sample=bool(sampling), use_cache=True, eos_token_id=ends,
+        pad_token_id=ends[0] if pad is None else pad, **sampling)
 
-def _gpus(model): return [model.device] if model.device.type == 'cuda' else []
+def _end_tokens(model, tokenizer) -> list[int]:
+    of_model = model.generation_config.eos_token_id
+    of_model = of_model if isinstance(of_model, list) else [of_model]
+    return sorted({tokenizer.eos_token_id, *of_model} - {None})
 
-def _ends(model, tokenizer) -> list[int]:
-    own = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None})
+def _gpus(model):  # Whose random numbers are put back afterwards
+    return [model.device] if model.device.type == 'cuda' else []
 
 # %% ../../nbs/release/04_chat.ipynb #a7ee21a0
 @contextmanager
-def _voice(chat, tuned):
-    model = chat.model if tuned or chat.base is None else chat.base
-    modes = [(m, m.training) for m in model.modules()]  # A model that is in training goes on as it was
+def _speaker(chat, tuned):
+    "Give the model that answers, in evaluation mode; leave every module as it was."
+    separate = chat.base is not None
+    model = chat.base if separate and not tuned else chat.model
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with nullcontext() if tuned or chat.base is not None else model.disable_adapter(): yield model
+        with nullcontext() if tuned or separate else model.disable_adapter(): yield model
     finally:
         for module, training in modes: module.training = training
 
@@ -101,21 +133,30 @@ def load_chat(
 ) -> Chat:  # On one device
     "Load the base and what was trained."
     from transformers import AutoTokenizer
-    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
-    if recipe.model.head != 'causal_lm': raise ValueError(f'model.head {recipe.model.head!r} gives labels, not words')
-    how = recipe.method, recipe.precision, recipe.cluster.device
-    place, revision = resolve(recipe.model.source), recipe.model.revision
-    tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
-    base = load_base(recipe.model, *how)
-    if recipe.method.kind == 'full': return Chat(load_base(str(saved), *how), tokenizer, base, longest)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
+    if recipe.model.head != 'causal_lm':
+        raise ValueError(f'model.head {recipe.model.head!r} gives labels, not words')
+    options = recipe.method, recipe.precision, recipe.cluster.device
+    tokenizer = AutoTokenizer.from_pretrained(
+        resolve(recipe.model.source), revision=recipe.model.revision, trust_remote_code=False)
+    base = load_base(recipe.model, *options)
+    if recipe.method.kind == 'full':
+        return Chat(load_base(str(saved), *options), tokenizer, base, longest)
     return Chat(load_adapters(base, saved), tokenizer, longest=longest)
 
 # %% ../../nbs/release/04_chat.ipynb #3e6f0246
 class Both(NamedTuple):
-    "A question and what both said to it."
-    prompt: str  # What was asked
-    base: str  # What the base said
-    tuned: str  # What the tuned model said
+    "A question and the answers of base and tuned model."
+    prompt: str  # The question
+    base: str  # The answer of the base
+    tuned: str  # The answer of the tuned model
+
+_CELL_STYLE = 'text-align:left;vertical-align:top;white-space:pre-wrap;max-width:20em'
+
+def _table_row(tag, cells):
+    cells = [f'<{tag} style="{_CELL_STYLE}">{escape(cell)}</{tag}>' for cell in cells]
+    return f'<tr>{"".join(cells)}</tr>'
 
 @dataclass(frozen=True)
 class Voices:
@@ -126,13 +167,9 @@ class Voices:
         "Give questions and answers as plain values."
         return {'rows': [row._asdict() for row in self.rows]}
 
-    def _repr_html_(self): return _html(self.rows)
-
-# %% ../../nbs/release/04_chat.ipynb #09f25cd0
-def _html(rows) -> str:
-    style = 'style="text-align:left;vertical-align:top;white-space:pre-wrap;max-width:20em"'
-    line = lambda tag, cells: f'<tr>{"".join(f"<{tag} {style}>{escape(cell)}</{tag}>" for cell in cells)}</tr>'
-    return f'<table>{line("th", ("you", "base", "tuned"))}{"".join(line("td", row) for row in rows)}</table>'
+    def _repr_html_(self):
+        rows = [_table_row('td', row) for row in self.rows]
+        return f'<table>{_table_row("th", ("you", "base", "tuned"))}{"".join(rows)}</table>'
 
 # %% ../../nbs/release/04_chat.ipynb #95962fe3
 def compare_chat(
@@ -140,63 +177,86 @@ def compare_chat(
     prompts: list[str],  # Questions, each the first of its conversation
 ) -> Voices:  # Shows itself in a notebook
     "Ask both voices of `chat` the same questions."
-    if isinstance(prompts, str): raise ValueError(f'prompts {prompts!r:.40} is one text: pass a list')
-    asked = [(prompt, [{'role': 'user', 'content': prompt}]) for prompt in prompts]
-    return Voices(tuple(Both(prompt, chat.reply(turns, False), chat.reply(turns)) for prompt, turns in asked))
-
-# %% ../../nbs/release/04_chat.ipynb #849e72c3
-class _Talk:
-    shown, turns = Voices(), ([], [])  # What both said; the turns of either
-
-    def begin(self) -> None:
-        "Forget the conversation."
-        self.shown, self.turns = Voices(), ([], [])
-        self._show()
-
-    def ask(self, prompt: str,  # The next question
-    ) -> Both:  # Both answers, which are now in the table
-        "Put a question to both, after what was said before."
-        turns = [[*before, {'role': 'user', 'content': prompt}] for before in self.turns]
-        row = Both(prompt, *(self.chat.reply(turn, tuned) for turn, tuned in zip(turns, (False, True))))
-        self.turns = tuple([*turn, {'role': 'assistant', 'content': said}] for turn, said in zip(turns, row[1:]))
-        self.shown = Voices((*self.shown.rows, row))
-        self._show()
-        return row
-
-    def _clicked(self, button):
-        self.send.disabled, error = True, ''
-        self._show('answering')
-        try:
-            self.ask(self.prompt.value)
-            self.prompt.value = ''
-        except Exception as wrong: error = f'{type(wrong).__name__}: {wrong}'  # A button has nobody to raise to
-        finally: self.send.disabled = False
-        self._show(error)
-
-    def _show(self, note=''):
-        told = f'<p role="status">{escape(note)}</p>' if note else ''
-        self.answers.value = (self.shown._repr_html_() if self.shown.rows else '') + told
+    if isinstance(prompts, str):
+        raise ValueError(f'prompts {prompts!r:.40} is one text: pass a list')
+    rows = []
+    for prompt in prompts:
+        turns = [{'role': 'user', 'content': prompt}]
+        rows.append(Both(prompt, chat.reply(turns, tuned=False), chat.reply(turns)))
+    return Voices(tuple(rows))
 
 # %% ../../nbs/release/04_chat.ipynb #a52b4ac6
-class ChatPanel(_Talk):
+def _ipywidgets():
+    try: import ipywidgets
+    except ImportError:
+        raise ImportError('the panel needs ipywidgets: pip install "llm-workbook[lab]"; '
+                          '`compare_chat` needs nothing') from None
+    return ipywidgets
+
+_WIDE = {'width': '640px'}
+
+# %% ../../nbs/release/04_chat.ipynb #c0a51eab
+class ChatPanel:
     "A place to type, and both answers below; display it as the last value of a cell."
 
     def __init__(self, chat: Chat):  # From `load_chat`
-        try: import ipywidgets as w
-        except ImportError: raise ImportError('the panel needs ipywidgets: pip install "llm-workbook[lab]"; '
-                                              '`compare_chat` needs nothing') from None
+        ui = _ipywidgets()
         self.given = chat
-        self.prompt = w.Textarea(description='You', placeholder='Ask both', layout={'width': '640px'})
-        self.send, self.clear = w.Button(description='Ask', button_style='primary'), w.Button(description='Begin anew')
-        self.longest = w.BoundedIntText(chat.longest, min=1, max=4096, description='Tokens')
-        self.temperature = w.FloatSlider(chat.temperature, min=0, max=2, step=0.1, description='Temperature')
-        self.answers = w.HTML()
-        self.box = w.VBox([self.prompt, w.HBox([self.send, self.clear, self.longest, self.temperature]), self.answers])
-        self.send.on_click(self._clicked), self.clear.on_click(lambda button: self.begin())
+        self.prompt = ui.Textarea(description='You', placeholder='Ask both', layout=_WIDE)
+        self.send = ui.Button(description='Ask', button_style='primary')
+        self.clear = ui.Button(description='Begin anew')
+        self.longest = ui.BoundedIntText(chat.longest, min=1, max=4096, description='Tokens')
+        self.temperature = ui.FloatSlider(chat.temperature, min=0, max=2, step=0.1,
+                                          description='Temperature')
+        self.answers = ui.HTML()
+        controls = ui.HBox([self.send, self.clear, self.longest, self.temperature])
+        self.box = ui.VBox([self.prompt, controls, self.answers])
+        self.send.on_click(self._answer_click)
+        self.clear.on_click(lambda button: self.begin())
+        self.begin()
 
     @property
     def chat(self) -> Chat:  # With the settings of the panel
         "Give what answers."
         return replace(self.given, longest=self.longest.value, temperature=self.temperature.value)
 
-    def _repr_mimebundle_(self, **kwargs): return self.box._repr_mimebundle_(**kwargs) | {'text/html': self.shown._repr_html_()}
+    def begin(self) -> None:
+        "Forget the conversation."
+        self.shown = Voices()
+        self.turns = [], []  # Of the base, of the tuned model
+        self._show()
+
+    def ask(
+        self,
+        prompt: str,  # The next question
+    ) -> Both:  # Both answers, which are now in the table
+        "Put a question to both, after the turns so far."
+        question = {'role': 'user', 'content': prompt}
+        base_turns, tuned_turns = [[*turns, question] for turns in self.turns]
+        row = Both(prompt, self.chat.reply(base_turns, tuned=False), self.chat.reply(tuned_turns))
+        self.turns = ([*base_turns, {'role': 'assistant', 'content': row.base}],
+                      [*tuned_turns, {'role': 'assistant', 'content': row.tuned}])
+        self.shown = Voices((*self.shown.rows, row))
+        self._show()
+        return row
+
+    def _answer_click(self, button):
+        self.send.disabled = True
+        self._show('answering')
+        note = ''
+        try:
+            self.ask(self.prompt.value)
+            self.prompt.value = ''
+        except Exception as error:  # Nobody would see what a button raises
+            note = f'{type(error).__name__}: {error}'
+        finally:
+            self.send.disabled = False
+        self._show(note)
+
+    def _show(self, note=''):
+        table = self.shown._repr_html_() if self.shown.rows else ''
+        status = f'<p role="status">{escape(note)}</p>' if note else ''
+        self.answers.value = table + status
+
+    def _repr_mimebundle_(self, **kwargs):
+        return self.box._repr_mimebundle_(**kwargs) | {'text/html': self.shown._repr_html_()}

@@ -6,91 +6,128 @@
 __all__ = ['Exported', 'export', 'PushError', 'push']
 
 # %% ../../nbs/release/03_export.ipynb #a45791ea
-import hashlib, json, os, shutil, subprocess, sys, tempfile
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from ..checkpoint.disk import disk_errors, room
+from ..checkpoint.manifest import MANIFEST, check, commit
+from ..config.recipe import Recipe
 from ..display import html_table, nearest
 from ..files import resolve
+from ..model.quantize import nf4_config
+from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
 from .merge import WAYS, Gate, Merge, gate, judge, merged
-from ..config.recipe import Recipe
+from ..training.data import load_rows
 from ..training.run_directory import recipe_facts
-from ..model.weight_files import header_bytes, tensor_bytes, tensor_entry
 
 # %% ../../nbs/release/03_export.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
 
 class _File:
     "One file of safetensors, written with one tensor in memory at a time."
-    def __init__(self, path, room):
-        self.path, self.room, self.header, self.late, self.size_b = path, room, {}, {}, 0
+    def __init__(self, path, header_b):
+        self.path = path
+        self.header_b = header_b  # Bytes left free for the text of the header
+        self.entries = {}  # Name -> its entry in the header
+        self.late = {}  # Name -> tensor that waits for the end of the file
+        self.size_b = 0  # Of the tensors written so far
         self.opened = open(path, 'wb')
-        self.opened.write(bytes(8 + room))
+        self.opened.write(bytes(8 + header_b))
 
     def add(self, name, tensor):
-        self.header[name] = tensor_entry(tensor, self.size_b)
+        self.entries[name] = tensor_entry(tensor, self.size_b)
         self.size_b += tensor.nbytes
         self.opened.write(tensor_bytes(tensor))
 
     def close(self):
-        for name, tensor in sorted(self.late.items(), key=lambda item: -item[1].element_size()): self.add(name, tensor)
+        largest_numbers_first = sorted(self.late.items(), key=lambda item: -item[1].element_size())
+        for name, tensor in largest_numbers_first: self.add(name, tensor)
         self.opened.seek(0)
-        self.opened.write(header_bytes(self.header, room_b=self.room))
+        self.opened.write(header_bytes(self.entries, room_b=self.header_b))
         self.opened.close()
 
 # %% ../../nbs/release/03_export.ipynb #e87d05a7
 class _Shards:
     "Files of at most `_SHARD_B` bytes, and their index."
     def __init__(self, folder, names):
-        self.folder, self.files = folder, []
-        self.room = -(-sum(6 * (len(name) + 128) for name in names) // 8) * 8  # six entries for a packed weight
+        self.folder = folder
+        self.files = []  # All but the last are closed
+        text_b = sum(6 * (len(name) + 128) for name in names)  # Six entries for a packed weight
+        self.header_b = -(-text_b // 8) * 8
 
     def add(self, parts):
+        "Write what belongs together into one file."
         size_b = sum(tensor.nbytes for tensor in parts.values())
-        if not self.files or self.files[-1].size_b and self.files[-1].size_b + size_b > _SHARD_B:
-            self.files.append(_File(self.folder / f'{len(self.files)}.part', self.room))
-            for full in self.files[-2:-1]: full.close()
+        if not self.files: self._open_next()
+        filled_b = self.files[-1].size_b
+        if filled_b and filled_b + size_b > _SHARD_B: self._open_next()
+        file = self.files[-1]
         for name, tensor in parts.items():
-            if tensor.nbytes % 8: self.files[-1].late[name] = tensor
-            else: self.files[-1].add(name, tensor)
+            if tensor.nbytes % 8: file.late[name] = tensor
+            else: file.add(name, tensor)
+
+    def _open_next(self):
+        if self.files: self.files[-1].close()
+        self.files.append(_File(self.folder / f'{len(self.files)}.part', self.header_b))
 
     def finish(self):
+        "Close the last file, give all their names, write the index where there are several."
         self.files[-1].close()
-        count, index = len(self.files), {}
-        for i, file in enumerate(self.files, 1):
-            name = f'model-{i:05}-of-{count:05}.safetensors' if count > 1 else 'model.safetensors'
+        count, weight_map = len(self.files), {}
+        for number, file in enumerate(self.files, 1):
+            shard = f'model-{number:05}-of-{count:05}.safetensors'
+            name = shard if count > 1 else 'model.safetensors'
             os.rename(file.path, self.folder / name)
-            index |= dict.fromkeys(file.header, name)
-        said = {'metadata': {'total_size': sum(file.size_b for file in self.files)}, 'weight_map': index}
-        if count > 1: (self.folder / 'model.safetensors.index.json').write_text(json.dumps(said, indent=1, sort_keys=True))
+            weight_map |= dict.fromkeys(file.entries, name)
+        if count == 1: return
+        total_b = sum(file.size_b for file in self.files)
+        index = {'metadata': {'total_size': total_b}, 'weight_map': weight_map}
+        text = json.dumps(index, indent=1, sort_keys=True)
+        (self.folder / 'model.safetensors.index.json').write_text(text)
 
 # %% ../../nbs/release/03_export.ipynb #af8d8dad
 def _verify(merge, folder):
-    "Raise unless the files hold every tensor of the base, in the shape and type that a model loads."
-    from llm_workbook.model.weight_files import Weights
-    wanted, found = merge.stored(), {name: (entry.dtype, entry.shape) for name, entry in Weights(folder).tensors.items()}
-    names = [n for n in found.keys() | wanted.keys() if n not in found or n not in wanted or wanted[n] and found[n] != wanted[n]]
-    odd = [f'{n} is {found.get(n, "absent")} and should be {wanted.get(n, "absent")}' for n in names]
-    if odd: raise ValueError(f'{len(odd)} tensors were written wrongly; {"; ".join(sorted(odd)[:2])}')
+    "Raise unless the files hold every tensor of the base in the shape and type that is loaded."
+    wanted = merge.stored()
+    entries = Weights(folder).tensors
+    written = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    wrong = []
+    for name in sorted(written.keys() | wanted.keys()):
+        is_statistic = name in wanted and wanted[name] is None  # Of any type and shape
+        if name in written and (is_statistic or written[name] == wanted.get(name)): continue
+        wrong.append(f'{name} is {written.get(name, "absent")} '
+                     f'and should be {wanted.get(name, "absent")}')
+    if wrong:
+        raise ValueError(f'{len(wrong)} tensors were written wrongly; {"; ".join(wrong[:2])}')
 
 # %% ../../nbs/release/03_export.ipynb #40f5002a
 def _tokenizer(base):
     from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision,
+                                         trust_remote_code=False)
 
 def _describe(merge, recipe, folder):
     "Write configuration, generation settings and tokenizer beside the weights."
-    from llm_workbook.model.quantize import nf4_config
     from transformers import AutoConfig, GenerationConfig
     base = recipe.model
-    config = AutoConfig.from_pretrained(resolve(base.source), revision=base.revision, trust_remote_code=False)
+    place = resolve(base.source)
+    config = AutoConfig.from_pretrained(place, revision=base.revision, trust_remote_code=False)
     config.dtype = merge.dtype
-    if merge.into == 'nf4': config.quantization_config = nf4_config(merge.method, recipe.precision).to_dict()
+    if merge.into == 'nf4':
+        config.quantization_config = nf4_config(merge.method, recipe.precision).to_dict()
     config.save_pretrained(folder)
-    try: settings = GenerationConfig.from_pretrained(resolve(base.source), revision=base.revision)
-    except OSError: settings = GenerationConfig.from_model_config(config)  # a base may have none
+    try: settings = GenerationConfig.from_pretrained(place, revision=base.revision)
+    except OSError: settings = GenerationConfig.from_model_config(config)  # A base may have none
     settings.save_pretrained(folder)
     _tokenizer(base).save_pretrained(folder)
 
@@ -99,103 +136,135 @@ _FRESH = '''
 import json, sys, torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, asked, found, threads = sys.argv[1:]
+folder, question, result, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
-asked, tokenizer = json.loads(asked), AutoTokenizer.from_pretrained(folder)
-text = asked if isinstance(asked, str) else tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+text, tokenizer = json.loads(question), AutoTokenizer.from_pretrained(folder)
+if not isinstance(text, str):
+    text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
 model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
 ids = tokenizer(text, return_tensors='pt', add_special_tokens=False, return_token_type_ids=False)
 with torch.inference_mode():
-    save_file({'ids': ids['input_ids'], 'logits': model(**ids).logits[0].float()}, found)
-    out = model.generate(**ids, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    save_file({'ids': ids['input_ids'], 'logits': model(**ids).logits[0].float()}, result)
+    out = model.generate(**ids, max_new_tokens=16, do_sample=False,
+                         pad_token_id=tokenizer.pad_token_id)
+answer = tokenizer.decode(out[0, ids['input_ids'].shape[1]:], skip_special_tokens=True).strip()
 info = {key: sorted(map(str, value)) for key, value in info.items() if value}
-print(json.dumps({'info': info, 'answer': tokenizer.decode(out[0, ids['input_ids'].shape[1]:], skip_special_tokens=True).strip(),
-                  'alone': not any(name.startswith('llm_workbook') for name in sys.modules)}))
+alone = not any(name.startswith('llm_workbook') for name in sys.modules)
+print(json.dumps({'info': info, 'answer': answer, 'alone': alone}))
 '''
 
-def _fresh(folder, asked, scratch):
-    "What a new process says that has transformers alone: (what it printed, token ids, logits)."
+def _fresh(folder, question, result):
+    "Ask a new process that has transformers alone: its report, token ids, logits."
     import torch
     from safetensors.torch import load_file
-    command = [sys.executable, '-c', _FRESH, str(folder), json.dumps(asked), str(scratch), str(torch.get_num_threads())]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {'HF_HUB_OFFLINE': '1'})
-    if done.returncode: raise ValueError(f'transformers alone cannot load the export: {done.stderr.strip()[-400:]}')
-    said, found = json.loads(done.stdout.splitlines()[-1]), load_file(scratch)
-    if said['info'] or not said['alone']: raise ValueError(f'transformers alone finds the export incomplete: {said}')
-    return said, found['ids'], found['logits']
+    threads = str(torch.get_num_threads())
+    arguments = [str(folder), json.dumps(question), str(result), threads]
+    command = [sys.executable, '-c', _FRESH, *arguments]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True,
+                             env=os.environ | {'HF_HUB_OFFLINE': '1'})
+    if process.returncode:
+        raise ValueError('transformers alone cannot load the export: '
+                         f'{process.stderr.strip()[-400:]}')
+    report = json.loads(process.stdout.splitlines()[-1])
+    if report['info'] or not report['alone']:
+        raise ValueError(f'transformers alone finds the export incomplete: {report}')
+    tensors = load_file(result)
+    return report, tensors['ids'], tensors['logits']
 
 # %% ../../nbs/release/03_export.ipynb #c0656dd7
-def _prove(merge, recipe, adapters, folder, asked):
-    "Raise unless a fresh process says what the merged model says in this one; give its answer and the distance."
+def _prove(merge, recipe, adapters, folder, question):
+    "Raise unless a fresh process says what the merged model says here; give answer and distance."
     import torch
-    with tempfile.TemporaryDirectory() as scratch: said, ids, given = _fresh(folder, asked, Path(scratch) / 'found.safetensors')
-    base, tokenizer = recipe.model, _tokenizer(recipe.model)
-    text = asked if isinstance(asked, str) else tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        report, ids, logits = _fresh(folder, question, Path(scratch) / 'result.safetensors')
+    base, tokenizer, text = recipe.model, _tokenizer(recipe.model), question
+    if not isinstance(text, str):
+        text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
     if ids[0].tolist() != tokenizer(text, add_special_tokens=False)['input_ids']:
-        raise ValueError('the exported tokenizer reads the question otherwise than that of the base')
-    model = merged(base.source, adapters, merge.into, recipe.method, recipe.precision, base.revision)
+        raise ValueError('the exported tokenizer reads the question otherwise '
+                         'than that of the base')
+    model = merged(base.source, adapters, merge.into, recipe.method, recipe.precision,
+                   base.revision)
     with torch.inference_mode(): wanted = model(input_ids=ids).logits[0].float()
-    found = gate(given.log_softmax(-1), wanted.log_softmax(-1), merge.into, 0, inf)
-    if found.kl > 0.01: raise ValueError(f'the export says something else than the merged model; {found}')
-    return {'question': asked if isinstance(asked, str) else asked[-1]['content'], 'answer': said['answer'],
-            'difference': (given - wanted).abs().max().item()}
+    distance = gate(logits.log_softmax(-1), wanted.log_softmax(-1), merge.into, 0, inf)
+    if distance.kl > 0.01:
+        raise ValueError(f'the export says something else than the merged model; {distance}')
+    return {'question': question if isinstance(question, str) else question[-1]['content'],
+            'answer': report['answer'],
+            'difference': (logits - wanted).abs().max().item()}
 
 # %% ../../nbs/release/03_export.ipynb #86b136fa
-_FACTS = 'gate', 'metrics', 'license'
-_ASKED = 64  # Held-out rows that the gate looks at
-
-def _license(source):
+def _license(place):
+    "Give the license on the base's own card, or None."
     from huggingface_hub import ModelCard
-    card = Path(source) / 'README.md'
+    card = Path(place) / 'README.md'
     return ModelCard.load(card).data.license if card.is_file() else None
 
-def _named(recipe):
-    "The recipe without the paths of this machine."
-    facts = {field: recipe.facts()[field] for field in ('model.source', 'data.source', 'data.test', 'cluster.hardware')}
-    return recipe.changed({k: Path(v).name for k, v in facts.items() if v and Path(v).expanduser().exists()})
+def _without_paths(recipe):
+    "Give the recipe without the paths of this machine: each is cut to its last part."
+    facts = recipe.facts()
+    changes = {}
+    for field in ('model.source', 'data.source', 'data.test', 'cluster.hardware'):
+        value = facts[field]
+        if value and Path(value).expanduser().exists(): changes[field] = Path(value).name
+    return recipe.changed(changes)
 
 def _data(recipe):
-    "Training rows, held-out rows, and a sentence with the hash of the first; without the file only this."
-    from llm_workbook.training.data import load_rows
+    "Give training rows, held-out rows, and a sentence for the card with the hash of the first."
     try: rows, held_out = load_rows(recipe.data, recipe.seed)
     except ValueError: return [], [], 'not at hand where this was exported, so it has no hash here'
     text = '\n'.join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
-    return rows, held_out, f'{len(rows):,} rows, SHA-256 `{hashlib.sha256(text.encode()).hexdigest()}` (JSON lines, sorted keys)'
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return rows, held_out, f'{len(rows):,} rows, SHA-256 `{digest}` (JSON lines, sorted keys)'
 
 # %% ../../nbs/release/03_export.ipynb #8e778a40
-def _card(recipe, into, facts, data, proof):
-    "The text of README.md."
-    from huggingface_hub import ModelCard, ModelCardData
-    base, known, named = recipe.model, resolve(recipe.model.source), _named(recipe)
-    license = facts.get('license') or _license(known)
-    tags = ['llm-workbook', recipe.method.kind, 'merged', *['4-bit', 'bitsandbytes'] * (into == 'nf4')]
-    hub = lambda place: place if isinstance(place, str) else None
-    head = ModelCardData(base_model=hub(known), datasets=hub(_source(recipe)), license=license, tags=tags,
-                         library_name='transformers', pipeline_tag='text-generation')
-    points = [f'- Base: {named.model.source}, revision {base.revision or "not pinned"}; license {license or "not known"}'
-              f'{_packed(facts)}',
-              f'- Data: {named.data.source}, {data}',
-              f'- Gate: {_judged(facts)}',
-              f'- Proof: {_said(proof)}',
-              *[f'- {name}: {value}' for name, value in (facts.get('metrics') or {}).items()]]
-    title = f'# {recipe.name}\n\n{named.model.source} with {recipe.method.kind} adapters, merged into {WAYS[into]}.'
-    body = '\n\n'.join([title, '\n'.join(points), f'## Recipe\n\n```yaml\n{named.dump()}```'])
-    return str(ModelCard(f'---\n{head.to_yaml()}\n---\n\n{body}\n'))
-
-def _source(recipe):
-    try: return resolve(recipe.data.source)
+def _hub_name(source):
+    "Give a source that is a name on the Hub, and None for all others."
+    try: place = resolve(source)
     except ValueError: return None
+    return place if isinstance(place, str) else None
 
-def _packed(facts): return f'; packed, digest `{facts["gate"].base}`' if facts.get('gate') and facts['gate'].base else ''
+def _front_matter(recipe, into, license):
+    "The part of the card for programs."
+    from huggingface_hub import ModelCardData
+    tags = ['llm-workbook', recipe.method.kind, 'merged']
+    if into == 'nf4': tags += ['4-bit', 'bitsandbytes']
+    return ModelCardData(
+        base_model=_hub_name(recipe.model.source), datasets=_hub_name(recipe.data.source),
+        license=license, tags=tags, library_name='transformers',
+        pipeline_tag='text-generation').to_yaml()
 
-def _judged(facts):
+def _gate_text(facts):
     if facts.get('gate') is False: return 'none was run; whoever exported this skipped it'
     return facts.get('gate') or 'none was run; no held-out rows were at hand'
 
-def _said(proof):
+def _proof_text(proof):
     if not proof: return 'none; keys, shapes and types were compared with the base'
-    return (f'a process with transformers alone loaded it and answered a question; its logits differ from those of the merged '
-            f'model by {proof["difference"]:.2g} at most')
+    return ('a process with transformers alone loaded it and answered a question; '
+            'its logits differ from those of the merged model '
+            f'by {proof["difference"]:.2g} at most')
+
+# %% ../../nbs/release/03_export.ipynb #c0a53004
+def _card(recipe, into, facts, data, proof):
+    "The text of README.md."
+    from huggingface_hub import ModelCard
+    license = facts.get('license') or _license(resolve(recipe.model.source))
+    shown = _without_paths(recipe)
+    revision = recipe.model.revision or 'not pinned'
+    base = f'{shown.model.source}, revision {revision}; license {license or "not known"}'
+    judged = facts.get('gate')
+    if judged and judged.base: base += f'; packed, digest `{judged.base}`'
+    points = [f'- Base: {base}',
+              f'- Data: {shown.data.source}, {data}',
+              f'- Gate: {_gate_text(facts)}',
+              f'- Proof: {_proof_text(proof)}']
+    points += [f'- {name}: {value}' for name, value in (facts.get('metrics') or {}).items()]
+    title = (f'# {recipe.name}\n\n{shown.model.source} with {recipe.method.kind} adapters, '
+             f'merged into {WAYS[into]}.')
+    settings = f'## Recipe\n\n```yaml\n{shown.dump()}```'
+    body = '\n\n'.join([title, '\n'.join(points), settings])
+    head = _front_matter(recipe, into, license)
+    return str(ModelCard(f'---\n{head}\n---\n\n{body}\n'))
 
 # %% ../../nbs/release/03_export.ipynb #11f0bd13
 @dataclass(frozen=True)
@@ -204,122 +273,176 @@ class Exported:
     directory: Path  # Where it lies
     into: str  # How the adapters were merged
     files: dict  # Name -> bytes
-    proof: dict  # `question`, `answer` and `difference` of the fresh process; empty when it was not asked
+    proof: dict  # `question`, `answer`, `difference` of the fresh process; empty when not asked
 
     def to_dict(self) -> dict:  # Plain values
         "Give names, sizes and proof for a record."
-        return {'directory': self.directory.name, 'into': self.into, 'files': self.files, 'proof': self.proof}
+        return {'directory': self.directory.name, 'into': self.into, 'files': self.files,
+                'proof': self.proof}
 
     def _repr_html_(self):
-        return (f'<p>{self.directory.name}, {self.into}: {sum(self.files.values()):,} bytes</p>' +
-                html_table(('file', 'bytes'), [(name, f'{size:,}') for name, size in self.files.items()]))
+        total_b = sum(self.files.values())
+        rows = [(name, f'{size_b:,}') for name, size_b in self.files.items()]
+        return (f'<p>{self.directory.name}, {self.into}: {total_b:,} bytes</p>'
+                + html_table(('file', 'bytes'), rows))
 
 # %% ../../nbs/release/03_export.ipynb #98c5cb8f
 @contextmanager
 def _published(directory, needed_b):
     "A folder beside `directory` that becomes it when all went well, and is gone when not."
-    from llm_workbook.checkpoint.disk import disk_errors, room
-    if directory.exists(): raise ValueError(f'{directory.name!r} is there already and is not written over: name another')
+    if directory.exists():
+        raise ValueError(f'{directory.name!r} is there already and is not written over: '
+                         'name another')
     room(directory.parent, needed_b)
     outer = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', dir=directory.parent))
     try:
-        (inner := outer / directory.name).mkdir()
+        inner = outer / directory.name
+        inner.mkdir()
         with disk_errors(outer, needed_b): yield inner
-        if directory.exists(): raise ValueError(f'{directory.name!r} came into being meanwhile: name another directory')
+        if directory.exists():
+            raise ValueError(f'{directory.name!r} came into being meanwhile: '
+                             'name another directory')
         os.rename(inner, directory)
     finally: shutil.rmtree(outer)
 
+# %% ../../nbs/release/03_export.ipynb #fd51ebdc
+_FACTS = 'gate', 'metrics', 'license'
+
+def _check_gate(judged, into):
+    "Raise unless `judged` is False, or a gate that let this merge pass."
+    if judged is False: return
+    if not isinstance(judged, Gate):
+        raise ValueError(f'gate {judged!r} is no Gate: pass what `gate` or `judge` returned, '
+                         'or False to skip it')
+    if judged.into != into:
+        raise ValueError(f'the gate judged {judged.into!r}, and this exports {into!r}: judge that')
+    if not judged.passed:
+        raise ValueError(f'the gate refused this merge ({judged}): nothing is exported')
+
+def _checked_facts(recipe, facts, into):
+    "Give the facts that are known; raise on those that cannot be meant."
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f'{recipe!r} is no Recipe: '
+                         'pass Recipe.load(file) or Recipe.named(name)')
+    if not isinstance(facts, dict):
+        raise ValueError(f"facts {facts!r} is no dict: pass {{'license': 'mit'}} or the like")
+    for key in facts:
+        if key not in _FACTS: raise ValueError(f'facts: {key!r}; {nearest(key, list(_FACTS))}')
+    facts = {key: value for key, value in facts.items() if value is not None}
+    metrics = facts.get('metrics', {})
+    if not isinstance(metrics, dict):
+        raise ValueError(f'metrics {metrics!r} is no dict: pass names with their values')
+    _check_gate(facts.get('gate', False), into)
+    return facts
+
 # %% ../../nbs/release/03_export.ipynb #862e1762
+_JUDGED_ROWS = 64  # Held-out rows that the gate takes
+
+def _write_weights(merge, folder):
+    "Merge and write one weight after the other; check what lies there."
+    shards = _Shards(folder, merge.weights.tensors)
+    for name in merge.weights.tensors: shards.add(merge.parts(name))
+    shards.finish()
+    _verify(merge, folder)
+
 def export(
     recipe: Recipe,  # What trained the adapters; it names the base
     adapters: 'str | Path',  # What `save_adapters` wrote
     directory: 'str | Path',  # Where to publish; must not exist
     into: str = 'dequantised',  # Or '16-bit', or 'nf4'
-    facts: dict | None = None,  # For the card: 'gate' (a `Gate`, or False for none), 'metrics' (name -> value), 'license'
-    prove: bool = True,  # Whether a fresh process answers a question; it and this one hold the model in turn
+    facts: dict | None = None,  # For the card: 'gate' (a `Gate`, or False), 'metrics', 'license'
+    prove: bool = True,  # Whether a fresh process answers a question; it loads the model too
 ) -> Exported:  # Verified and sealed
     "Merge weight by weight onto the disk; publish when everything is verified."
-    from llm_workbook.checkpoint.manifest import MANIFEST, commit
-    facts = _checked(recipe, facts or {}, into)
+    facts = _checked_facts(recipe, facts or {}, into)
     directory, adapters, base = Path(directory).absolute(), Path(adapters).absolute(), recipe.model
-    if base.head != 'causal_lm': raise ValueError(f'model.head {base.head!r} is not exported here: take a causal_lm recipe')
+    if base.head != 'causal_lm':
+        raise ValueError(f'model.head {base.head!r} is not exported here: take a causal_lm recipe')
     merge = Merge(base.source, adapters, into, recipe.method, recipe.precision, base.revision)
     rows, held_out, data = _data(recipe)
-    asked = rows[0]['messages'][:-1] if rows and 'messages' in rows[0] else 'Hello'
+    question = rows[0]['messages'][:-1] if rows and 'messages' in rows[0] else 'Hello'
     with _published(directory, merge.weights.total_b) as folder, merge.weights:
-        if 'gate' not in facts and held_out: facts['gate'] = judge(recipe, adapters, held_out[:_ASKED], into)
-        shards = _Shards(folder, merge.weights.tensors)
-        for name in merge.weights.tensors: shards.add(merge.parts(name))
-        shards.finish()
-        _verify(merge, folder), _describe(merge, recipe, folder)
-        proof = _prove(merge, recipe, adapters, folder, asked) if prove else {}
-        (folder / 'README.md').write_text(_card(recipe, into, facts, data, proof), encoding='utf-8')
-        sealed = commit(folder, _seal(recipe, into), expected=['config.json', 'tokenizer.json', 'README.md'])
-        return Exported(directory, into, {n: (folder / n).stat().st_size for n in [*sealed.files, MANIFEST]}, proof)
-
-# %% ../../nbs/release/03_export.ipynb #fd51ebdc
-def _seal(recipe, into):
-    return recipe_facts(recipe) | {'step': recipe.optimizer.steps, 'ranks': 1, 'strategy': 'none', 'extra': {'into': into}}
-
-def _checked(recipe, facts, into):
-    if not isinstance(recipe, Recipe): raise ValueError(f'{recipe!r} is no Recipe: pass Recipe.load(file) or Recipe.named(name)')
-    if not isinstance(facts, dict): raise ValueError(f"facts {facts!r} is no dict: pass {{'license': 'mit'}} or the like")
-    if odd := [key for key in facts if key not in _FACTS]: raise ValueError(f'facts: {odd[0]!r}; {nearest(odd[0], list(_FACTS))}')
-    facts = {key: value for key, value in facts.items() if value is not None}
-    judged = facts.get('gate', False)
-    if judged is not False and not isinstance(judged, Gate):
-        raise ValueError(f'gate {judged!r} is no Gate: pass what `gate` or `judge` returned, or False to skip it')
-    metrics = facts.get('metrics', {})
-    if not isinstance(metrics, dict): raise ValueError(f'metrics {metrics!r} is no dict: pass names with their values')
-    if judged and judged.into != into: raise ValueError(f'the gate judged {judged.into!r}, and this exports {into!r}: judge that')
-    if judged and not judged.passed: raise ValueError(f'the gate refused this merge ({judged}): nothing is exported')
-    return facts
+        if 'gate' not in facts and held_out:
+            facts['gate'] = judge(recipe, adapters, held_out[:_JUDGED_ROWS], into)
+        _write_weights(merge, folder)
+        _describe(merge, recipe, folder)
+        proof = _prove(merge, recipe, adapters, folder, question) if prove else {}
+        card = _card(recipe, into, facts, data, proof)
+        (folder / 'README.md').write_text(card, encoding='utf-8')
+        seal = recipe_facts(recipe) | {'step': recipe.optimizer.steps, 'ranks': 1,
+                                       'strategy': 'none', 'extra': {'into': into}}
+        sealed = commit(folder, seal, expected=['config.json', 'tokenizer.json', 'README.md'])
+        files = {name: (folder / name).stat().st_size for name in [*sealed.files, MANIFEST]}
+        return Exported(directory, into, files, proof)
 
 # %% ../../nbs/release/03_export.ipynb #edb6c5d3
 class PushError(RuntimeError):
     "The Hub did not take an export; what lies here is whole."
 
-_WHY = {401: 'the token is not accepted: `hf auth login`, or set HF_TOKEN', 403: 'the token may not write there',
-        404: 'there is no such owner, or the token may not see it', 409: 'it exists, or is being changed by someone else'}
+_REASONS = {
+    401: 'the token is not accepted: `hf auth login`, or set HF_TOKEN',
+    403: 'the token may not write there',
+    404: 'there is no such owner, or the token may not see it',
+    409: 'it exists, or is being changed by someone else'}
 
 @contextmanager
-def _told(repo_id, directory):
+def _push_errors(repo_id, directory):
+    "Turn every error into a `PushError` that says what to do."
     try: yield
     except PushError: raise
     except Exception as error:
         code = getattr(getattr(error, 'response', None), 'status_code', None)
-        why = f'HTTP {code}, {_WHY.get(code, "the Hub refused")}' if code else f'the connection failed ({type(error).__name__})'
-        raise PushError(f'{repo_id}: {why}. {directory.name!r} is unchanged; push it again') from None
+        if code: reason = f'HTTP {code}, {_REASONS.get(code, "the Hub refused")}'
+        else: reason = f'the connection failed ({type(error).__name__})'
+        raise PushError(f'{repo_id}: {reason}. {directory.name!r} is unchanged; '
+                        'push it again') from None
 
 def _token(endpoint):
+    "Give the token; raise where it would travel unprotected, or where there is none."
     from huggingface_hub import constants, get_token
-    from urllib.parse import urlsplit
-    where = urlsplit(endpoint or constants.ENDPOINT)
-    if where.scheme != 'https' and where.hostname not in ('127.0.0.1', 'localhost', '::1'):
+    address = urlsplit(endpoint or constants.ENDPOINT)
+    if address.scheme != 'https' and address.hostname not in ('127.0.0.1', 'localhost', '::1'):
         raise ValueError(f'endpoint {endpoint!r} is not https: a token is not sent in the open')
-    if constants.HF_HUB_OFFLINE: raise ValueError('HF_HUB_OFFLINE is set: unset it and start Python again to push')
-    if token := get_token(): return token
-    raise ValueError('there is no token: `hf auth login`, or set HF_TOKEN where Python is started, never in a notebook')
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError('HF_HUB_OFFLINE is set: unset it and start Python again to push')
+    token = get_token()
+    if token: return token
+    raise ValueError('there is no token: `hf auth login`, or set HF_TOKEN where Python is '
+                     'started, never in a notebook')
 
 # %% ../../nbs/release/03_export.ipynb #4bc33e2d
-def _there(api, repo_id, private, listed, manifest):
-    "Whether the repository holds this very export already; raise unless it does, or is new, or empty."
+def _create(api, repo_id, private):
+    "Create the repository, unless it exists."
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils.sha import git_hash
     try: api.create_repo(repo_id, private=private)
     except HfHubHTTPError as error:
         if getattr(error.response, 'status_code', None) != 409: raise
+
+def _already_pushed(api, repo_id, private, sizes, manifest):
+    "Whether the repository holds this very export; raise unless it does, or is new, or empty."
+    from huggingface_hub.utils.sha import git_hash
+    _create(api, repo_id, private)
     info = api.model_info(repo_id, files_metadata=True)
     if bool(info.private) != private:
-        raise PushError(f'{repo_id} is there and is {"private" if info.private else "public"}: push with private={info.private}, '
-                        'or to another name')
-    found = {f.rfilename: f for f in info.siblings if f.rfilename != '.gitattributes'}
-    if not found: return False
-    if {name: f.size for name, f in found.items()} == listed and found[manifest.name].blob_id == git_hash(manifest.read_bytes()):
-        return True  # an earlier push arrived, and its answer did not
-    raise PushError(f'{repo_id} holds something else ({len(found)} files), which is not written over: push to another name')
+        raise PushError(f'{repo_id} is there and is {"private" if info.private else "public"}: '
+                        f'push with private={info.private}, or to another name')
+    files = {file.rfilename: file for file in info.siblings if file.rfilename != '.gitattributes'}
+    if not files: return False
+    same_sizes = {name: file.size for name, file in files.items()} == sizes
+    if same_sizes and files[manifest.name].blob_id == git_hash(manifest.read_bytes()):
+        return True  # An earlier push arrived, and its answer did not
+    raise PushError(f'{repo_id} holds something else ({len(files)} files), '
+                    'which is not written over: push to another name')
 
 # %% ../../nbs/release/03_export.ipynb #57d6fb1e
+def _refuse_token(directory, names, token):
+    "Raise where a file that people read contains the token."
+    for name in names:
+        if name.endswith('.safetensors'): continue
+        if token.encode() in (directory / name).read_bytes():
+            raise ValueError(f'{name} contains your token: '
+                             'revoke it, and export again without it')
+
 def push(
     directory: 'str | Path',  # What `export` published
     repo_id: str,  # 'owner/name' on the Hub, new or empty
@@ -329,20 +452,21 @@ def push(
     "Upload an export, and nothing else, in one commit; opt-in, since what is public stays public."
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import validate_repo_id
-    from llm_workbook.checkpoint.manifest import MANIFEST, check
-    directory, names = Path(directory), [MANIFEST]
+    directory = Path(directory)
     validate_repo_id(repo_id)
-    if '/' not in repo_id: raise ValueError(f'repo_id {repo_id!r} has no owner: write owner/{repo_id}')
-    names += check(directory, deep=True).files
-    token, listed = _token(endpoint), {name: (directory / name).stat().st_size for name in names}
-    for name in names:
-        if not name.endswith('.safetensors') and token.encode() in (directory / name).read_bytes():
-            raise ValueError(f'{name} contains your token: revoke it, and export again without it')
+    if '/' not in repo_id:
+        raise ValueError(f'repo_id {repo_id!r} has no owner: write owner/{repo_id}')
+    names = [MANIFEST, *check(directory, deep=True).files]
+    token = _token(endpoint)
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    _refuse_token(directory, names, token)
     api = HfApi(endpoint=endpoint)
-    with _told(repo_id, directory):
-        there = lambda: _there(api, repo_id, private, listed, directory / MANIFEST)
-        if not there():
-            added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=directory / name) for name in names]
-            api.create_commit(repo_id, added, commit_message=f'Export of {directory.name}')
-            if not there(): raise PushError(f'{repo_id} is empty after the upload: push again')
+    target = api, repo_id, private, sizes, directory / MANIFEST
+    with _push_errors(repo_id, directory):
+        if not _already_pushed(*target):
+            files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=directory / name)
+                     for name in names]
+            api.create_commit(repo_id, files, commit_message=f'Export of {directory.name}')
+            if not _already_pushed(*target):
+                raise PushError(f'{repo_id} is empty after the upload: push again')
     return f'{api.endpoint}/{repo_id}'

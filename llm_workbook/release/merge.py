@@ -6,179 +6,264 @@
 __all__ = ['WAYS', 'Merge', 'merged', 'predictions', 'Gate', 'gate', 'Ways', 'three_ways', 'judge']
 
 # %% ../../nbs/release/02_merge.ipynb #afe50a93
-import json, math
+import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from re import fullmatch
 
-from ..display import canvas, html_table, nearest
+from ..config.recipe import Method, Precision
+from ..display import PALETTE, canvas, html_table, nearest
 from ..files import resolve
+from ..model.adapters import load_adapters, moved
+from ..model.architecture import configuration, inventory, skeleton
+from ..model.nf4 import pack, scales, state, unpack
+from ..model.quantize import fingerprint, load_base, payload_bytes
+from ..model.weight_files import Weights
+from ..training.tokens import assistant_mask
 
 # %% ../../nbs/release/02_merge.ipynb #842bb950
-WAYS = {'16-bit': 'the 16-bit base', 'dequantised': 'the base as NF4 gives it back', 'nf4': 'the 16-bit base, packed again'}
-_ODD = ('use_dora rank_pattern alpha_pattern fan_in_fan_out modules_to_save lora_bias trainable_token_indices '
-        'layer_replication use_qalora').split()
-_PLAIN = True, False, None, 'gaussian', 'orthogonal', 'eva'  # Beginnings that leave the base as it is; PiSSA's does not
+WAYS = {'16-bit': 'the 16-bit base',
+        'dequantised': 'the base as NF4 gives it back',
+        'nf4': 'the 16-bit base, packed again'}
+
+_CONFIG = 'adapter_config.json'
+_TENSORS = 'adapter_model.safetensors'
+_BEYOND_PLAIN = ('use_dora', 'rank_pattern', 'alpha_pattern', 'fan_in_fan_out', 'modules_to_save',
+                 'lora_bias', 'trainable_token_indices', 'layer_replication', 'use_qalora')
+_PLAIN_STARTS = True, False, None, 'gaussian', 'orthogonal', 'eva'  # PiSSA's changes the base
+
+def _adapter_files(adapters):
+    "Read what peft wrote: the folder, its configuration, its tensors."
+    from safetensors.torch import load_file
+    if not adapters:
+        raise ValueError('there are no adapters to merge: '
+                         'name the directory that `save_adapters` wrote')
+    folder = Path(adapters)
+    for name in (_CONFIG, _TENSORS):
+        if not (folder / name).is_file():
+            raise ValueError(f'{folder.name!r} has no {name}: name what `save_adapters` wrote')
+    config = json.loads((folder / _CONFIG).read_text('utf-8'))
+    return folder, config, load_file(folder / _TENSORS)
+
+# %% ../../nbs/release/02_merge.ipynb #c0a5201b
+def _check_plain(folder, config, matches):
+    "Raise unless the adapters are plain LoRA: two matrices, and nothing besides."
+    odd = [key for key in _BEYOND_PLAIN if config.get(key)]
+    odd += [name for name, match in matches.items() if not match][:2]
+    if config.get('init_lora_weights', True) not in _PLAIN_STARTS: odd.append('init_lora_weights')
+    has_bias = config.get('bias', 'none') != 'none'
+    if odd or has_bias or config.get('peft_type') != 'LORA':
+        raise ValueError(f'{folder.name!r} is more than plain LoRA ({", ".join(odd) or "bias"}): '
+                         'merge it with peft')
 
 def _pairs(adapters):
-    "Weight -> (A, B, scale), and what peft says of them; nothing but plain LoRA passes."
-    from llm_workbook.model.adapters import moved
-    from safetensors.torch import load_file
-    if not adapters: raise ValueError('there are no adapters to merge: name the directory that `save_adapters` wrote')
-    folder = Path(adapters)
-    for name in ('adapter_config.json', 'adapter_model.safetensors'):
-        if not (folder / name).is_file(): raise ValueError(f'{folder.name!r} has no {name}: name what `save_adapters` wrote')
-    said = json.loads((folder / 'adapter_config.json').read_text('utf-8'))
-    tensors = load_file(folder / 'adapter_model.safetensors')
-    names = {name: fullmatch(r'base_model\.model\.(.+)\.lora_([AB])\.weight', name) for name in tensors}
-    odd = [key for key in _ODD if said.get(key)] + [name for name, match in names.items() if not match][:2]
-    if said.get('init_lora_weights', True) not in _PLAIN: odd.append('init_lora_weights')
-    if odd or said.get('bias', 'none') != 'none' or said.get('peft_type') != 'LORA':
-        raise ValueError(f'{folder.name!r} is more than plain LoRA ({", ".join(odd) or "bias"}): merge it with peft')
+    "Give weight -> (A, B, scale), and peft's configuration."
+    folder, config, tensors = _adapter_files(adapters)
+    pattern = r'base_model\.model\.(.+)\.lora_([AB])\.weight'
+    matches = {name: fullmatch(pattern, name) for name in tensors}
+    _check_plain(folder, config, matches)
     moved(tensors)
-    rank, sides = said['r'], {match.groups(): tensors[name] for name, match in names.items()}
-    scale = said['lora_alpha'] / (math.sqrt(rank) if said.get('use_rslora') else rank)
-    both = {target: (sides.get((target, 'A')), sides.get((target, 'B')), scale) for target, _ in sides}
-    if lost := [target for target, (a, b, _) in both.items() if a is None or b is None]:
-        raise ValueError(f'{folder.name!r}: {lost[0]} has one half of its pair only; save the adapters again')
-    return {f'{target}.weight': pair for target, pair in both.items()}, said
+    sides = {match.groups(): tensors[name] for name, match in matches.items()}
+    rank = config['r']
+    scale = config['lora_alpha'] / (math.sqrt(rank) if config.get('use_rslora') else rank)
+    pairs = {}
+    for target in dict.fromkeys(target for target, _ in sides):
+        if (target, 'A') not in sides or (target, 'B') not in sides:
+            raise ValueError(f'{folder.name!r}: {target} has one half of its pair only; '
+                             'save the adapters again')
+        pairs[f'{target}.weight'] = sides[target, 'A'], sides[target, 'B'], scale
+    return pairs, config
 
 # %% ../../nbs/release/02_merge.ipynb #538c002b
+def _location(name):
+    "Where a source lies, or its name: what two names of one base have in common."
+    try: return str(resolve(name))
+    except ValueError: return str(name)
+
 def _same_base(base, trained):
-    def place(name):
-        try: return str(resolve(name))
-        except ValueError: return str(name)
-    if trained and place(trained) != place(base):
-        raise ValueError(f'these adapters were trained on {trained!r}, not on {str(base)!r}; if both hold the same weights, '
-                         'write this name as base_model_name_or_path into adapter_config.json')
+    "Raise unless `base` is what the adapters were trained on."
+    if trained and _location(trained) != _location(base):
+        raise ValueError(f'these adapters were trained on {trained!r}, not on {str(base)!r}; '
+                         'if both hold the same weights, write this name as '
+                         'base_model_name_or_path into adapter_config.json')
 
 def _fits(name, tensors, pairs, packed):
     "Raise unless every pair has a weight of its shape, and every packed weight is there."
-    if lost := sorted((pairs.keys() | packed) - tensors.keys()):
-        raise ValueError(f'{name!r} stores no {lost[0]} ({len(lost)} are missing): adapters of another base, or a checkpoint '
-                         'whose names are not those of its modules')
-    wrong = [f'{n} is {tensors[n].shape}, its adapter {b.shape[0]} x {a.shape[1]}, ranks {b.shape[1]} and {a.shape[0]}'
-             for n, (a, b, _) in pairs.items() if tensors[n].shape != (b.shape[0], a.shape[1]) or b.shape[1] != a.shape[0]]
-    if wrong: raise ValueError(f'{len(wrong)} of {len(pairs)} adapters do not fit {name!r}: {"; ".join(wrong[:2])}')
+    absent = sorted((pairs.keys() | packed) - tensors.keys())
+    if absent:
+        raise ValueError(f'{name!r} stores no {absent[0]} ({len(absent)} are missing): '
+                         'adapters of another base, or a checkpoint whose names are not those '
+                         'of its modules')
+    wrong = []
+    for weight, (a, b, _) in pairs.items():
+        (rows, b_rank), (a_rank, columns) = b.shape, a.shape
+        shape = tensors[weight].shape
+        if shape == (rows, columns) and b_rank == a_rank: continue
+        wrong.append(f'{weight} is {shape}, its adapter {rows} x {columns}, '
+                     f'ranks {b_rank} and {a_rank}')
+    if wrong:
+        raise ValueError(f'{len(wrong)} of {len(pairs)} adapters do not fit {name!r}: '
+                         f'{"; ".join(wrong[:2])}')
 
 # %% ../../nbs/release/02_merge.ipynb #b7e8ac28
 def _allowed(into, method):
-    if into not in WAYS: raise ValueError(f'into {into!r} is no way to merge; {nearest(str(into), list(WAYS))}')
-    if method.kind == 'full': raise ValueError("method 'full' trains the weights themselves: there are no adapters to merge")
-    if into != '16-bit' and (method.kind, method.quant) != ('qlora', 'nf4'):
-        how = f'{method.kind} on {method.quant}' if method.kind == 'qlora' else method.kind
-        raise ValueError(f"into {into!r} needs adapters that were trained on NF4, and method says {how}: take '16-bit'")
+    "Raise unless `method` has adapters that can be merged in this way."
+    if into not in WAYS:
+        raise ValueError(f'into {into!r} is no way to merge; {nearest(str(into), list(WAYS))}')
+    if method.kind == 'full':
+        raise ValueError("method 'full' trains the weights themselves: "
+                         'there are no adapters to merge')
+    if into == '16-bit' or (method.kind, method.quant) == ('qlora', 'nf4'): return
+    trained = f'{method.kind} on {method.quant}' if method.kind == 'qlora' else method.kind
+    raise ValueError(f'into {into!r} needs adapters that were trained on NF4, '
+                     f"and method says {trained}: take '16-bit'")
 
-# %% ../../nbs/release/02_merge.ipynb #7cd8e2c0
-class _Fitting:
-    "Adapters and their base, found to fit before a weight is read."
+# %% ../../nbs/release/02_merge.ipynb #c0a5202b
+def _checked_pairs(base, adapters, into, method):
+    "Read the adapters; raise unless they can be merged into `base` in this way."
+    _allowed(into, method)
+    pairs, config = _pairs(adapters)
+    _same_base(base, config.get('base_model_name_or_path'))
+    return pairs
+
+def _checked_base(base, revision, method, pairs):
+    "Find the base: its weights, names of what is packed, modules that are never cast."
+    name, raw = configuration(base, revision)
+    if raw.get('quantization_config'):
+        raise ValueError(f'{name!r} is packed already, there is no 16-bit base in it: '
+                         'name the checkpoint it was made from')
+    model = skeleton(raw, name)
+    packs = method.kind == 'qlora'
+    packed = {path for path, weight in inventory(model).items() if packs and weight.packs}
+    weights = Weights(base, revision)
+    _fits(name, weights.tensors, pairs, packed)
+    return weights, packed, set(model._keep_in_fp32_modules_strict or ())
+
+# %% ../../nbs/release/02_merge.ipynb #dfe10289
+class Merge:
+    "A merge that was found possible: gives what a checkpoint stores, one weight at a time."
     def __init__(
         self,
         base: str,  # Packaged name, directory or hub id of the 16-bit checkpoint
         adapters: 'str | Path',  # What `save_adapters` wrote
         into: str = 'dequantised',  # One of `WAYS`
-        method: 'Method | None' = None,  # A recipe's `Method`: what the adapters were trained with; None means its defaults
-        precision: 'Precision | None' = None,  # A recipe's `Precision`: `compute` is read; None means its defaults
+        method: 'Method | None' = None,  # That of the adapters' recipe; None means its defaults
+        precision: 'Precision | None' = None,  # Likewise; `compute` is read
         revision: str | None = None,  # Commit, tag or branch of a hub id
     ):
-        import torch
-        from llm_workbook.model.architecture import configuration, inventory, skeleton
-        from llm_workbook.config.recipe import Method, Precision
-        from llm_workbook.model.weight_files import Weights
-        self.into, self.method, compute = into, method or Method(), (precision or Precision()).compute
-        _allowed(into, self.method)
-        self.pairs, said = _pairs(adapters)  # Name of a weight -> (A, B, scale)
-        _same_base(base, said.get('base_model_name_or_path'))
-        name, raw = configuration(base, revision)
-        if raw.get('quantization_config'):
-            raise ValueError(f'{name!r} is packed already, there is no 16-bit base in it: name the checkpoint it was made from')
-        model = skeleton(raw, name)
-        self.packed = {n for n, w in inventory(model).items() if w.packs and self.method.kind == 'qlora'}  # Names
-        self.weights, self.kept = Weights(base, revision), {*(model._keep_in_fp32_modules_strict or ())}
-        self.dtype = getattr(torch, compute.replace('fp8', 'bfloat16'))  # Of what is not packed
-        _fits(name, self.weights.tensors, self.pairs, self.packed)
+        self.into = into
+        self.method = method or Method()
+        self.dtype = _compute_dtype(precision or Precision())  # Of what is not packed
+        self.pairs = _checked_pairs(base, adapters, into, self.method)  # Weight -> (A, B, scale)
+        checked = _checked_base(base, revision, self.method, self.pairs)
+        self.weights, self.packed, self.float32_modules = checked
 
-# %% ../../nbs/release/02_merge.ipynb #a5ba616e
-class _Weighing(_Fitting):
-    def _type(self, name):
-        dtype = self.weights.tensors[name].dtype
-        cast = dtype.startswith(('float', 'bfloat')) and not self.kept & set(name.split('.'))
-        return str(self.dtype).removeprefix('torch.') if cast else dtype
-
-    def _weight(self, name):
-        "One weight of the base, with what the adapters add to it."
-        import torch
-        from llm_workbook.model.nf4 import pack, scales, state, unpack
-        weight = self.weights.read(name).view(self.weights.tensors[name].shape).to(getattr(torch, self._type(name)))
-        if self.into == 'dequantised' and name in self.packed:
-            payload, absmax = pack(weight)
-            stats = state(absmax, weight.shape, weight.dtype, self.method.double_quant)
-            weight = unpack(payload, scales(stats), weight.dtype).view(weight.shape)
-        if name not in self.pairs: return weight
-        a, b, scale = self.pairs[name]
-        return (b.float() @ a.float()).mul_(scale).add_(weight).to(weight.dtype)  # one float32 matrix, in place
-
-# %% ../../nbs/release/02_merge.ipynb #dfe10289
-class Merge(_Weighing):
-    "A merge that was found possible: gives what a checkpoint stores, one weight of the base at a time."
     @property
     def changed(self) -> list[str]:  # Names of weights
         "Name the weights that are not those of the base."
-        return [n for n in self.weights.tensors if n in self.pairs or self.into != '16-bit' and n in self.packed]
+        repacked = self.packed if self.into != '16-bit' else set()
+        return [name for name in self.weights.tensors if name in self.pairs or name in repacked]
 
-    def parts(self,
+    def parts(
+        self,
         name: str,  # A weight of the base
-    ) -> dict:  # Name in the checkpoint -> tensor: the weight, or payload and statistics as bitsandbytes names them
-        "Make one weight of the merged model."
+    ) -> dict:  # Name in the checkpoint -> tensor: the weight, or payload and statistics
+        "Make one weight of the merged model; packed ones are named as bitsandbytes names them."
         import torch
-        from llm_workbook.model.nf4 import pack, state
-        weight = self._weight(name)
+        weight = _merged_weight(self, name)
         if self.into != 'nf4' or name not in self.packed: return {name: weight}
         payload, absmax = pack(weight)
-        stats = state(absmax, weight.shape, weight.dtype, self.method.double_quant).as_dict(packed=True)
+        statistics = state(absmax, weight.shape, weight.dtype, self.method.double_quant)
         payload = payload.view(getattr(torch, self.method.storage)).view(-1, 1)
-        return {name: payload} | {f'{name}.{part}': tensor for part, tensor in stats.items()}
+        named = statistics.as_dict(packed=True)
+        return {name: payload} | {f'{name}.{part}': tensor for part, tensor in named.items()}
 
     def stored(self) -> dict:  # Name in the checkpoint -> (dtype, shape), or None for statistics
         "Say what a checkpoint of the merged model must hold."
         import torch
-        stats = ['absmax', 'quant_map', 'quant_state.bitsandbytes__nf4']
-        if self.method.double_quant: stats += ['nested_absmax', 'nested_quant_map']
-        wanted = {name: (self._type(name), entry.shape) for name, entry in self.weights.tensors.items()}
-        for name in self.packed if self.into == 'nf4' else ():
-            size = getattr(torch, self.method.storage).itemsize
-            wanted[name] = self.method.storage, (self.weights.tensors[name].numel // 2 // size, 1)
-            wanted |= {f'{name}.{part}': None for part in stats}
-        return wanted
+        tensors = self.weights.tensors
+        stored = {name: (_stored_type(self, name), tensors[name].shape) for name in tensors}
+        if self.into != 'nf4': return stored
+        storage_b = getattr(torch, self.method.storage).itemsize
+        statistics = _STATISTICS + (_NESTED_STATISTICS if self.method.double_quant else ())
+        for name in self.packed:
+            payload_b = tensors[name].numel // 2  # Two numbers a byte
+            stored[name] = self.method.storage, (payload_b // storage_b, 1)
+            for part in statistics: stored[f'{name}.{part}'] = None
+        return stored
+
+# %% ../../nbs/release/02_merge.ipynb #c0a52001
+_STATISTICS = 'absmax', 'quant_map', 'quant_state.bitsandbytes__nf4'
+_NESTED_STATISTICS = 'nested_absmax', 'nested_quant_map'
+
+def _compute_dtype(precision):
+    import torch
+    return getattr(torch, precision.compute.replace('fp8', 'bfloat16'))
+
+def _stored_type(merge, name):
+    "The type in which a weight that is not packed is stored."
+    dtype = merge.weights.tensors[name].dtype
+    is_float = dtype.startswith(('float', 'bfloat'))
+    if not is_float or merge.float32_modules & set(name.split('.')): return dtype
+    return str(merge.dtype).removeprefix('torch.')
+
+def _dequantised(weight, method):
+    "Give the weight as NF4 gives it back."
+    payload, absmax = pack(weight)
+    statistics = state(absmax, weight.shape, weight.dtype, method.double_quant)
+    return unpack(payload, scales(statistics), weight.dtype).view(weight.shape)
+
+def _merged_weight(merge, name):
+    "One weight of the base, with what the adapters add to it."
+    import torch
+    weight = merge.weights.read(name).view(merge.weights.tensors[name].shape)
+    weight = weight.to(getattr(torch, _stored_type(merge, name)))
+    if merge.into == 'dequantised' and name in merge.packed:
+        weight = _dequantised(weight, merge.method)
+    if name not in merge.pairs: return weight
+    a, b, scale = merge.pairs[name]
+    total = b.float() @ a.float()  # The one float32 matrix: what follows is done in place
+    return total.mul_(scale).add_(weight).to(weight.dtype)
 
 # %% ../../nbs/release/02_merge.ipynb #40100289
+def _put(model, name, parts):
+    "Set one weight of `model`: as it is, or packed from its parts."
+    path, _, leaf = name.rpartition('.')
+    layer = model.get_submodule(path)
+    if len(parts) == 1:
+        layer.get_parameter(leaf).data = parts[name]
+        return
+    from bitsandbytes.nn import Params4bit
+    statistics = {part.removeprefix(f'{name}.'): tensor for part, tensor in parts.items()
+                  if part != name}
+    layer.weight = Params4bit.from_prequantized(parts[name], statistics, device='cpu',
+                                                module=layer)
+
 def merged(
     base: str,  # Packaged name, directory or hub id of the 16-bit checkpoint
     adapters: 'str | Path',  # What `save_adapters` wrote
     into: str = 'dequantised',  # One of `WAYS`
-    method: 'Method | None' = None,  # A recipe's `Method`: what the adapters were trained with; None means its defaults
-    precision: 'Precision | None' = None,  # A recipe's `Precision`: `compute` is read; None means its defaults
+    method: 'Method | None' = None,  # That of the adapters' recipe; None means its defaults
+    precision: 'Precision | None' = None,  # Likewise; `compute` is read
     revision: str | None = None,  # Commit, tag or branch of a hub id
 ) -> 'PreTrainedModel':  # On the CPU, without peft
     "Add the adapters to the weights of their base."
-    from llm_workbook.model.quantize import load_base
     merge = Merge(base, adapters, into, method, precision, revision)
-    how = merge.method if into == 'nf4' else merge.method.model_copy(update={'kind': 'lora'})
-    model = load_base(base, how, precision, 'cpu', revision)
+    loading = merge.method
+    if into != 'nf4': loading = loading.model_copy(update={'kind': 'lora'})  # Loads without packing
+    model = load_base(base, loading, precision, 'cpu', revision)
     with merge.weights:
         for name in merge.changed: _put(model, name, merge.parts(name))
     return model
 
-# %% ../../nbs/release/02_merge.ipynb #1573c86d
-def _put(model, name, parts):
-    layer, leaf = model.get_submodule(name.rpartition('.')[0]), name.rpartition('.')[2]
-    if len(parts) == 1: layer.get_parameter(leaf).data = parts[name]
-    else:
-        from bitsandbytes.nn import Params4bit
-        stats = {part.removeprefix(f'{name}.'): tensor for part, tensor in parts.items() if part != name}
-        layer.weight = Params4bit.from_prequantized(parts[name], stats, device='cpu', module=layer)
-
 # %% ../../nbs/release/02_merge.ipynb #0286b005
+def _padded(lists, device):
+    "Put lists of numbers into one tensor, filled up with 0 on the right."
+    import torch
+    longest = max(map(len, lists))
+    return torch.tensor([values + [0] * (longest - len(values)) for values in lists], device=device)
+
 def predictions(
     model: 'PreTrainedModel',  # On one process, with adapters or without
     tokenizer: 'PreTrainedTokenizerFast',  # With a chat template that has {% generation %}
@@ -187,17 +272,20 @@ def predictions(
 ) -> 'Tensor':  # Logarithms of probabilities, (tokens of answers, vocabulary), float32, on the CPU
     "Give the distribution that `model` has for each token of each answer."
     import torch
-    from llm_workbook.training.tokens import assistant_mask
-    made, found = [assistant_mask(row, tokenizer) for row in rows], []
-    if not sum(sum(mask) for _, mask in made): raise ValueError(f'{len(rows)} rows hold no token of an answer: pass others')
-    for i in range(0, len(made), batch):
-        part = made[i:i + batch]
-        longest = max(len(ids) for ids, _ in part)
-        fill = lambda lists: torch.tensor([v + [0] * (longest - len(v)) for v in lists], device=model.device)
-        ids, mask, there = fill([p[0] for p in part]), fill([p[1] for p in part]), fill([[1] * len(p[0]) for p in part])
-        with torch.inference_mode(): logits = model(input_ids=ids, attention_mask=there).logits
-        found.append(logits[:, :-1][mask[:, 1:].bool()].float().log_softmax(-1).cpu())
-    return torch.cat(found)
+    pairs = [assistant_mask(row, tokenizer) for row in rows]
+    if not any(any(mask) for _, mask in pairs):
+        raise ValueError(f'{len(rows)} rows hold no token of an answer: pass others')
+    predicted = []
+    for first in range(0, len(pairs), batch):
+        part = pairs[first:first + batch]
+        ids = _padded([ids for ids, _ in part], model.device)
+        answers = _padded([mask for _, mask in part], model.device).bool()
+        attention = _padded([[1] * len(ids) for ids, _ in part], model.device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=attention).logits
+        before_answers = logits[:, :-1][answers[:, 1:]]  # What stands at t predicts t + 1
+        predicted.append(before_answers.float().log_softmax(-1).cpu())
+    return torch.cat(predicted)
 
 # %% ../../nbs/release/02_merge.ipynb #b5bd0df9
 @dataclass(frozen=True)
@@ -210,7 +298,7 @@ class Gate:
     tokens: int  # How many were compared
     least: float = 0.95  # Budget for `top1`
     most: float = 0.02  # Budget for `kl`, nats
-    base: str = ''  # Digest of the packed base that the adapters were beside, where `judge` saw one
+    base: str = ''  # Digest of the packed base beside the adapters, where `judge` loaded one
 
     @property
     def passed(self) -> bool:  # Whether both numbers are within their budgets
@@ -222,20 +310,26 @@ class Gate:
         return asdict(self) | {'passed': self.passed}
 
     def __str__(self):
-        return (f'{self.into}: {self.top1:.2%} of {self.tokens:,} tokens keep their likeliest candidate '
-                f'(budget {self.least:.2%}), KL {self.kl:.2g} nats (budget {self.most:.2g})')
+        return (f'{self.into}: {self.top1:.2%} of {self.tokens:,} tokens keep their likeliest '
+                f'candidate (budget {self.least:.2%}), '
+                f'KL {self.kl:.2g} nats (budget {self.most:.2g})')
 
 # %% ../../nbs/release/02_merge.ipynb #c3de526f
-def _judged(given, wanted, into, least=Gate.least, most=Gate.most):
+def _compare(given, wanted, into, least=Gate.least, most=Gate.most):
+    "Measure the distance of two predictions of the same tokens."
     if given.shape != wanted.shape or not len(given):
-        raise ValueError(f'predictions of shape {tuple(given.shape)} and {tuple(wanted.shape)}: ask both models the same rows')
-    each = (wanted.exp() * (wanted - given)).sum(-1).double()
-    if not each.isfinite().all(): raise ValueError(f'{into}: {int((~each.isfinite()).sum())} predictions are NaN or infinite')
+        raise ValueError(f'predictions of shape {tuple(given.shape)} and {tuple(wanted.shape)}: '
+                         'ask both models the same rows')
+    divergence = (wanted.exp() * (wanted - given)).sum(-1).double()  # Of each token
+    broken = int((~divergence.isfinite()).sum())
+    if broken: raise ValueError(f'{into}: {broken} predictions are NaN or infinite')
     same = (given.argmax(-1) == wanted.argmax(-1)).double().mean().item()
-    return Gate(into, same, max(0., each.mean().item()), each.max().item(), len(each), least, most)
+    mean = max(0., divergence.mean().item())
+    return Gate(into, same, mean, divergence.max().item(), len(divergence), least, most)
 
 # %% ../../nbs/release/02_merge.ipynb #80fd766f
-_BETTER = {'nf4': "merge into 'dequantised', which takes 16 bits per weight", '16-bit': "merge into 'dequantised'"}
+_BETTER = {'nf4': "merge into 'dequantised', which takes 16 bits per weight",
+           '16-bit': "merge into 'dequantised'"}
 
 def gate(
     given: 'Tensor',  # `predictions` of the merged model
@@ -245,10 +339,10 @@ def gate(
     most: float = Gate.most,  # Refuse when the mean KL divergence is larger, nats
 ) -> Gate:  # Within both budgets
     "Compare a merged model with what was trained; raise when it is too far away."
-    found = _judged(given, wanted, into, least, most)
-    if not found.passed:
-        raise ValueError(f'{found}: refused; {_BETTER.get(into, "serve the base with its adapters beside it")}')
-    return found
+    result = _compare(given, wanted, into, least, most)
+    if result.passed: return result
+    remedy = _BETTER.get(into, 'serve the base with its adapters beside it')
+    raise ValueError(f'{result}: refused; {remedy}')
 
 # %% ../../nbs/release/02_merge.ipynb #d097420a
 @dataclass(frozen=True)
@@ -259,49 +353,62 @@ class Ways:
 
     def to_dict(self) -> dict:  # Plain values
         "Give the numbers for a record."
-        return {title: found.to_dict() | {'size_b': self.sizes[title]} for title, found in self.gates.items()}
+        return {title: gate.to_dict() | {'size_b': self.sizes[title]}
+                for title, gate in self.gates.items()}
 
     def _repr_html_(self):
         heads = 'merged into', 'bytes', 'top-1 kept', 'KL, nats', 'largest KL of a token', 'gate'
-        return html_table(heads, [(title, f'{self.sizes[title]:,}', f'{g.top1:.2%}', f'{g.kl:.2g}', f'{g.worst:.2g}',
-                                   'passed' if g.passed else 'refused') for title, g in self.gates.items()])
+        rows = []
+        for title, gate in self.gates.items():
+            verdict = 'passed' if gate.passed else 'refused'
+            rows.append((title, f'{self.sizes[title]:,}', f'{gate.top1:.2%}', f'{gate.kl:.2g}',
+                         f'{gate.worst:.2g}', verdict))
+        return html_table(heads, rows)
 
     def plot(self) -> 'Figure':  # 700 pixels wide, on a logarithmic axis
         "Draw the KL divergence of each way against its budget."
         figure = canvas(2.4)
-        axes, titles = figure.subplots(), list(self.gates)
-        for i, (title, g) in enumerate(self.gates.items()):
-            axes.barh(i, max(g.kl, 1e-7), color='#0072b2' if g.passed else '#d55e00', hatch='' if g.passed else '//')
-            axes.annotate(f' {g.kl:.2g}', (max(g.kl, 1e-7), i), va='center')
-        axes.axvline(next(iter(self.gates.values())).most, color='0.3', linestyle='--', label='budget')
-        axes.set(xscale='log', xlabel='KL divergence from base and adapters unmerged, nats per token', yticks=range(len(titles)),
-                 yticklabels=titles)
-        axes.invert_yaxis(), axes.margins(x=.15), axes.legend(frameon=False)
+        axes = figure.subplots()
+        for place, gate in enumerate(self.gates.values()):
+            length = max(gate.kl, 1e-7)  # A logarithmic axis has no zero
+            color = PALETTE['blue'] if gate.passed else PALETTE['vermilion']
+            axes.barh(place, length, color=color, hatch='' if gate.passed else '//')
+            axes.annotate(f' {gate.kl:.2g}', (length, place), va='center')
+        budget = next(iter(self.gates.values())).most
+        axes.axvline(budget, color='0.3', linestyle='--', label='budget')
+        axes.set_xlabel('KL divergence from base and adapters unmerged, nats per token')
+        axes.set(xscale='log', yticks=range(len(self.gates)), yticklabels=list(self.gates))
+        axes.invert_yaxis()
+        axes.margins(x=.15)
+        axes.legend(frameon=False)
         return figure
 
 # %% ../../nbs/release/02_merge.ipynb #e3bd5563
+def _tokenizer(base):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision,
+                                         trust_remote_code=False)
+
 def three_ways(
     recipe: 'Recipe',  # What trained the adapters
     adapters: 'str | Path',  # What `save_adapters` wrote
     rows: list[dict],  # Conversations to judge on, best held-out ones
 ) -> Ways:  # One gate per way; after a LoRA on a 16-bit base there is but one
     "Merge in every way that the method knows, and judge each."
-    from llm_workbook.model.adapters import load_adapters
-    from llm_workbook.model.quantize import payload_bytes
     base, method, precision = recipe.model, recipe.method, recipe.precision
-    ways = [into for into in WAYS if into == '16-bit' or method.kind == 'qlora']
-    for into in ways: Merge(base.source, adapters, into, method, precision, base.revision)  # refuses before a model is loaded
-    tokenizer, gates, sizes = _tokenizer(base), {}, {}
-    wanted = predictions(load_adapters(base.source, adapters, method, precision, 'cpu', base.revision), tokenizer, rows)
+    ways = list(WAYS) if method.kind == 'qlora' else ['16-bit']
+    for into in ways: Merge(base.source, adapters, into, method, precision, base.revision)
+    tokenizer = _tokenizer(base)
+    model = load_adapters(base.source, adapters, method, precision, 'cpu', base.revision)
+    wanted = predictions(model, tokenizer, rows)
+    del model  # One model in memory at a time
+    gates, sizes = {}, {}
     for into in ways:
         model = merged(base.source, adapters, into, method, precision, base.revision)
-        gates[into], sizes[into] = _judged(predictions(model, tokenizer, rows), wanted, into), sum(payload_bytes(model).values())
+        gates[into] = _compare(predictions(model, tokenizer, rows), wanted, into)
+        sizes[into] = sum(payload_bytes(model).values())
         del model
     return Ways(gates, sizes)
-
-def _tokenizer(base):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision, trust_remote_code=False)
 
 # %% ../../nbs/release/02_merge.ipynb #86d7571c
 def judge(
@@ -310,14 +417,15 @@ def judge(
     rows: list[dict],  # Conversations to judge on, best held-out ones
     into: str = 'dequantised',  # One of `WAYS`
 ) -> Gate:  # Within both budgets
-    "Merge in memory, and raise when the result is too far from the base with its adapters beside it."
-    from llm_workbook.model.adapters import load_adapters
-    from llm_workbook.model.quantize import fingerprint
+    "Merge in memory; raise when the result is too far from the base with its adapters beside it."
     base, method, precision = recipe.model, recipe.method, recipe.precision
-    Merge(base.source, adapters, into, method, precision, base.revision)  # refuses before a model is loaded
-    tokenizer, packed = _tokenizer(base), (method.kind, method.quant) == ('qlora', 'nf4')
+    Merge(base.source, adapters, into, method, precision, base.revision)  # Refuses before loading
+    tokenizer = _tokenizer(base)
     model = load_adapters(base.source, adapters, method, precision, 'cpu', base.revision)
-    digest = fingerprint(model).digest if packed else ''
-    wanted, model = predictions(model, tokenizer, rows), None
+    is_packed = (method.kind, method.quant) == ('qlora', 'nf4')
+    digest = fingerprint(model).digest if is_packed else ''
+    wanted = predictions(model, tokenizer, rows)
+    del model  # One model in memory at a time
     model = merged(base.source, adapters, into, method, precision, base.revision)
-    return replace(gate(predictions(model, tokenizer, rows), wanted, into), base=digest)
+    result = gate(predictions(model, tokenizer, rows), wanted, into)
+    return replace(result, base=digest)

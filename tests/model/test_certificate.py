@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from test_merge import moved_adapters
 
-from llm_workbook.model import nf4
+from llm_workbook.release import merge as release_merge
+from llm_workbook.model.nf4 import pack, state
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.checkpoint.save_load import CheckpointError, load_checkpoint, save_checkpoint
 from llm_workbook.parallel.load import load_sharded
@@ -157,18 +158,29 @@ def test_shares_are_loaded_as_the_whole_is(double, certified):
 @pytest.mark.parametrize('double, storage', [(True, 'bfloat16'), (False, 'uint8')])
 def test_a_dequantised_merge_starts_from_it(double, storage, certified, tmp_path):
     "What a merge packs and unpacks again, put into the layers of a model whose own bytes were spoilt."
-    method, packed, stats, pack, state = Method(storage=storage, double_quant=double), [], [], nf4.pack, nf4.state
+    packed, stats = [], []
+
+    def noted_pack(*args):
+        packed.append(pack(*args))
+        return packed[-1]
+
+    def noted_state(*args):
+        stats.append(state(*args))
+        return stats[-1]
+    method = Method(storage=storage, double_quant=double)
     moved_adapters(tmp_path / 'adapters', method=method)
-    merge, model = Merge('tiny-base', tmp_path / 'adapters', 'dequantised', method), load_nf4('tiny-base', method, device='cpu')
+    merge = Merge('tiny-base', tmp_path / 'adapters', 'dequantised', method)
+    model = load_nf4('tiny-base', method, device='cpu')
     names = sorted(name.removesuffix('.weight') for name in merge.packed)
-    with (merge.weights, patch.object(nf4, 'pack', lambda *a: packed.append(pack(*a)) or packed[-1]),
-          patch.object(nf4, 'state', lambda *a: stats.append(state(*a)) or stats[-1])):
+    with (merge.weights, patch.object(release_merge, 'pack', noted_pack),
+          patch.object(release_merge, 'state', noted_state)):
         for name in names: merge.parts(f'{name}.weight')
     assert len(packed) == len(stats) == len(names) == 28
-    for name, (payload, _), found in zip(names, packed, stats):
+    for name, (payload, _), quant_state in zip(names, packed, stats):
         layer = model.get_submodule(name)
         raw(layer.weight).zero_()
-        layer.weight.data, layer.quant_state = payload.view(layer.weight.dtype).view(-1, 1), found
+        layer.weight.data = payload.view(layer.weight.dtype).view(-1, 1)
+        layer.quant_state = quant_state
     assert fingerprint(model).digest == certified[double]
 
 
