@@ -1,1 +1,5 @@
-"""The benchmarks: one module per line, `python -m bench.run [LINE]` runs them, and `results` keeps their records."""
+"""The benchmarks, which `python -m bench.run [LINE]` runs.
+
+`lines` has a module for each, `programs` what they start in processes of their own, `shared` what
+several use, and `results` their records.
+"""

@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT/'bench'/'results'
 PACKAGES = 'torch transformers accelerate peft trl bitsandbytes datasets'.split()
-NEEDED = {'line': str, 'value': (int, float), 'unit': str, 'repetitions': int, 'machine': dict, 'versions': dict, 'date': str}
+NEEDED = {'line': str, 'value': (int, float), 'unit': str, 'repetitions': int, 'machine': dict,
+          'versions': dict, 'date': str}
 OPTIONAL = {'peer': str, **dict.fromkeys(('peer_value', 'ratio', 'goal', 'worst'), (int, float))}
 
 
@@ -24,7 +25,8 @@ def machine() -> dict:
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     names = re.findall(r'^model name\s*: (.*)$', Path('/proc/cpuinfo').read_text(), re.MULTILINE)
     return {'cpu': names[0] if names else platform.machine(), 'cores': len(os.sched_getaffinity(0)),
-            'memory_gib': round(memory / 2**30, 1), 'system': f'{platform.system()} {platform.machine()}'}
+            'memory_gib': round(memory / 2**30, 1),
+            'system': f'{platform.system()} {platform.machine()}'}
 
 
 def versions(packages: list[str]) -> dict[str, str]:
@@ -37,7 +39,7 @@ def versions(packages: list[str]) -> dict[str, str]:
 
 
 def record(line: str, values: list[float], unit: str, peers: list[float] = (), **more) -> dict:
-    "Make the record of `line`: medians of `values` and of the interleaved `peers`, and what else `more` says."
+    "Make the record of `line`: medians of `values` and of the interleaved `peers`, and `more`."
     made = {'line': line, 'value': round(statistics.median(values), 4), 'unit': unit}
     if peers:
         made['peer'], made['peer_value'] = more.pop('peer'), round(statistics.median(peers), 4)
@@ -59,7 +61,8 @@ def faults(made: dict) -> list[str]:
 
 def save(made: dict, results: Path = RESULTS) -> Path:
     "Write a record where the pages look for it."
-    if wrong := faults(made): raise ValueError(f'the record of {made.get("line")} is not valid: {"; ".join(wrong)}')
+    if wrong := faults(made):
+        raise ValueError(f'the record of {made.get("line")} is not valid: {"; ".join(wrong)}')
     path = results/('gpu' if 'gpu' in made['machine'] else 'cpu')/f'{made["line"]}.json'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + '\n', encoding='utf-8')

@@ -1,4 +1,4 @@
-"""Run the benchmark lines: `python -m bench.run` runs all that this machine can, `python -m bench.run LINE` one."""
+"""Run the benchmarks: `python -m bench.run` all that this machine can, with LINE that one."""
 import json
 import os
 import sys
@@ -8,9 +8,11 @@ from pathlib import Path
 
 from bench.record import RESULTS, ROOT, Skip, save
 
-# A line is the module of that name, with `measure() -> record`.
-LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_bytes', 'step_peak_error', 'published_error',
-         'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'gpu_memory', 'nf4_quantise', 'sharded_load', 'sample_data',
+# A line is the module of that name in bench.lines, with `measure() -> record`.
+LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_bytes',
+         'step_peak_error', 'published_error',
+         'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'gpu_memory', 'nf4_quantise',
+         'sharded_load', 'sample_data',
          'real_data', 'wire_bytes', 'launch_table')
 
 
@@ -18,11 +20,12 @@ def run_line(name: str, results: Path = RESULTS) -> dict | None:
     "Measure one line, write its record and print it; None when this machine cannot."
     start = time.monotonic()
     print(f'{name}: running', flush=True)
-    try: made = import_module(f'bench.{name}').measure()
+    try: made = import_module(f'bench.lines.{name}').measure()
     except Skip as reason:
         print(f'{name}: skipped: {reason}', flush=True)
         return None
-    print(f'{name}: {time.monotonic() - start:.0f} s, written to {os.path.relpath(save(made, results), ROOT)}')
+    written = os.path.relpath(save(made, results), ROOT)
+    print(f'{name}: {time.monotonic() - start:.0f} s, written to {written}')
     print(json.dumps(made), flush=True)
     return made
 

@@ -5,7 +5,7 @@ import sys
 from math import isclose
 
 import pytest
-from bench import import_time, real_data
+from bench.lines import import_time, real_data
 from bench.record import RESULTS, ROOT, Skip, faults, record, save
 from bench.run import LINES, main, run_line
 

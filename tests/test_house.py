@@ -29,7 +29,8 @@ ROOMS = {  # Room, or module beside the rooms -> what it may import; each also i
 HEAVY = ('torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
          'IPython ipywidgets').split()
 MODULES = sorted(p for p in (ROOT/'llm_workbook').rglob('*.py') if p.name != '_modidx.py')
-PROGRAMS = [*MODULES, *sorted((ROOT/'tools').glob('*.py')), *sorted((ROOT/'bench').rglob('*.py'))]
+BENCH = sorted((ROOT/'bench').rglob('*.py'))
+PROGRAMS = [*MODULES, *sorted((ROOT/'tools').glob('*.py')), *BENCH]
 PAGES = pages()
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -199,8 +200,8 @@ def is_list_of_names(line: str) -> bool:
 def test_programs_are_small(path):
     long = [f'{n.name}: {n.end_lineno - n.lineno + 1} lines' for n in functions(path) if n.end_lineno - n.lineno + 1 > 40]
     wide = [f'{n.name}: {len(arguments(n))} parameters' for n in functions(path) if len(arguments(n)) > 6]
-    lines = enumerate(path.read_text('utf-8').splitlines(), 1)
-    assert not long + wide + [number for number, line in lines if len(line) > 130 and not line.startswith('__all__')]
+    lines, columns = enumerate(path.read_text('utf-8').splitlines(), 1), 100 if path in BENCH else 130
+    assert not long + wide + [number for number, line in lines if len(line) > columns and not line.startswith('__all__')]
 
 
 def test_the_assets_are_small():
@@ -342,6 +343,50 @@ def test_no_circle_of_imports():
     graph = {dotted(path): {where for where, _ in imports(path)} for path in BELOW}
     assert sum(map(len, graph.values())) > 150
     tuple(TopologicalSorter(graph).static_order())  # Raises CycleError, which names the circle
+
+
+# Room of bench, or module beside the rooms -> what it may import; only `shared` also imports from itself
+BENCH_ROOMS = {'record': '', 'shared': 'record shared', 'programs': 'record shared', 'lines': 'record shared programs', 'run': 'record'}
+
+
+def bench_module(path: Path) -> str: return '.'.join(path.relative_to(ROOT/'bench').with_suffix('').parts)
+
+
+def bench_imports(path: Path) -> set[str]:
+    "What a module of bench imports from there, anywhere in it, as in `shared.heap`."
+    found = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import): found |= {a.name for a in node.names}
+        if not isinstance(node, ast.ImportFrom): continue
+        assert node.level == 0, f'{name(path)}: name the module in full'
+        folder = ROOT/node.module.replace('.', '/')
+        found |= {f'{node.module}.{a.name}' if (folder/f'{a.name}.py').exists() else node.module for a in node.names}
+    return {where.removeprefix('bench.') for where in found if where.split('.')[0] == 'bench'}
+
+
+def test_bench_has_no_circle_of_imports():
+    graph = {bench_module(path): bench_imports(path) for path in BENCH}
+    assert sum(map(len, graph.values())) > 40
+    tuple(TopologicalSorter(graph).static_order())  # Raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize('path', [path for path in BENCH if path.stem != '__init__'], ids=name)
+def test_a_room_of_bench_imports_only_rooms_below_it(path):
+    room = bench_module(path).split('.')[0]
+    assert room in BENCH_ROOMS, 'a new room: give it its place in BENCH_ROOMS'
+    assert {where.split('.')[0] for where in bench_imports(path)} <= set(BENCH_ROOMS[room].split())
+
+
+def test_every_file_of_bench_lines_is_a_line_and_back():
+    from bench.run import LINES
+    assert sorted(LINES) == sorted(path.stem for path in BENCH if path.parent.name == 'lines' and path.stem != '__init__')
+
+
+def test_programs_that_bench_starts_are_there():
+    started = {module for path in BENCH for module in re.findall(r"'-m', '(bench\.[\w.]+)'", path.read_text('utf-8'))}
+    assert all((ROOT/f"{module.replace('.', '/')}.py").is_file() for module in started)
+    programs = {f'bench.{bench_module(path)}' for path in BENCH if path.parent.name == 'programs' and path.stem != '__init__'}
+    assert programs <= started
 
 
 @pytest.mark.parametrize('path', MODULES, ids=name)

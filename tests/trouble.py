@@ -121,7 +121,7 @@ def ended(process, seconds=90) -> int:
 
 def launched(recipe, kind):
     "Render, and run the commands of one kind; it begins with the loss that one process has for the same rows."
-    from bench.launch_table import by_command, single
+    from bench.shared.launches import by_command, single
     by_command(recipe, Path('runs/a b'), kind)
     fine_tune(single(recipe), Path('runs/alone'))
     found, alone = losses(Path('runs/a b')), losses(Path('runs/alone'))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import cluster
 import pytest
-from bench import launch_table as table
+from bench.shared import launches as table
 
 from llm_workbook.launching.slurm import submit
 from llm_workbook.config.recipe import Recipe

@@ -2,7 +2,7 @@
 import os
 
 import pytest
-from bench.launch_table import seen
+from bench.shared.launches import seen
 from conftest import as_alone, finished, start, toy, until
 
 from llm_workbook.checkpoint.manifest import survey

@@ -1,7 +1,7 @@
 """Bytes that pass between the two nodes while they train, against what `step_traffic` says of gloo."""
 import cluster
 import pytest
-from bench.wire_bytes import compare, make_base, recipe_for, start
+from bench.lines.wire_bytes import compare, make_base, recipe_for, start
 
 NODES = [[cluster.HOME/'enter', node] for node in cluster.NODES]
 LOWEST, HIGHEST = 0.98, 1.15  # Headers are 1.046 at 1,500 bytes a packet, and near 1 here, where the link takes 64 KiB at once

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from bench import launch_table as table
+from bench.shared import launches as table
 
 from llm_workbook.launching.background import Workers
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.ledger_bytes import BASES, _config
+from bench.lines.ledger_bytes import BASES, _config
 from bench.record import ROOT
-from bench.real_ranks import make_base
+from bench.shared.real_ranks import make_base
 from trouble import later
 from llm_workbook.parallel import load as loading
 from llm_workbook.model.adapters import save_adapters
@@ -315,7 +315,7 @@ def test_without_ranks_or_with_another_strategy():
 
 
 def test_the_record_meets_its_goals_and_a_rank_never_holds_more_than_its_share_and_one_tensor():
-    from bench.sharded_load import CONFIG
+    from bench.lines.sharded_load import CONFIG
     made = json.loads((ROOT/'bench/results/cpu/sharded_load.json').read_text())
     assert made['ratio'] <= .35 and made['peak_ratio'] <= .5 and made['rest_ratio'] <= .55 and made['read_share'] <= .55
     assert made['same_bytes'] and made['layers'] == 22

@@ -4,8 +4,8 @@ import time
 import pytest
 import torch
 import transformers
-from bench import step_peak_error
-from bench.step_peak_program import pack
+from bench.lines import step_peak_error
+from bench.shared.models import pack
 from llm_workbook import Recipe, Setting, adapted, coverage, head_tape, layer_tape, moments, saved, spec, working
 from llm_workbook.model.adapters import add_adapters
 

@@ -8,7 +8,7 @@ import pytest
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
-from bench import step_peak_error
+from bench.lines import step_peak_error
 from bench.record import ROOT
 from llm_workbook.plan.step_memory import moments, working
 from llm_workbook.plan.lines import KINDS

@@ -2,9 +2,9 @@
 import json
 
 import pytest
-from bench.ledger_bytes import CASES, bytes_apart, messages, run, sent_apart
-from bench.real_ranks import run_recipe
+from bench.lines.ledger_bytes import CASES, bytes_apart, messages, run, sent_apart
 from bench.record import RESULTS, faults
+from bench.shared.real_ranks import run_recipe
 from trouble import later
 
 HERE = ('fsdp2-full-bf16', 'fsdp2-full-accumulated', 'fsdp2-full-checkpointed', 'fsdp2-lora', 'fsdp2-lora-kept', 'fsdp2-qlora',

@@ -4,11 +4,12 @@ import re
 from functools import cache
 
 import pytest
-from bench import published_error as published
+from bench.lines import published_error as published
 from bench.record import RESULTS, ROOT
 
 TABLE = published.table()
 ROWS = {row['id']: row for row in TABLE['rows']}
+PREDICTORS = [ROOT/'bench'/file for file in ('lines/published_error.py', 'shared/estimators.py', 'shared/published.py')]
 KINDS = {'allocated', 'reserved', 'device', 'bound'}
 
 
@@ -43,7 +44,7 @@ def test_halves_follow_their_rule():
 def test_no_row_has_a_term_of_its_own():
     "Neither the programs nor the library know a row, a source or a machine of the table by name."
     names = '|'.join(re.escape(name) for name in [*ROWS, *TABLE['nodes'], *TABLE['models']] if not re.fullmatch(r'\d+x-[a-z0-9-]+', name))
-    for path in (ROOT/'bench/published_error.py', ROOT/'bench/estimators.py', *ROOT.glob('llm_workbook/**/*.py')):
+    for path in (*PREDICTORS, *ROOT.glob('llm_workbook/**/*.py')):
         assert not re.search(rf"['\"]({names})['\"]", path.read_text('utf-8')), path.name
 
 
@@ -94,7 +95,7 @@ TIME = {'table': (8, 20), 'held out': (8, 20), 'all': (8, 20)}
 
 def test_the_other_estimators_are_called_as_their_authors_wrote_them():
     pytest.importorskip('deepspeed')
-    from bench.estimators import others
+    from bench.shared.estimators import others
     recipe = published.recipe_of('fms-full-2gpu-bs2')
     spec = published.spec_of(recipe)
     said = others(recipe, spec)

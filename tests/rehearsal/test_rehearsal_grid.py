@@ -4,7 +4,7 @@ import os
 import statistics
 
 import pytest
-from bench import rehearsal_grid as grid
+from bench.lines import rehearsal_grid as grid
 from bench.record import RESULTS
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')

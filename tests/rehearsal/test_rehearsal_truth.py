@@ -2,9 +2,10 @@
 import json
 
 import pytest
-from bench import gpu_memory
-from bench.rehearsal_error import AGAIN, FULL, QLORA, counted, percent, real, recipe
+from bench.lines import gpu_memory
+from bench.lines.rehearsal_error import real
 from bench.record import ROOT
+from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
 from trouble import later
 
 SHORT = {'batch.length': 128}

@@ -1,4 +1,7 @@
-"""Parameters/s that NF4 packing takes in one thread, against bitsandbytes by turns; both must give the same bytes."""
+"""Parameters/s that NF4 packing takes in one thread, against bitsandbytes by turns.
+
+Both must give the same bytes.
+"""
 import time
 
 from bench.record import record
@@ -15,7 +18,7 @@ def rate(work) -> float:
 
 
 def measure(repetitions: int = 9) -> dict:
-    "Pack a bfloat16 weight by turns; the first call of each, which also proves the bytes, is not counted."
+    "Pack a bfloat16 weight by turns; the first calls, which also prove the bytes, do not count."
     import torch
     from bitsandbytes.functional import quantize_4bit
 
@@ -29,5 +32,6 @@ def measure(repetitions: int = 9) -> dict:
     turns = [(rate(ours), rate(peer)) for _ in range(repetitions)]
     torch.set_num_threads(threads)
     values, peers = ([round(x) for x in column] for column in zip(*turns))
-    return record('nf4_quantise', values, 'parameters/s', peers, peer='bitsandbytes', goal=GOAL, worst=min(values), threads=1,
+    return record('nf4_quantise', values, 'parameters/s', peers, peer='bitsandbytes', goal=GOAL,
+                  worst=min(values), threads=1,
                   weight=f'{SHAPE[0]} x {SHAPE[1]}, bfloat16')

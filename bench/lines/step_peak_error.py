@@ -1,4 +1,4 @@
-"""The peak of a training step as `moments` predicts it, against glibc's count of real CPU processes."""
+"""The peak of a step as `moments` predicts it, against glibc's count of real CPU processes."""
 import json
 import os
 import subprocess
@@ -6,21 +6,29 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from bench.record import ROOT, record
+from bench.shared.heap import COUNTING
 
 SHAPES = {  # 50 to 200 million parameters each
-    'llama': dict(model_type='llama', hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+    'llama': dict(model_type='llama', hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+                  num_attention_heads=12,
                   num_key_value_heads=4, vocab_size=16_000),
-    'words': dict(model_type='llama', hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+    'words': dict(model_type='llama', hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
+                  num_attention_heads=8,
                   num_key_value_heads=4, vocab_size=64_000, tie_word_embeddings=True),
-    'wide': dict(model_type='llama', hidden_size=768, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=12,
+    'wide': dict(model_type='llama', hidden_size=768, intermediate_size=4096, num_hidden_layers=8,
+                 num_attention_heads=12,
                  num_key_value_heads=4, vocab_size=2_000),
-    'qwen': dict(model_type='qwen3', hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
+    'qwen': dict(model_type='qwen3', hidden_size=768, intermediate_size=2048, num_hidden_layers=8,
+                 num_attention_heads=8,
                  num_key_value_heads=4, head_dim=96, vocab_size=8_000),
-    'moe': dict(model_type='mixtral', hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
-                num_key_value_heads=4, vocab_size=8_000, num_local_experts=8, num_experts_per_tok=2)}
+    'moe': dict(model_type='mixtral', hidden_size=512, intermediate_size=1024, num_hidden_layers=6,
+                num_attention_heads=8,
+                num_key_value_heads=4, vocab_size=8_000, num_local_experts=8,
+                num_experts_per_tok=2)}
 BF16, FULL = {'precision.compute': 'bfloat16'}, {'sharding.activation_checkpointing': 'full'}
 PURE = BF16 | {'precision.master': 'bfloat16'}
-FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2} for strategy in ('fsdp2', 'ddp'))
+FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
+             for strategy in ('fsdp2', 'ddp'))
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 
 
@@ -29,45 +37,55 @@ def size(micro: int, length: int, accumulation: int = 1) -> dict:
     return {'batch.micro': micro, 'batch.length': length, 'batch.accumulation': accumulation}
 
 
-JOBS = [  # Shape, changes to a plain fp32 full fine-tune on one process, and whether AdamW goes through all weights at once
+# Shape, changes to a plain fp32 full fine-tune on one process, and whether AdamW goes through all
+# weights at once
+JOBS = [
     ('llama', size(1, 256), False), ('llama', size(1, 128), True), ('words', size(1, 512), False),
     ('wide', size(1, 2048) | FULL | PURE, False), ('llama', size(2, 256, 2), False),
-    ('llama', size(1, 1024) | BF16, False), ('wide', size(2, 512) | PURE | {'model.attention': 'eager'}, False),
+    ('llama', size(1, 1024) | BF16, False), ('wide', size(2, 512) | PURE
+                                             | {'model.attention': 'eager'}, False),
     ('qwen', size(1, 384), False), ('moe', size(1, 512) | PURE, False),
     ('llama', size(1, 512) | LORA, False), ('wide', size(2, 1024) | LORA | FULL, False),
     ('wide', size(1, 1024) | QLORA, False),
     ('llama', size(1, 1024) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
     ('words', size(1, 256) | PURE | {'batch.loss_head': 'chunked'}, False),
     ('wide', size(1, 512) | DDP | LORA, False), ('llama', size(1, 512) | FSDP, False),
-    ('llama', size(1, 512) | FSDP | BF16 | FULL, False), ('wide', size(1, 512) | FSDP | BF16, False),
+    ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
+    ('wide', size(1, 512) | FSDP | BF16, False),
     ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False)]
 
 
 def recipe(changes: dict):
     "A plain full fine-tune in float32 on one CPU process, with `changes`."
     from llm_workbook import Recipe
-    plain = Recipe(name='step-peak', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'},
+    plain = Recipe(name='step-peak', model={'source': 'tiny-base'},
+                   data={'source': 'sample-conversations'},
                    method={'kind': 'full'}, cluster={'processes': 1}, sharding={'strategy': 'none'},
                    precision={'compute': 'float32'}, batch={'loss_head': 'full'})
     return plain.changed(changes)
 
 
 def environment(made) -> dict:
-    "What accelerate reads, as `fsdp_env` says it, with autocast where trained float32 weights compute in 16 bits."
+    """What accelerate reads, as `fsdp_env` says it.
+
+    There is autocast where trained float32 weights compute in 16 bits.
+    """
     from llm_workbook import fsdp_env
-    mixed = made.method.kind == 'full' and made.precision.compute == 'bfloat16' and made.precision.master == 'float32'
+    precision = made.precision.master, made.precision.compute
+    mixed = made.method.kind == 'full' and precision == ('float32', 'bfloat16')
+    again = made.sharding.activation_checkpointing == 'full'
     return fsdp_env(made) | {'ACCELERATE_MIXED_PRECISION': 'bf16' if mixed else 'no',
                              'FSDP_TRANSFORMER_CLS_TO_WRAP': 'LlamaDecoderLayer',
-                             'FSDP_ACTIVATION_CHECKPOINTING': str(made.sharding.activation_checkpointing == 'full').lower()}
+                             'FSDP_ACTIVATION_CHECKPOINTING': str(again).lower()}
 
 
 def real(shape: str, changes: dict, foreach: bool = False) -> dict:
     "Run two steps in a process of their own; what rank 0 saw."
     made = recipe(changes)
-    job = {'config': SHAPES[shape], 'recipe': made.model_dump(mode='json'), 'env': environment(made), 'foreach': foreach or None}
-    env = os.environ | {'GLIBC_TUNABLES': 'glibc.malloc.mmap_threshold=16384', 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-    done = subprocess.run([sys.executable, '-m', 'bench.step_peak_program'], input=json.dumps(job), env=env, cwd=ROOT,
-                          capture_output=True, text=True)
+    job = {'config': SHAPES[shape], 'recipe': made.model_dump(mode='json'),
+           'env': environment(made), 'foreach': foreach or None}
+    done = subprocess.run([sys.executable, '-m', 'bench.programs.step_peak'], input=json.dumps(job),
+                          env=os.environ | COUNTING, cwd=ROOT, capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f'{shape}, {changes}: {done.stderr[-2000:]}')
     return json.loads(done.stdout.splitlines()[-1])[0]
 
@@ -75,8 +93,10 @@ def real(shape: str, changes: dict, foreach: bool = False) -> dict:
 def predicted(shape: str, changes: dict, foreach: bool = False) -> tuple[str, int]:
     "The fullest moment and its bytes, DDP's buckets apart, which the process counts as held."
     from llm_workbook import moments, spec
-    found = moments(spec(SHAPES[shape]), recipe(changes | {'cluster.device': 'cuda'} if foreach else changes))
-    sums = {name: sum(i.size_b for i in items if i.kind != 'buffers') for name, items in found.items()}
+    found = moments(spec(SHAPES[shape]), recipe(changes | {'cluster.device': 'cuda'} if foreach
+                                                else changes))
+    sums = {name: sum(i.size_b for i in items if i.kind != 'buffers') for name,
+            items in found.items()}
     name = max(sums, key=sums.get)
     return name, sums[name]
 
@@ -86,13 +106,16 @@ def row(job: tuple, saw: dict) -> dict:
     shape, changes, foreach = job
     moment, transient_b = predicted(*job)
     ours_b = saw['held_b'] + transient_b
-    if saw['built_b'] >= saw['peak_b']: raise RuntimeError(f'{shape}, {changes}: building the model took more than a step')
+    if saw['built_b'] >= saw['peak_b']:
+        raise RuntimeError(f'{shape}, {changes}: building the model took more than a step')
     asked = changes.get('sharding.strategy') == 'fsdp2'
     if saw['sharded'] != asked: raise RuntimeError(f'{shape}, {changes}: not sharded as asked')
     from llm_workbook import spec
     kept = 'held_b first_b peak_b seconds'.split()
-    return {'shape': shape, 'changes': changes | ({'foreach': True} if foreach else {}), 'moment': moment, 'predicted_b': ours_b,
-            'error': round(100 * (ours_b / saw['peak_b'] - 1), 3), 'parameters': spec(SHAPES[shape]).parameters,
+    return {'shape': shape, 'changes': changes | ({'foreach': True} if foreach else {}),
+            'moment': moment, 'predicted_b': ours_b,
+            'error': round(100 * (ours_b / saw['peak_b'] - 1), 3),
+            'parameters': spec(SHAPES[shape]).parameters,
             **{key: saw[key] for key in kept}}
 
 
@@ -103,7 +126,8 @@ def compare(shape: str, changes: dict, foreach: bool = False) -> dict:
 
 def measure() -> dict:
     "Run every job, those of one process two at a time; the value is the median error."
-    alone, pairs = ([job for job in JOBS if ('cluster.processes' in job[1]) == many] for many in (False, True))
+    alone, pairs = ([job for job in JOBS if ('cluster.processes' in job[1]) == many]
+                    for many in (False, True))
     with ThreadPoolExecutor(2) as pool: seen = list(pool.map(lambda job: real(*job), alone))
     rows = [row(job, saw) for job, saw in zip(alone, seen)] + [compare(*job) for job in pairs]
     return record('step_peak_error', [abs(r['error']) for r in rows], '%', goal=2, rows=rows)

@@ -1,22 +1,18 @@
-"""How far the ledger's bytes and the traffic's seconds are from what others measured, beside three other estimators."""
+"""How far bytes of the ledger and seconds of the traffic are from what others measured.
+
+Three other estimators of memory stand beside the ledger.
+"""
 import statistics
 from functools import cache
-from pathlib import Path
-
-import yaml
 
 from bench.record import record
+from bench.shared.estimators import others
+from bench.shared.published import table
 
-ROWS = Path(__file__).with_name('published.yaml')
 GIB = 2**30
-GROUPS = {'all': lambda row: True, 'table': lambda row: row['table'], 'held out': lambda row: row['half'] == 'held out',
+GROUPS = {'all': lambda row: True, 'table': lambda row: row['table'],
+          'held out': lambda row: row['half'] == 'held out',
           'calibration': lambda row: row['half'] == 'calibration'}
-
-
-@cache
-def table() -> dict:
-    "Read sources, machines, models and rows."
-    return yaml.safe_load(ROWS.read_text(encoding='utf-8'))
 
 
 @cache
@@ -25,7 +21,8 @@ def recipe_of(row_id: str):
     from llm_workbook import Recipe
     rows = table()
     row = next(row for row in rows['rows'] if row['id'] == row_id)
-    return Recipe(**rows['base']).changed(rows['sources'][row['source']]['changes'] | row['changes'])
+    return Recipe(**rows['base']).changed(rows['sources'][row['source']]['changes']
+                                          | row['changes'])
 
 
 def node_of(recipe):
@@ -44,8 +41,9 @@ def spec_of(recipe):
 def times(row: dict, traffic, recipe) -> tuple[float, float]:
     "Measured and predicted seconds for a million tokens of all GPUs together."
     given = row['time']
-    speed = given['tokens_per_s'] if 'tokens_per_s' in given else given['samples'] * recipe.batch.length / given['s']
-    return 1e6 / speed, 1e6 / traffic.tokens_per_s
+    if 'tokens_per_s' in given: tokens_per_s = given['tokens_per_s']
+    else: tokens_per_s = given['samples'] * recipe.batch.length / given['s']
+    return 1e6 / tokens_per_s, 1e6 / traffic.tokens_per_s
 
 
 def error(measured: float, predicted: float) -> float:
@@ -54,19 +52,22 @@ def error(measured: float, predicted: float) -> float:
 
 
 def ledger_gib(ledger, kind: str, node) -> float:
-    "Give the ledger's total of a kind; a full card is full, as the allocator then empties its cache and goes on."
+    """Give the ledger's total of a kind.
+
+    A full card is full, as the allocator then empties its cache and goes on.
+    """
     size = ledger.total('step', level='device' if kind == 'bound' else kind)
     return (min(size, node.gpu.memory_b) if kind in ('reserved', 'device') else size) / GIB
 
 
 def memory_of(row: dict, ledger, recipe, node) -> list[dict]:
     "Predict each memory figure of a row, by the ledger and by the others."
-    from bench.estimators import others
     said, rest = [], others(recipe, ledger.spec)
     for figure in row.get('memory', ()):
         kind, measured = figure['kind'], figure['gib']
         gib = {'ledger': ledger_gib(ledger, kind, node)} | rest
-        said.append({'kind': kind, 'measured': measured, 'predicted': {name: round(value, 3) for name, value in gib.items()},
+        said.append({'kind': kind, 'measured': measured,
+                     'predicted': {name: round(value, 3) for name, value in gib.items()},
                      'error': {name: error(measured, value) for name, value in gib.items()}})
     return said
 
@@ -76,12 +77,14 @@ def judge(row: dict) -> dict:
     from llm_workbook import memory, step_traffic
     recipe = recipe_of(row['id'])
     node, spec = node_of(recipe), spec_of(recipe)
-    said = {name: row.get(name, default) for name, default in (('id', ''), ('half', ''), ('table', 0), ('judged', True))}
+    said = {name: row.get(name, default) for name,
+            default in (('id', ''), ('half', ''), ('table', 0), ('judged', True))}
     said['memory'] = memory_of(row, memory(recipe, spec, node), recipe, node)
     if 'time' in row:
         traffic = step_traffic(recipe, spec, node)
         measured, predicted = (round(s, 4) for s in times(row, traffic, recipe))
-        said['time'] = {'measured': measured, 'predicted': predicted, 'error': error(measured, predicted), 'bound': traffic.bound}
+        said['time'] = {'measured': measured, 'predicted': predicted,
+                        'error': error(measured, predicted), 'bound': traffic.bound}
     return said
 
 
@@ -92,7 +95,10 @@ def judged() -> tuple[dict, ...]:
 
 
 def errors(rows, what: str, name: str = 'ledger') -> list[float]:
-    "Collect absolute errors of the rows that count: of 'time', of 'memory', or of one kind of memory; bounds are apart."
+    """Collect absolute errors of the rows that count: of 'time', 'memory', or one kind of memory.
+
+    Bounds are apart.
+    """
     counted = [row for row in rows if row['judged']]
     if what == 'time': return [abs(row['time']['error']) for row in counted if 'time' in row]
     figures = [figure for row in counted for figure in row['memory'] if figure['kind'] != 'bound']
@@ -101,29 +107,36 @@ def errors(rows, what: str, name: str = 'ledger') -> list[float]:
 
 def bounds(rows) -> list[bool]:
     "Say of each row that only had to fit whether the ledger says so."
-    return [f['error']['ledger'] <= 0 for row in rows if row['judged'] for f in row['memory'] if f['kind'] == 'bound']
+    return [f['error']['ledger'] <= 0 for row in rows if row['judged'] for f in row['memory']
+            if f['kind'] == 'bound']
 
 
 def middle(values: list[float]) -> dict:
     "Give count, median and worst."
     if not values: return {'figures': 0}
-    return {'figures': len(values), 'median': round(statistics.median(values), 2), 'worst': max(values)}
+    return {'figures': len(values), 'median': round(statistics.median(values), 2),
+            'worst': max(values)}
 
 
 def summary(rows) -> dict:
     "Median and worst error for each group of rows and each sort of figure."
     groups = {group: [row for row in rows if belongs(row)] for group, belongs in GROUPS.items()}
-    said = {what: {group: middle(errors(some, what)) for group, some in groups.items()} for what in ('memory', 'time')}
+    said = {what: {group: middle(errors(some, what)) for group, some in groups.items()}
+            for what in ('memory', 'time')}
     said |= {kind: middle(errors(rows, kind)) for kind in ('allocated', 'reserved', 'device')}
     names = ('accelerate', 'deepspeed', 'bare rule')
-    return said | {'others': {name: middle(errors(rows, 'memory', name)) for name in names}, 'bounds': bounds(rows)}
+    return said | {'others': {name: middle(errors(rows, 'memory', name)) for name in names},
+                   'bounds': bounds(rows)}
 
 
 def measure() -> dict:
-    "Judge every row; the value is the median error of memory in the table that the goal names, in percent."
+    "Judge every row; the value is the median error of memory in the goal's table, in percent."
     rows = judged()
     said, here = summary(rows), errors([row for row in rows if row['table']], 'memory')
     peers = errors([row for row in rows if row['table']], 'memory', 'bare rule')
-    return record('published_error', here, '% of the measured memory', peers, peer='bare parameter count', goal=8, goal_worst=20,
-                  time_median=said['time']['table']['median'], time_worst=said['time']['table']['worst'],
-                  held_out={what: said[what]['held out'] for what in ('memory', 'time')}, summary=said, rows=list(rows))
+    return record('published_error', here, '% of the measured memory', peers,
+                  peer='bare parameter count', goal=8, goal_worst=20,
+                  time_median=said['time']['table']['median'],
+                  time_worst=said['time']['table']['worst'],
+                  held_out={what: said[what]['held out'] for what in ('memory', 'time')},
+                  summary=said, rows=list(rows))

@@ -1,72 +1,20 @@
 """The library's own trainer on real ranks, in processes whose allocator is counted by glibc itself.
 
-The caller starts this program with GLIBC_TUNABLES=glibc.malloc.mmap_threshold=16384, so that every
-tensor is an mmapped block, and gives a recipe as JSON; its `model.source` is a folder with a
-config.json. Nothing watches the first two steps, whose most bytes count; the third tells its
-collectives and its FLOP. Prints one JSON line: what each rank measured.
+The caller starts this program with the variables of `heap.COUNTING`, so that every tensor is an
+mmapped block, and gives a recipe as JSON; its `model.source` is a folder with a config.json.
+Nothing watches the first two steps, whose most bytes count; the third tells its collectives and
+its FLOP. Prints one JSON line: what each rank measured.
 """
 import json
-import mmap
 import sys
 import tempfile
 import time
 import warnings
 
-from bench.real_ranks import recorded
-from bench.step_peak_program import held_b, highest_b, mapped_b, pack
-
-QUIET = 2  # Steps that nothing watches; a third one never held more than the second
-STEPS = QUIET + 1  # All
-
-
-def outside(shape, dtype):
-    "A tensor in memory that malloc does not count, and that takes pages where it is written."
-    import torch
-    size = torch.Size(shape).numel()
-    size_b = max(1, size * dtype.itemsize)
-    memory = mmap.mmap(-1, size_b, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
-
-
-def build(recipe, device: str = 'cpu', blank: bool = False):
-    """A random model, or one of zeros, packed as `recipe` wants it.
-
-    Where it will be sharded it waits in memory that is not counted.
-    """
-    import torch
-    from llm_workbook.model.architecture import configuration, skeleton
-    full, packed = recipe.method.kind == 'full', recipe.method.kind == 'qlora'
-    sharded = recipe.sharding.strategy == 'fsdp2'
-    make = outside if sharded else torch.empty
-    dtype = getattr(torch, recipe.precision.master if full else recipe.precision.compute)
-    name, raw = configuration(recipe.model.source, recipe.model.revision)
-    model = skeleton(raw, name)
-    model.set_attn_implementation(recipe.model.attention)
-    model.config.dtype = dtype
-    fill(model, make, dtype)
-    torch.manual_seed(0)
-    if not blank:
-        with torch.no_grad(): model.apply(model._init_weights)
-    if packed: pack(model, recipe, device)
-    if packed and sharded and device == 'cpu':
-        for parameter in model.parameters():  # The payloads have been made where malloc counts
-            parameter.data = make(parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
-    return model.train()
-
-
-def fill(model, make, dtype) -> None:
-    "Give the shapes of a model memory of `make`; a parameter that two modules share is made once."
-    import torch
-    parameters = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is None: continue
-            if id(old) not in parameters:
-                new = make(old.shape, dtype=dtype)
-                parameters[id(old)] = torch.nn.Parameter(new, old.requires_grad)
-            module._parameters[name] = parameters[id(old)]
-        for name, old in module._buffers.items():
-            module._buffers[name] = torch.zeros(old.shape, dtype=old.dtype)
+from bench.shared.heap import held_b, highest_b, mapped_b
+from bench.shared.models import build, rows
+from bench.shared.real_ranks import recorded
+from bench.shared.small_rehearsals import QUIET, STEPS
 
 
 def multiply(A, B, shape, *args, out_shape=None, **kwargs) -> int:
@@ -110,14 +58,6 @@ def watch(measured: dict, trainer):
     return Watch()
 
 
-def rows(recipe, vocab: int, steps: int = STEPS) -> list[dict]:
-    "As many rows of exactly `batch.length` tokens as the steps take."
-    import torch
-    shape = recipe.global_batch * steps, recipe.batch.length
-    ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).tolist()
-    return [{'input_ids': row, 'labels': row} for row in ids]
-
-
 def rank(job: dict) -> dict:
     "Bytes held between steps, the most held, the collectives of one step and its FLOP."
     import torch
@@ -133,7 +73,7 @@ def rank(job: dict) -> dict:
     with cpu_fsdp(), tempfile.TemporaryDirectory() as folder:
         model = build(recipe)
         tokenizer = AutoTokenizer.from_pretrained(resolve('tiny-base'))
-        data = rows(recipe, model.config.vocab_size)
+        data = rows(recipe, model.config.vocab_size, STEPS)
         trainer = make_trainer(recipe, folder, data, model, tokenizer)
         del model
         trainer.add_callback(watch(measured, trainer))

@@ -1,4 +1,4 @@
-"""Milliseconds for one estimate with its model counted, and what counting a 405B takes in a fresh process."""
+"""Milliseconds for one estimate with its model counted, and what counting a 405B takes."""
 import json
 import statistics
 import subprocess
@@ -27,13 +27,15 @@ def recipes() -> list:
     full = {'method.kind': 'full', 'batch.length': 4096}
     experts = {'method.kind': 'lora', 'sharding.strategy': 'zero3', 'batch.accumulation': 2}
     return [Recipe.named('70b-2x24gb-qlora'), draft('llama-3.1-8b', '1x-rtx-4090'),
-            draft('llama-3.1-70b', 'p5', 2, rows=32).changed(full), draft('llama-3.1-405b', 'p5', 8, rows=64).changed(full),
+            draft('llama-3.1-70b', 'p5', 2, rows=32).changed(full),
+            draft('llama-3.1-405b', 'p5', 8, rows=64).changed(full),
             draft('mixtral-8x7b', '8x-a100-80').changed(experts)]
 
 
 def fresh() -> dict:
-    "Count a 405B in a new process; the imports of torch and transformers are counted in the memory and not in the time."
-    done = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    "Count a 405B in a new process; imports of libraries are in the memory and not in the time."
+    done = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, stdout=subprocess.PIPE,
+                          text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -46,15 +48,22 @@ def once(recipe) -> float:
 
 
 def measure(repetitions: int = 40) -> dict:
-    "Time every recipe in turn, each time with another length; the value is the median, `worst` the slowest recipe's median."
+    """Time every recipe in turn, each time with another length.
+
+    The value is the median, `worst` the slowest recipe's median.
+    """
     rows = recipes()
     for recipe in rows: once(recipe)
     spent = {recipe.name: [] for recipe in rows}
     for i in range(repetitions):
-        for recipe in rows: spent[recipe.name].append(once(recipe.changed({'batch.length': 1024 + 8 * i})))
+        for recipe in rows: spent[recipe.name].append(once(recipe.changed({'batch.length': 1024
+                                                                           + 8 * i})))
     medians = {name: round(statistics.median(ms), 3) for name, ms in spent.items()}
     counts = [fresh() for _ in range(3)]
-    made = record('estimate', [ms for row in spent.values() for ms in row], 'ms', goal=GOAL, recipes=medians,
-                  spec_405b_s=round(statistics.median(c['spec_s'] for c in counts), 2), spec_goal_s=SPEC_GOAL_S,
-                  spec_405b_peak_mb=round(max(c['spec_peak_mb'] for c in counts)), spec_goal_mb=SPEC_GOAL_MB)
+    made = record('estimate', [ms for row in spent.values() for ms in row], 'ms', goal=GOAL,
+                  recipes=medians,
+                  spec_405b_s=round(statistics.median(c['spec_s'] for c in counts), 2),
+                  spec_goal_s=SPEC_GOAL_S,
+                  spec_405b_peak_mb=round(max(c['spec_peak_mb'] for c in counts)),
+                  spec_goal_mb=SPEC_GOAL_MB)
     return made | {'worst': max(medians.values())}

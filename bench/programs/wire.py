@@ -1,7 +1,8 @@
-"""Some steps of a recipe in the library's own trainer, as one rank of torchrun that has a network interface to itself.
+"""Some steps of a recipe in the library's own trainer, as one rank of torchrun.
 
-Started with a recipe, a folder for the run and one for the answer: writes what this rank's interface sent and received between
-the start of the second step and the start of the last.
+The rank has a network interface to itself. Started with a recipe, a folder for the run and one for
+the answer: writes what the interface sent and received between the start of the second step and
+the start of the last.
 """
 import json
 import sys
@@ -31,11 +32,13 @@ def main(file: str, folder: str, answer: str) -> None:
 
     class Watch(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **more):
-            if state.global_step in (FIRST, FIRST + STEPS): seen.append((*counters(name), time.monotonic()))
+            if state.global_step in (FIRST, FIRST
+                                     + STEPS): seen.append((*counters(name), time.monotonic()))
     transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
     train_rank(recipe, Path(folder), check_recipe(recipe)[0])
     (sent, received, start), (sent_then, received_then, end) = seen
-    made = {'sent_b': sent_then - sent, 'received_b': received_then - received, 'seconds': end - start}
+    made = {'sent_b': sent_then - sent, 'received_b': received_then - received,
+            'seconds': end - start}
     (Path(answer)/f'rank{os.environ["RANK"]}.json').write_text(json.dumps(made))
 
 

@@ -1,4 +1,7 @@
-"""Run optimizer steps of a recipe on real CPU ranks, and say what every rank holds, by class, and what it sends, to the byte."""
+"""Run optimizer steps of a recipe on real CPU ranks.
+
+Every rank says to the byte what it holds, by class, and what it sends.
+"""
 import gc
 import os
 import re
@@ -7,10 +10,14 @@ from functools import cache
 from pathlib import Path
 
 # torch's names of its operations -> ours
-KINDS = {'_allgather_base_': 'all_gather', '_reduce_scatter_base_': 'reduce_scatter', 'allreduce_': 'all_reduce',
-         'all_reduce': 'all_reduce', 'broadcast_': 'broadcast', 'reduce_': 'reduce', 'allgather_': 'all_gather',
-         'reduce_scatter_': 'reduce_scatter', 'all_gather_into_tensor': 'all_gather', 'reduce_scatter_tensor': 'reduce_scatter',
-         'allgather_into_tensor_coalesced_': 'all_gather', 'reduce_scatter_tensor_coalesced_': 'reduce_scatter'}
+KINDS = {'_allgather_base_': 'all_gather', '_reduce_scatter_base_': 'reduce_scatter',
+         'allreduce_': 'all_reduce',
+         'all_reduce': 'all_reduce', 'broadcast_': 'broadcast', 'reduce_': 'reduce',
+         'allgather_': 'all_gather',
+         'reduce_scatter_': 'reduce_scatter', 'all_gather_into_tensor': 'all_gather',
+         'reduce_scatter_tensor': 'reduce_scatter',
+         'allgather_into_tensor_coalesced_': 'all_gather',
+         'reduce_scatter_tensor_coalesced_': 'reduce_scatter'}
 
 
 @cache
@@ -27,7 +34,8 @@ def warm_up() -> None:
     assert llm_workbook.model.quantize and peft
     transformers.utils.logging.disable_progress_bar()
     deepspeed.utils.logger.setLevel('ERROR')
-    __compatible_ops__['deepspeed_shm_comm'] = False  # Else its first use compiles an all-reduce through shared memory
+    # Else its first use compiles an all-reduce through shared memory
+    __compatible_ops__['deepspeed_shm_comm'] = False
 
 
 def make_base(config: dict, folder: Path) -> Path:
@@ -38,7 +46,8 @@ def make_base(config: dict, folder: Path) -> Path:
     if not (folder/'config.json').exists():
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config),
+                                                     dtype=torch.bfloat16)
         model.save_pretrained(folder)
     return folder
 
@@ -55,14 +64,17 @@ def parameters(model):
         yield from ((kind, part) for part in (p.data, getattr(p, 'ds_tensor', None)))
     for state in (layer.quant_state for layer in layers):
         yield from (('absmax', part) for part in (state.absmax, state.code))
-        if state.nested: yield from (('absmax', part) for part in (state.offset, state.state2.absmax, state.state2.code))
+        if state.nested: yield from (('absmax', part)
+                                     for part in (state.offset, state.state2.absmax,
+                                                  state.state2.code))
     yield from (('buffers', buffer) for buffer in model.buffers())
 
 
 def gradients(model, optimizer):
     "Yield gradients."
     from torch.distributed.fsdp import FSDPModule
-    for p in model.parameters(): yield from (('gradients', part) for part in (p.grad, getattr(p, 'grad_accum', None)))
+    for p in model.parameters(): yield from (('gradients', part)
+                                             for part in (p.grad, getattr(p, 'grad_accum', None)))
     for module in model.modules():
         group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
         for p in group.fsdp_params if group else ():  # Whole, between the micro-batches of a step
@@ -70,20 +82,25 @@ def gradients(model, optimizer):
             yield 'gradients', getattr(getattr(p, '_unsharded_param', None), 'grad', None)
     yield 'gradients', getattr(optimizer, 'grad_partitions_flat_buffer', None)
     for kept in ('averaged_gradients', 'all_grad_tensors'):
-        for parts in (getattr(optimizer, kept, None) or {}).values(): yield from (('gradients', part) for part in parts or ())
+        for parts in (getattr(optimizer, kept, None)
+                      or {}).values(): yield from (('gradients', part) for part in parts or ())
 
 
 def optimizer_tensors(optimizer):
     "Yield what an optimizer keeps: states, counters apart, and ZeRO's fp32 partitions and buckets."
     for kept in ('single_partition_of_fp32_groups', 'fp32_partitioned_groups_flat'):
-        for part in getattr(optimizer, kept, ()): yield from (('master', part), ('gradients', part.grad))
+        for part in getattr(optimizer, kept, ()): yield from (('master', part),
+                                                              ('gradients', part.grad))
     for kept in ('bit16_groups_flat', 'lp_param_buffer'):  # What the parameters are views of
         flat = getattr(optimizer, kept, None)
         yield from (('weights', part) for part in (flat if isinstance(flat, list) else [flat]))
     for bucket in getattr(optimizer, 'ipg_buckets', {}).values():
-        yield from (('zero_buckets', part) for part in (bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]))
+        yield from (('zero_buckets', part) for part in (bucket.buffer
+                                                        if isinstance(bucket.buffer, list)
+                                                        else [bucket.buffer]))
     for state in getattr(optimizer, 'optimizer', optimizer).state.values():
-        yield from (('optimizer' if getattr(value, 'ndim', 0) else 'counters', value) for value in state.values())
+        yield from (('optimizer' if getattr(value, 'ndim', 0) else 'counters', value)
+                    for value in state.values())
 
 
 def storage(tensor) -> tuple[int, int]:
@@ -93,11 +110,12 @@ def storage(tensor) -> tuple[int, int]:
 
 
 def inventory(model, optimizer) -> tuple[dict, int]:
-    "Sum the storages by the class that names each first; sum the storages that Python reaches and no class names."
+    "Sum the storages by the class that names each first; sum those that no class names."
     import torch
     gc.collect()
     seen, held, rest = set(), {}, 0
-    for kind, tensor in (*parameters(model), *optimizer_tensors(optimizer), *gradients(model, optimizer)):
+    for kind, tensor in (*parameters(model), *optimizer_tensors(optimizer),
+                         *gradients(model, optimizer)):
         where, size = storage(tensor) if torch.is_tensor(tensor) else (0, 0)
         if size and where not in seen: held[kind] = held.get(kind, 0) + size
         seen.add(where)
@@ -113,7 +131,10 @@ def inventory(model, optimizer) -> tuple[dict, int]:
 
 @contextmanager
 def recorded(log: list, moment: list):
-    "Append (moment, kind, bytes of the whole tensor) to `log` for every collective inside the block, read from its arguments."
+    """Append (moment, kind, bytes of the whole tensor) to `log` for every collective of the block.
+
+    They are read from its arguments.
+    """
     import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,18 +142,24 @@ def recorded(log: list, moment: list):
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if DTensor in types: return NotImplemented  # It comes back as plain tensors and their collectives
+            # It comes back as plain tensors and their collectives
+            if DTensor in types: return NotImplemented
             out = function(*args, **(kwargs or {}))
             space, _, operation = function._schema.name.partition('::')
             if space in ('c10d', '_c10d_functional') and operation in KINDS:
-                sides = [[t for t in tree_leaves(side) if torch.is_tensor(t)] for side in (*args, out)]
-                log.append((moment[0], KINDS[operation], max(sum(t.nbytes for t in side) for side in sides)))
+                sides = [[t for t in tree_leaves(side) if torch.is_tensor(t)]
+                         for side in (*args, out)]
+                log.append((moment[0], KINDS[operation],
+                            max(sum(t.nbytes for t in side) for side in sides)))
             return out
     with Recorder(): yield
 
 
 class Untracked:
-    "Stand in for the tracker of modules in `CommDebugMode`, which fails in the second forward pass; counts do not need it."
+    """Stand in for the tracker of modules in `CommDebugMode`.
+
+    It fails in the second forward pass, and counts do not need it.
+    """
     name, is_bw, activation_checkpointing = '', False, False
     module_parents_dict = {'': ()}
 
@@ -144,7 +171,10 @@ class Untracked:
 # How a rank steps
 
 def shard_fsdp2(model, recipe, policy):
-    "Shard with `shard_model`, or as it does where a mixed-precision policy or a mesh of groups is asked for: it takes neither."
+    """Shard with `shard_model`, or as it does.
+
+    It takes neither a mixed-precision policy nor a mesh of groups.
+    """
     from llm_workbook.parallel.shard import shard_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
@@ -152,8 +182,10 @@ def shard_fsdp2(model, recipe, policy):
     ranks, group = recipe.cluster.ranks, recipe.sharding.group or recipe.cluster.ranks
     if policy is None and group == ranks: return shard_model(model, recipe.sharding)
     mesh = init_device_mesh('cpu', (ranks // group, group), mesh_dim_names=('replicas', 'shards'))
-    how = {'mesh': mesh if group < ranks else mesh['shards'], 'mp_policy': policy or MixedPrecisionPolicy()}
-    for name, layer in [(name, m) for name, m in model.named_modules() if type(m).__name__ in model._no_split_modules]:
+    how = {'mesh': mesh if group < ranks else mesh['shards'],
+           'mp_policy': policy or MixedPrecisionPolicy()}
+    for name, layer in [(name, m) for name, m in model.named_modules()
+                        if type(m).__name__ in model._no_split_modules]:
         if recipe.sharding.activation_checkpointing == 'full':
             layer = checkpoint_wrapper(layer)
             model.set_submodule(name, layer)
@@ -166,14 +198,18 @@ def make_optimizer(recipe, model):
     import torch
     from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
     from transformers.optimization import Adafactor
-    kinds = {'adamw': torch.optim.AdamW, 'sgd': torch.optim.SGD, 'adamw_8bit': AdamW8bit, 'adafactor': Adafactor}
+    kinds = {'adamw': torch.optim.AdamW, 'sgd': torch.optim.SGD, 'adamw_8bit': AdamW8bit,
+             'adafactor': Adafactor}
     kind, more = recipe.optimizer.kind, {}
-    if kind not in kinds: raise ValueError(f'optimizer.kind {kind} is not run here: take one of {", ".join(kinds)}')
+    if kind not in kinds:
+        raise ValueError(f'optimizer.kind {kind} is not run here: take one of {", ".join(kinds)}')
     if kind == 'adafactor': more = {'scale_parameter': False, 'relative_step': False}
     for module in model.modules() if kind == 'adamw_8bit' else ():
         if isinstance(module, torch.nn.Embedding):
-            GlobalOptimManager.get_instance().register_module_override(module, 'weight', {'optim_bits': 32})
-    return kinds[kind]([p for p in model.parameters() if p.requires_grad], lr=recipe.optimizer.learning_rate, **more)
+            GlobalOptimManager.get_instance().register_module_override(module, 'weight',
+                                                                       {'optim_bits': 32})
+    return kinds[kind]([p for p in model.parameters() if p.requires_grad],
+                       lr=recipe.optimizer.learning_rate, **more)
 
 
 class Torch:
@@ -182,10 +218,13 @@ class Torch:
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
         self.recipe, self.fsdp = recipe, recipe.sharding.strategy == 'fsdp2'
-        mixed, half = recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16', torch.bfloat16
+        half = torch.bfloat16
+        mixed = recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
         self.cast = torch.autocast('cpu', half) if mixed and not self.fsdp else nullcontext()
-        policy = MixedPrecisionPolicy(half, getattr(torch, recipe.precision.reduce or 'bfloat16'), half) if mixed else None
-        self.model = shard_fsdp2(model, recipe, policy) if self.fsdp else torch.nn.parallel.DistributedDataParallel(model)
+        policy = MixedPrecisionPolicy(half, getattr(torch, recipe.precision.reduce or 'bfloat16'),
+                                      half) if mixed else None
+        if self.fsdp: self.model = shard_fsdp2(model, recipe, policy)
+        else: self.model = torch.nn.parallel.DistributedDataParallel(model)
         self.optimizer = make_optimizer(recipe, self.model)
 
     def micro(self, ids, last: bool, moment: list) -> None:
@@ -201,17 +240,19 @@ class Torch:
         "Clip, step and drop the gradients."
         import torch
         moment[0] = 'clip'
-        if self.recipe.optimizer.clip: torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip)
+        if self.recipe.optimizer.clip: torch.nn.utils.clip_grad_norm_(self.model.parameters(),
+                                                                      self.recipe.optimizer.clip)
         moment[0] = 'optimizer'
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def engine_config(recipe) -> dict:
-    "Say `recipe` in DeepSpeed's words, with an optimizer of its own: torch's AdamW, so that nothing is compiled."
+    "Say `recipe` in DeepSpeed's words, with torch's AdamW, so that nothing is compiled."
     from llm_workbook.parallel.backends import zero_config
     how = recipe.optimizer
-    adamw = {'type': 'AdamW', 'params': {'lr': how.learning_rate, 'weight_decay': how.weight_decay, 'torch_adam': True}}
+    adamw = {'type': 'AdamW', 'params': {'lr': how.learning_rate, 'weight_decay': how.weight_decay,
+                                         'torch_adam': True}}
     return zero_config(recipe) | {'optimizer': adamw}
 
 
@@ -221,7 +262,9 @@ class DeepSpeed:
         import deepspeed
         trained = [p for p in model.parameters() if p.requires_grad]
         said = engine_config(recipe)
-        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=said)
+        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model,
+                                                               model_parameters=trained,
+                                                               config=said)
         self.model = self.engine.module
 
     def micro(self, ids, last: bool, moment: list) -> None:
@@ -247,12 +290,17 @@ def counted(sent: list, moment: list, counts: dict):
     counter = CommDebugMode()
     counter.advanced_module_tracker = Untracked()
     with counter, recorded(sent, moment): yield
-    counts |= {str(operation).rpartition('.')[2]: n for operation, n in counter.get_comm_counts().items()}
+    counts |= {str(operation).rpartition('.')[2]: n for operation,
+               n in counter.get_comm_counts().items()}
 
 
 def result(seen: dict, sent: list, counts: dict) -> dict:
-    "Make the result of a rank: bytes held and bytes no class names at each moment, collectives, and torch's counts of them."
-    return {'held': {when: held for when, (held, _) in seen.items()}, 'rest': {when: rest for when, (_, rest) in seen.items()},
+    """Make the result of a rank.
+
+    Bytes held and bytes no class names at each moment, collectives, and torch's counts of them.
+    """
+    return {'held': {when: held for when, (held, _) in seen.items()},
+            'rest': {when: rest for when, (_, rest) in seen.items()},
             'collectives': sent, 'comm_debug_mode': counts}
 
 
@@ -262,14 +310,15 @@ def watched(run, batches) -> dict:
     with counted(sent, moment, counts):
         for i, ids in enumerate(batches, 1):
             run.micro(ids, i == len(batches), moment)
-            seen['between' if i < len(batches) else 'backward'] = inventory(run.model, run.optimizer)
+            seen['between' if i < len(batches)
+                 else 'backward'] = inventory(run.model, run.optimizer)
         run.step(moment)
         seen['step'] = inventory(run.model, run.optimizer)
     return result(seen, sent, counts)
 
 
 def add_buckets(made: dict, model) -> dict:
-    "Move the buckets of DDP, which C++ holds and tells the size of, from what no class names to a class."
+    "Move DDP's buckets, whose size C++ tells, from what no class names to a class."
     buckets = sum(map(int, re.findall(r'\d+', model._get_ddp_logging_data()['bucket_sizes'])))
     for when in made['held']:
         made['held'][when]['collective'] = buckets
@@ -278,7 +327,10 @@ def add_buckets(made: dict, model) -> dict:
 
 
 def loop_rank(recipe, base: str) -> dict:
-    "Run `recipe` on this rank in a bare loop; watch step 2, or 3 where step 2 looks back at the first, as DDP and ZeRO-3 do."
+    """Run `recipe` on this rank in a bare loop, and watch a step.
+
+    It is step 2, or 3 where step 2 looks back at the first, as DDP and ZeRO-3 do.
+    """
     import warnings
     import torch
     import torch.distributed as dist
@@ -286,10 +338,12 @@ def loop_rank(recipe, base: str) -> dict:
     from llm_workbook.model.quantize import load_base
     warnings.simplefilter('ignore')
     strategy = recipe.sharding.strategy
-    model = load_base(base, recipe.method, recipe.precision, 'cpu', attention=recipe.model.attention)
+    model = load_base(base, recipe.method, recipe.precision, 'cpu',
+                      attention=recipe.model.attention)
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
     shape = recipe.batch.accumulation, recipe.batch.micro, recipe.batch.length
-    batches = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+    batches = torch.randint(model.config.vocab_size, shape,
+                            generator=torch.Generator().manual_seed(dist.get_rank()))
     run = (DeepSpeed if strategy.startswith('zero') else Torch)(model.train(), recipe)
     del model
     for _ in range(1 if strategy == 'fsdp2' else 2):
@@ -300,7 +354,10 @@ def loop_rank(recipe, base: str) -> dict:
 
 
 def trainer_rank(recipe, folder: Path, rows: list) -> dict:
-    "Run `recipe` on this rank with the library's own `train_rank`; watch its second step, up to the start of the third."
+    """Run `recipe` on this rank with the library's own `train_rank`.
+
+    Its second step is watched, up to the start of the third.
+    """
     import transformers.trainer
     from llm_workbook.training.fine_tune import train_rank
     seen, sent, counts, step = {}, [], {}, []
@@ -315,15 +372,18 @@ def trainer_rank(recipe, folder: Path, rows: list) -> dict:
                 seen['step'] = inventory(model, getattr(optimizer, 'optimizer', optimizer))
 
         def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **more):
-            if state.global_step == 1: seen['backward'] = inventory(model, getattr(optimizer, 'optimizer', optimizer))
+            if state.global_step != 1: return
+            seen['backward'] = inventory(model, getattr(optimizer, 'optimizer', optimizer))
     transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
     train_rank(recipe, folder, rows)
     return result(seen, sent, counts)
 
 
 # The only values with which the bare loop does what a recipe says
-RUN = {'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none', 'method.quant': 'nf4', 'batch.packing': False,
-       'batch.loss_head': 'full', 'precision.loss_scale': 'none', 'precision.master': 'float32', 'model.head': 'causal_lm'}
+RUN = {'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none',
+       'method.quant': 'nf4', 'batch.packing': False,
+       'batch.loss_head': 'full', 'precision.loss_scale': 'none', 'precision.master': 'float32',
+       'model.head': 'causal_lm'}
 RUN_DDP = {'sharding.activation_checkpointing': 'none'}
 RUN_ZERO = RUN_DDP | {'optimizer.kind': 'adamw', 'precision.reduce': None}
 
@@ -333,8 +393,11 @@ def run_recipe(recipe, base: str) -> list:
     from llm_workbook.parallel.ranks import run_ranks
     facts, strategy = recipe.facts(), recipe.sharding.strategy
     needed = RUN | {'fsdp2': {}, 'ddp': RUN_DDP}.get(strategy, RUN_ZERO)
-    wrong = [f'{field} = {facts[field]!r}' for field, value in needed.items() if facts[field] != value]
-    if wrong: raise ValueError(f'the bare loop does not do {", ".join(wrong)} with {strategy}: leave the default')
+    wrong = [f'{field} = {facts[field]!r}' for field,
+             value in needed.items() if facts[field] != value]
+    if wrong:
+        said = ', '.join(wrong)
+        raise ValueError(f'the bare loop does not do {said} with {strategy}: leave the default')
     warm_up()
     return run_ranks(loop_rank, recipe.cluster.ranks, (recipe, base), 120)
 
@@ -348,4 +411,5 @@ def run_trainer(recipe, folder: Path) -> list:
     warm_up()
     assert trl
     rows = check_recipe(recipe)[0][:recipe.global_batch * recipe.optimizer.steps]
-    return run_ranks(trainer_rank, recipe.cluster.ranks, (recipe, folder, rows), 120, fsdp_env(recipe))
+    return run_ranks(trainer_rank, recipe.cluster.ranks, (recipe, folder, rows), 120,
+                     fsdp_env(recipe))

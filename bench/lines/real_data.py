@@ -1,4 +1,4 @@
-"""The library's own path on real text: sentiment beside a bag of words, held-out loss on instructions."""
+"""The library's own path on real text: sentiment beside a bag of words, loss on instructions."""
 import json
 import os
 import statistics
@@ -11,9 +11,11 @@ from bench.record import ROOT, Skip, record
 
 FILES = ('amazon_reviews.tsv', 'instructions.json')
 SEEDS = range(5)
-REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1, 'data.test_share': 0.0,
+REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1,
+           'data.test_share': 0.0,
            'data.labels': {1: 'positive', 0: 'negative'}, 'batch.micro': 12}
-INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 8, 'batch.length': 160, 'optimizer.steps': 300}
+INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 8, 'batch.length': 160,
+                'optimizer.steps': 300}
 PEER = 'bag of words and logistic regression, scikit-learn as it comes'
 
 
@@ -39,14 +41,14 @@ def instruction_recipe(source: Path) -> 'Recipe':
 
 
 def pool(recipe: 'Recipe') -> tuple[list, list]:
-    "Divide the reviews once: 400 that settings may be tuned on and that are never held out, and 600 others."
+    "Divide the reviews once: 400 to tune settings on, which are never held out, and 600 others."
     from llm_workbook import load_rows, split_rows
     others, tuning = split_rows(load_rows(recipe.data)[0], 0.4, 2026)
     return tuning, others
 
 
 def review_rows(source: Path, seed: int) -> tuple[list, list]:
-    "The 800 and 200 of one seed, drawn from what nothing was tuned on; the tuning rows are always trained on."
+    "The 800 and 200 of one seed; the 200 are drawn from what nothing was tuned on."
     from llm_workbook import split_rows
     tuning, others = pool(review_recipe(source))
     rest, test = split_rows(others, 1 / 3, seed)
@@ -58,7 +60,8 @@ def divided(recipe: 'Recipe', train: list, test: list, place: Path) -> 'Recipe':
     from llm_workbook import Data
     place.mkdir()
     for name, rows in ('train', train), ('test', test):
-        (place/f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+        (place/f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows),
+                                           encoding='utf-8')
     return recipe.changed(data=Data(source=str(place), format='messages'))
 
 
@@ -69,18 +72,21 @@ def bag_of_words(train: list, test: list) -> float:
     from sklearn.pipeline import make_pipeline
     texts = lambda rows: [row['messages'][0]['content'].partition('\n')[2] for row in rows]
     words = lambda rows: [row['messages'][1]['content'] for row in rows]
-    model = make_pipeline(CountVectorizer(), LogisticRegression(max_iter=1000)).fit(texts(train), words(train))
+    model = make_pipeline(CountVectorizer(), LogisticRegression(max_iter=1000)).fit(texts(train),
+                                                                                    words(train))
     return float(model.score(texts(test), words(test)))
 
 
 def chance(rows: list) -> float:
-    "What needs no reading: a coin, or always the more frequent answer, whichever is right more often."
-    return max(0.5, max(Counter(row['messages'][1]['content'] for row in rows).values()) / len(rows))
+    "What needs no reading: the better of a coin and of always the more frequent answer."
+    return max(0.5, max(Counter(row['messages'][1]['content']
+                                for row in rows).values()) / len(rows))
 
 
 def p_value(right: int, asked: int, share: float) -> float:
     "The exact binomial probability of at least `right` of `asked` by luck alone."
-    return sum(comb(asked, k) * share**k * (1 - share)**(asked - k) for k in range(right, asked + 1))
+    return sum(comb(asked, k) * share**k * (1 - share)**(asked - k)
+               for k in range(right, asked + 1))
 
 
 def trained(recipe: 'Recipe', place: Path) -> tuple:
@@ -97,13 +103,17 @@ def trained(recipe: 'Recipe', place: Path) -> tuple:
 def review_seed(source: Path, seed: int, place: Path) -> dict:
     "One seed: other rows held out, another start, another order."
     from llm_workbook import answers, check_recipe, exact_match
-    recipe = divided(review_recipe(source).changed(seed=seed), *review_rows(source, seed), place/f'rows-{seed}')
+    recipe = divided(review_recipe(source).changed(seed=seed), *review_rows(source, seed),
+                     place/f'rows-{seed}')
     train, test = check_recipe(recipe)
     run, tokenizer, base, after = trained(recipe, place/f'run-{seed}')
-    before, share = (exact_match(test, answers(model, tokenizer, test, longest=6)).share for model in (base, after))
+    before, share = (exact_match(test, answers(model, tokenizer, test, longest=6)).share
+                     for model in (base, after))
     luck = chance(test)
-    return {'seed': seed, 'train': len(train), 'held_out': len(test), 'before': before, 'accuracy': share,
-            'peer': bag_of_words(train, test), 'chance': luck, 'p_value': p_value(round(share * len(test)), len(test), luck),
+    return {'seed': seed, 'train': len(train), 'held_out': len(test), 'before': before,
+            'accuracy': share,
+            'peer': bag_of_words(train, test), 'chance': luck,
+            'p_value': p_value(round(share * len(test)), len(test), luck),
             'loss_last_steps': round(statistics.mean(m['loss'] for m in run.metrics[-20:]), 4),
             'seconds': round(run.ranks[0]['seconds'], 1)}
 
@@ -122,10 +132,11 @@ def held_out_loss(model, tokenizer, rows: list, length: int) -> float:
 
 
 def frequencies_loss(tokenizer, train: list, test: list, length: int) -> float:
-    "The same loss for a model that knows nothing but how often each token occurs in the training answers."
+    "The same loss for a model that only knows how often each token is in the training answers."
     from math import log
     from llm_workbook import assistant_mask
-    def tokens(rows): return [i for row in rows for i, on in list(zip(*assistant_mask(row, tokenizer)))[:length] if on]
+    def tokens(rows): return [i for row in rows for i,
+                              on in list(zip(*assistant_mask(row, tokenizer)))[:length] if on]
     known, asked = Counter(tokens(train)), tokens(test)
     return -sum(log((known[i] + 1) / (known.total() + len(tokenizer))) for i in asked) / len(asked)
 
@@ -137,8 +148,10 @@ def instructions(source: Path, place: Path) -> dict:
     train, test = check_recipe(recipe)
     run, tokenizer, base, after = trained(recipe, place/'run-instructions')
     length = recipe.batch.length
-    before, loss = (round(held_out_loss(model, tokenizer, test, length), 4) for model in (base, after))
-    return {'train': len(train), 'held_out': len(test), 'before': before, 'after': loss, 'unit': 'nats per answer token',
+    before, loss = (round(held_out_loss(model, tokenizer, test, length), 4)
+                    for model in (base, after))
+    return {'train': len(train), 'held_out': len(test), 'before': before, 'after': loss,
+            'unit': 'nats per answer token',
             'frequencies': round(frequencies_loss(tokenizer, train, test, length), 4),
             'settings': settings(recipe), 'seconds': round(run.ranks[0]['seconds'], 1)}
 
@@ -156,7 +169,10 @@ def measure() -> dict:
         seeds = [review_seed(place/FILES[0], seed, Path(name)) for seed in SEEDS]
         told = instructions(place/FILES[1], Path(name))
     shares, peers = [row['accuracy'] for row in seeds], [row['peer'] for row in seeds]
-    spread = {'spread': round(statistics.stdev(shares), 4), 'peer_spread': round(statistics.stdev(peers), 4)}
-    return record('real_data', shares, 'share of held-out reviews answered rightly', peers, peer=PEER, worst=min(shares),
-                  p_worst=max(row['p_value'] for row in seeds), seeds=seeds, settings=settings(review_recipe(place/FILES[0])),
+    spread = {'spread': round(statistics.stdev(shares), 4),
+              'peer_spread': round(statistics.stdev(peers), 4)}
+    return record('real_data', shares, 'share of held-out reviews answered rightly', peers,
+                  peer=PEER, worst=min(shares),
+                  p_worst=max(row['p_value'] for row in seeds), seeds=seeds,
+                  settings=settings(review_recipe(place/FILES[0])),
                   instructions=told, packages=['scikit-learn'], **spread)

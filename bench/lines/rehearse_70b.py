@@ -63,7 +63,7 @@ def ours(name: str) -> dict:
 
 def theirs(name: str) -> dict:
     "Two steps under torch's own tracker, from the shapes on, used as its documentation uses it."
-    from bench.rehearsal_error import plain_program, tracked
+    from bench.shared.tracker import plain_program, tracked
     on_cpu = recipe(name).changed({
         'cluster.device': 'cpu',
         'cluster.hardware': None,
@@ -78,7 +78,7 @@ def theirs(name: str) -> dict:
 def alone(kind: str, name: str) -> dict:
     "Run one job in a fresh process; add the most memory that it took."
     env = os.environ | {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
-    command = [sys.executable, '-m', 'bench.rehearse_70b', kind, name]
+    command = [sys.executable, '-m', 'bench.lines.rehearse_70b', kind, name]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f'{kind}, {name}: {done.stderr[-2000:]}')
     return json.loads(done.stdout.splitlines()[-1])

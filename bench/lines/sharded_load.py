@@ -1,4 +1,7 @@
-"""Seconds and memory until two ranks hold their shares of a 1.1 B-parameter NF4 base, against transformers and accelerate."""
+"""Seconds and memory until two ranks hold their shares of a 1.1 B-parameter NF4 base.
+
+The peer is transformers with accelerate.
+"""
 import ctypes
 import json
 import re
@@ -11,8 +14,10 @@ from types import SimpleNamespace
 
 from bench.record import record
 
-CONFIG = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'], 'hidden_size': 2048, 'intermediate_size': 5632,
-          'num_attention_heads': 32, 'num_key_value_heads': 4, 'vocab_size': 32000, 'max_position_embeddings': 2048,
+CONFIG = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'], 'hidden_size': 2048,
+          'intermediate_size': 5632,
+          'num_attention_heads': 32, 'num_key_value_heads': 4, 'vocab_size': 32000,
+          'max_position_embeddings': 2048,
           'tie_word_embeddings': False, 'dtype': 'bfloat16', 'num_hidden_layers': 22}
 EACH_B = 400_000_000  # Bytes of one shard file, about
 
@@ -27,7 +32,8 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
     where = {}
 
     def close():
-        save_file(shards[-1], folder/f'model-{len(shards):05}.safetensors', metadata={'format': 'pt'})
+        save_file(shards[-1], folder/f'model-{len(shards):05}.safetensors',
+                  metadata={'format': 'pt'})
         shards[-1].clear()
     for name, p in skeleton(config).named_parameters():
         if room < 2 * p.numel():
@@ -36,19 +42,22 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
         shards[-1][name], room = torch.randn(p.shape).mul_(.02).bfloat16(), room - 2 * p.numel()
         where[name] = f'model-{len(shards):05}.safetensors'
     close()
-    (folder/'model.safetensors.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': where}))
+    (folder/'model.safetensors.index.json').write_text(json.dumps({'metadata': {},
+                                                                   'weight_map': where}))
     (folder/'config.json').write_text(json.dumps(config))
     return folder
 
 
 @contextmanager
 def anonymous_trace():
-    """Trace the private memory that a block adds to this process: the rise of its anonymous pages, looked at every 5 ms.
+    """Trace the private memory that a block adds: the rise of anonymous pages, every 5 ms.
 
-    The resident set would count the pages of mapped files, which the system can drop at any time, and which only the peer has.
+    The resident set would count the pages of mapped files, which the system can drop at any time,
+    and which only the peer has.
     """
     import gc
-    read = lambda: int(re.search(r'^RssAnon:\s+(\d+)', Path('/proc/self/status').read_text(), re.M)[1]) * 1024
+    read = lambda: int(re.search(r'^RssAnon:\s+(\d+)', Path('/proc/self/status').read_text(),
+                                 re.M)[1]) * 1024
     trim = lambda: (gc.collect(), ctypes.CDLL(None).malloc_trim(0))
     trim()
     begin, done = read(), threading.Event()
@@ -63,11 +72,12 @@ def anonymous_trace():
         done.set(), thread.join(), gc.collect()
         seen.rest_b = read() - begin
         trim()
-        seen.trimmed_b = read() - begin  # What is left when the C library gives back all that was freed
+        # What is left when the C library gives back all that was freed
+        seen.trimmed_b = read() - begin
 
 
 def load(recipe) -> dict:
-    "Be one rank: adapters on a 4-bit base, sharded by accelerate. Say what that took, and what it holds."
+    "Be one rank: adapters on a 4-bit base, sharded by accelerate; what it took and what it holds."
     import torch
     import torch.distributed as dist
     from accelerate import Accelerator
@@ -86,9 +96,11 @@ def load(recipe) -> dict:
         dist.barrier()
         seconds = time.monotonic() - begin
     shards, arrived = assert_sharding(model), getattr(base, 'arrived', None)
-    return {'seconds': round(seconds, 2), 'peak_b': memory.peak_b, 'rest_b': memory.rest_b, 'trimmed_b': memory.trimmed_b,
+    return {'seconds': round(seconds, 2), 'peak_b': memory.peak_b, 'rest_b': memory.rest_b,
+            'trimmed_b': memory.trimmed_b,
             'here_b': shards.here_b,
-            'replicated_b': shards.replicated_b, 'read_b': arrived and arrived.read_b, 'total_b': arrived and arrived.total_b,
+            'replicated_b': shards.replicated_b, 'read_b': arrived and arrived.read_b,
+            'total_b': arrived and arrived.total_b,
             'fingerprint': fingerprint(model).digest}
 
 
@@ -100,10 +112,12 @@ def warm_up() -> None:
     from llm_workbook.model.quantize import load_nf4
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    add_adapters(load_nf4('tiny-base', device='cpu'))  # What this imports would else count as memory of the ranks
+    # What this imports would else count as memory of the ranks
+    add_adapters(load_nf4('tiny-base', device='cpu'))
 
 
-def measure(layers: int = 22, turns: tuple = ('sharded', 'every_rank', 'sharded'), ranks: int = 2) -> dict:
+def measure(layers: int = 22, turns: tuple = ('sharded', 'every_rank', 'sharded'),
+            ranks: int = 2) -> dict:
     "Load the same checkpoint in turns; ours before and after the peer."
     from llm_workbook.parallel.ranks import run_ranks
     from llm_workbook.config.recipe import Data, Method, Model, Recipe
@@ -113,7 +127,8 @@ def measure(layers: int = 22, turns: tuple = ('sharded', 'every_rank', 'sharded'
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), layers)
         files = sorted(Path(folder).glob('*.safetensors'))
-        plain = Recipe(name='sharded-load', model=Model(source=folder), data=Data(source='sample-conversations'),
+        plain = Recipe(name='sharded-load', model=Model(source=folder),
+                       data=Data(source='sample-conversations'),
                        method=Method(rank=4))
         for turn in turns:
             recipe = plain.changed({'sharding.loading': turn, 'cluster.processes': ranks})
@@ -128,8 +143,11 @@ def judged(ours: list, peers: list, facts: dict) -> dict:
     ratio = lambda key: round(max(most(ours, key)) / min(most(peers, key)), 3)
     prints = {rank['fingerprint'] for run in ours + peers for rank in run}
     return record('sharded_load', most(ours, 'seconds'), 's', most(peers, 'seconds'), goal=.35,
-                  peer='transformers.from_pretrained in 4 bits on every rank, then accelerate.prepare',
-                  peak_ratio=ratio('peak_b'), peak_goal=.5, rest_ratio=ratio('rest_b'), rest_goal=.55,
+                  peer='transformers.from_pretrained in 4 bits on every rank, '
+                       'then accelerate.prepare',
+                  peak_ratio=ratio('peak_b'), peak_goal=.5, rest_ratio=ratio('rest_b'),
+                  rest_goal=.55,
                   trimmed_ratio=ratio('trimmed_b'),
-                  read_share=round(max(most(ours, 'read_b')) / facts['files_b'], 4), read_goal=.55, same_bytes=len(prints) == 1,
+                  read_share=round(max(most(ours, 'read_b')) / facts['files_b'], 4), read_goal=.55,
+                  same_bytes=len(prints) == 1,
                   **facts, per_rank={'ours': ours, 'peer': peers})

@@ -1,0 +1,1 @@
+"""One module for each line of the benchmarks, with `measure() -> record`."""

@@ -1,0 +1,113 @@
+"""A step as `rehearse` has it, against the same trainer on real CPU ranks.
+
+Torch's own tracker of memory stands beside it, as far as it runs.
+"""
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.record import ROOT, record
+from bench.shared.heap import COUNTING
+from bench.shared.small_rehearsals import (
+    AGAIN, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
+from bench.shared.tracker import plain_program, tracked, trainer_program
+
+JOBS = [  # Shape, changes to a plain recipe
+    ('small', FULL),
+    ('large', FULL | AGAIN),
+    ('large', LORA),
+    ('small', LORA | AGAIN),
+    ('small', QLORA),
+    ('large', QLORA | AGAIN),
+    ('small', QLORA | {'cluster.processes': 4}),
+    ('small', FULL | {'batch.accumulation': 2}),
+    ('small', LORA | {'sharding.strategy': 'ddp'}),
+]
+
+
+def real(recipe) -> dict:
+    "Run the trainer of a recipe in processes of their own; what rank 0 measured."
+    command = [sys.executable, '-m', 'bench.programs.rehearsal']
+    done = subprocess.run(command, input=recipe.model_dump_json(), env=os.environ | COUNTING,
+                          cwd=ROOT, capture_output=True, text=True)
+    if done.returncode: raise RuntimeError(f'{recipe.facts()}: {done.stderr[-2000:]}')
+    measured = json.loads(done.stdout.splitlines()[-1])[0]
+    if measured['built_b'] >= measured['peak_b']:
+        raise RuntimeError('building the model took more than a step')
+    return measured
+
+
+def why(error: Exception) -> str:
+    "An error on one short line, the same in every run."
+    text = ' '.join(str(error).split())
+    return re.sub(r' at 0x\w+', '', f'{type(error).__name__}: {text}')[:240]
+
+
+def peers(recipe) -> dict:
+    """What the tracker says of both programs, or why it says nothing.
+
+    A full fine-tune is also tracked with AdamW as on GPUs, kept and cleared.
+    """
+    if recipe.sharding.strategy != 'fsdp2' or recipe.batch.accumulation > 1:
+        return {}  # It tracks FSDP2, and one pass in a step
+    ways = {'tracker_trainer': (trainer_program,), 'tracker': (plain_program,)}
+    if recipe.method.kind == 'full':
+        ways['tracker_foreach'] = plain_program, True
+        ways['tracker_cleared'] = plain_program, True, True
+    results = {}
+    for name, way in ways.items():
+        try:
+            results[f'{name}_b'] = tracked(recipe, *way)
+        except Exception as error:
+            results[f'{name}_fails'] = why(error)
+    return results
+
+
+def row(shape: str, changes: dict, folder: Path) -> dict:
+    "One row of the record: what ranks measured, what the rehearsal says, and torch's tracker."
+    from llm_workbook import rehearse, spec
+    job = recipe(shape, changes, folder)
+    measured = real(job)
+    ours = rehearse(job, exact=True)
+    tracker = peers(job)
+    sent = [(kind, size_b) for _, kind, size_b in measured['collectives']]
+    rehearsed = [(kind, size_b) for _, kind, size_b, _ in ours.messages]
+    errors = {}
+    for key, size_b in tracker.items():
+        if not key.endswith('_b'): continue
+        errors[key.replace('_b', '_error')] = percent(size_b, measured['peak_b'])
+    return {
+        'shape': shape,
+        'changes': changes,
+        'parameters': spec(SHAPES[shape]).parameters,
+        'held_b': measured['held_b'],
+        'first_b': measured['first_b'],
+        'peak_b': measured['peak_b'],
+        'flops': measured['flops'],
+        'seconds': measured['seconds'],
+        'rehearsed_b': ours.peak_b,
+        'error': percent(ours.peak_b, measured['peak_b']),
+        'at': f'{ours.timeline.peak.op} in {ours.timeline.peak.phase}',
+        'collectives': counted(sent),
+        'collectives_equal': counted(sent) == counted(rehearsed),
+        'in_order': sent == rehearsed,
+        'flops_equal': ours.flops == measured['flops'],
+        **tracker,
+        **errors,
+    }
+
+
+def measure() -> dict:
+    "Run every job; the value is the median error of the peak, the peer's that of torch's tracker."
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row(shape, changes, Path(folder)) for shape, changes in JOBS]
+    wrong = [r['changes'] for r in rows if not (r['collectives_equal'] and r['flops_equal'])]
+    if wrong: raise RuntimeError(f'collectives or FLOP differ: {wrong}')
+    ours = [abs(r['error']) for r in rows]
+    peers_off = [abs(r['tracker_error']) for r in rows if 'tracker_error' in r]
+    return record('rehearsal_error', ours, '%', peers_off, peer='torch FSDPMemTracker',
+                  goal=1, rows=rows)

@@ -1,0 +1,1 @@
+"""What several lines and programs use."""

@@ -1,0 +1,92 @@
+"""Random models as a recipe wants them: packed, fused, in memory that is not counted; and rows."""
+import mmap
+
+
+def outside(shape, dtype):
+    "A tensor in memory that malloc does not count, and that takes pages where it is written."
+    import torch
+    size = torch.Size(shape).numel()
+    size_b = max(1, size * dtype.itemsize)
+    memory = mmap.mmap(-1, size_b, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
+
+
+def build(recipe, device: str = 'cpu', blank: bool = False):
+    """A random model, or one of zeros, packed as `recipe` wants it.
+
+    Where it will be sharded it waits in memory that is not counted.
+    """
+    import torch
+    from llm_workbook.model.architecture import configuration, skeleton
+    full, packed = recipe.method.kind == 'full', recipe.method.kind == 'qlora'
+    sharded = recipe.sharding.strategy == 'fsdp2'
+    make = outside if sharded else torch.empty
+    dtype = getattr(torch, recipe.precision.master if full else recipe.precision.compute)
+    name, raw = configuration(recipe.model.source, recipe.model.revision)
+    model = skeleton(raw, name)
+    model.set_attn_implementation(recipe.model.attention)
+    model.config.dtype = dtype
+    fill(model, make, dtype)
+    torch.manual_seed(0)
+    if not blank:
+        with torch.no_grad(): model.apply(model._init_weights)
+    if packed: pack(model, recipe, device)
+    if packed and sharded and device == 'cpu':
+        for parameter in model.parameters():  # The payloads have been made where malloc counts
+            parameter.data = make(parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
+    return model.train()
+
+
+def fill(model, make, dtype) -> None:
+    "Give the shapes of a model memory of `make`; a parameter that two modules share is made once."
+    import torch
+    parameters = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None: continue
+            if id(old) not in parameters:
+                new = make(old.shape, dtype=dtype)
+                parameters[id(old)] = torch.nn.Parameter(new, old.requires_grad)
+            module._parameters[name] = parameters[id(old)]
+        for name, old in module._buffers.items():
+            module._buffers[name] = torch.zeros(old.shape, dtype=old.dtype)
+
+
+def rows(recipe, vocab: int, steps: int) -> list[dict]:
+    "As many rows of exactly `batch.length` tokens as the steps take."
+    import torch
+    shape = recipe.global_batch * steps, recipe.batch.length
+    ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).tolist()
+    return [{'input_ids': row, 'labels': row} for row in ids]
+
+
+def fuse(model) -> None:
+    "Give `model` the head and loss that TRL's SFTTrainer uses."
+    from trl.trainer.utils import add_fused_lm_head
+    add_fused_lm_head(model, outputs=('log_probs', 'entropy', 'is_top1'))
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
+
+
+def pack(model, recipe, device: str = 'cpu') -> None:
+    "Put an NF4 layer in the place of every linear layer but the head, one by one, on `device`."
+    import bitsandbytes as bnb
+    import torch
+    from llm_workbook.model.quantize import keep_payload
+    method, compute = recipe.method, getattr(torch, recipe.precision.compute)
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+             and m is not model.get_output_embeddings()]
+    for name in names:
+        old = model.get_submodule(name)
+        new = bnb.nn.Linear4bit(old.in_features, old.out_features, bias=False,
+                                compute_dtype=compute, quant_type='nf4',
+                                compress_statistics=method.double_quant,
+                                quant_storage=getattr(torch, method.storage))
+        new.weight = bnb.nn.Params4bit(old.weight.data, requires_grad=False, quant_type='nf4',
+                                       module=new,
+                                       compress_statistics=method.double_quant,
+                                       quant_storage=getattr(torch, method.storage))
+        model.set_submodule(name, new.to(device))
+        del old, new
+    keep_payload(model)
+    model.is_loaded_in_4bit = True  # As a load from disk says it: PEFT chooses its layer by this
