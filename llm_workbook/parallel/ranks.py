@@ -191,8 +191,7 @@ def _become_rank(job, rank):
     _tie_to_kernel(job.kernel)
     with job.writing('pid', rank) as file: file.write(str(os.getpid()).encode())
     _redirect_output(job, rank)
-    stack = open(job.file('stack', rank), 'w')
-    faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, open(job.file('stack', rank), 'w'), all_threads=False)
     _leave_kernel_state(job.env)
 
 def _tie_to_kernel(kernel):
@@ -252,7 +251,8 @@ def _join_group(job, rank):
     dist.init_process_group('gloo', store=store, rank=rank, world_size=job.ranks, **job.group)
 
 class _CpuPickler(pickle.Pickler):
-    "Else reading a result would open CUDA in the kernel, and no later rank could use it."
+    "Pickle what lies on a GPU as if it lay on the CPU."
+    # Else reading a result would open CUDA in the kernel, and no later rank could
 
     def reducer_override(self, value):
         if getattr(value, 'is_cuda', None) is not True: return NotImplemented
@@ -274,7 +274,7 @@ class _Failure:
     reason: str
     traceback: str = ''
     is_victim: bool = False  # Whether another rank is probably the cause
-    at_s: float = 0.0  # When it was reported, by the monotonic clock; 0: not reported
+    at_s: float = 0.0  # When it was reported, by the monotonic clock; 0: it was not
 
 def _save_failure(job, rank, error):
     "Leave the error of a rank in a file, without this module's own frame."
@@ -314,10 +314,8 @@ def _fork_ranks(job):
 def _rank_variables(rank, ranks, port):
     "The environment variables that torchrun would set."
     return {
-        'RANK': str(rank),
-        'LOCAL_RANK': str(rank),
-        'WORLD_SIZE': str(ranks),
-        'LOCAL_WORLD_SIZE': str(ranks),
+        'RANK': str(rank), 'LOCAL_RANK': str(rank),
+        'WORLD_SIZE': str(ranks), 'LOCAL_WORLD_SIZE': str(ranks),
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': port}
 
@@ -330,7 +328,8 @@ def _exit_code(job, rank):
     "Exit code of a rank, negative for a signal; None while it lives."
     pid = job.pid(rank)
     try: left = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # Torch's elastic agent has reaped it, and says so when it ends
+    except ChildProcessError:
+        # Torch's elastic agent has reaped it, and knows its code when it ends
         _stop(job)
         failures = getattr(job.thread_error, 'failures', {})
         return failures[rank].exitcode if rank in failures else -signal.SIGTERM
@@ -373,19 +372,21 @@ def _rank_error(job, failure):
     reason = failure.reason
     if failure.is_victim and returned:
         reason += f' (ranks {returned} had returned: did they skip a collective?)'
-    rank = failure.rank
-    log = log_tail(job.file('log', rank), after_b=job.log_starts_b[rank])
-    last_lines = _shorten(log).splitlines()[-12:]
-    return RankError(rank, reason, failure.traceback, '\n'.join(last_lines))
+    log_start_b = job.log_starts_b[failure.rank]
+    log = _shorten(log_tail(job.file('log', failure.rank), after_b=log_start_b))
+    last_lines = log.splitlines()[-12:]
+    return RankError(failure.rank, reason, failure.traceback, '\n'.join(last_lines))
 
 # %% ../../nbs/parallel/01_ranks.ipynb #8fa77be2
 def _rank_timeout(job, timeout_s):
     "Ask every rank that has not returned for its stack, and judge which of them wait."
-    pids = {rank: job.pid(rank) for rank in job.unfinished() if job.has('pid', rank)}
-    for pid in pids.values(): os.kill(pid, signal.SIGUSR2)
+    unfinished = job.unfinished()  # At the limit: some may return while the stacks are written
+    pids = {rank: job.pid(rank) for rank in unfinished if job.has('pid', rank)}
+    for pid in pids.values():
+        with suppress(OSError): os.kill(pid, signal.SIGUSR2)
     time.sleep(0.4)
     stacks, waiting = {}, []
-    for rank in job.unfinished():
+    for rank in unfinished:
         frames = _frames(job, rank)
         if _waits(frames, pids.get(rank)): waiting.append(rank)
         lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in frames]
@@ -397,7 +398,7 @@ def _rank_timeout(job, timeout_s):
     else:
         reason = (f'waits for another rank, as do all of {waiting}, after {timeout_s:g} s: '
                   'they called different collectives, or not equally many')
-    blamed = stuck[0] if stuck else waiting[0]
+    blamed = (stuck or waiting)[0]
     titled = [f'Stack of rank {rank} (innermost call first):\n{text}'
               for rank, text in stacks.items()]
     return RankTimeout(blamed, reason, '\n\n'.join(titled), '', stuck, waiting, stacks)
@@ -417,8 +418,9 @@ def _waits(frames, pid):
 
 def _is_asleep(pid):
     "Whether the system lets a process wait, rather than compute."
-    state = Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2]
-    return state.startswith('S')
+    try: status = Path(f'/proc/{pid}/stat').read_text()
+    except OSError: return False  # It is gone
+    return status.rpartition(') ')[2].startswith('S')
 
 # %% ../../nbs/parallel/01_ranks.ipynb #19be86a6
 _GRACE_S = 120  # How long ranks that handle SIGTERM may take
@@ -456,7 +458,7 @@ def _watch_ranks(job, timeout_s, watch):
 
 # %% ../../nbs/parallel/01_ranks.ipynb #12d689f4
 def _stop(job):
-    "Kill all that the launching thread has started, until the thread ends."
+    "Kill all that the launching thread has started, with what they started, until it ends."
     end_s = time.monotonic() + 15
     children = Path(f'/proc/self/task/{job.thread.native_id}/children')
     while job.thread.is_alive() and time.monotonic() < end_s:
