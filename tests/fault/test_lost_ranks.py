@@ -3,6 +3,7 @@ import os
 import re
 import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,23 +47,23 @@ def test_05_in_a_fine_tune_the_cause_comes_first_and_the_others_are_not_blamed(r
 
 
 BROKEN = """
-import os, resource, sys, time
-from torch.distributed.elastic.multiprocessing.errors import record
-from llm_workbook.training import fine_tune as training
+import sys
+from llm_workbook.__main__ import main
 import test_lost_ranks, trouble
 
 class Patch:
     setattr = staticmethod(setattr)
 
 trouble.disturb(Patch, getattr(test_lost_ranks, sys.argv.pop()))
-sys.exit(record(training.main)())
+sys.exit(main(['train', *sys.argv[1:]]))
 """
 
 
 def broken_by_torchrun(recipe, folder, act, monkeypatch, *words):
     "Run under torchrun what this library starts there, with one rank that does `act` in its third pass; give back the log."
     (folder/'broken.py').write_text(BROKEN)
-    monkeypatch.setenv('PYTHONPATH', f'{os.path.dirname(__file__)}:{os.path.dirname(os.path.dirname(__file__))}')
+    fault = Path(__file__).parent
+    monkeypatch.setenv('PYTHONPATH', f'{fault}:{fault.parent}:{fault.parent.parent}')
     start = time.monotonic()
     code = ended(torchrun(recipe, folder/'run', program=(folder/'broken.py',), words=(*words, act.__name__)))
     log = (folder/'log').read_text()

@@ -122,6 +122,11 @@ def test_a_busy_loop_that_ignores_everything_is_killed(launch):
     assert caught.value.stuck == [0]
 
 
+def test_a_rank_that_returns_while_the_stacks_are_written_is_late_all_the_same():
+    with pytest.raises(RankTimeout) as caught: run_ranks(time.sleep, 2, (1.1,), timeout_s=1)
+    assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (0, [0, 1], [])
+
+
 def test_a_wait_in_the_backward_pass_is_a_wait():
     def step():
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
