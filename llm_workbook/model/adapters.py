@@ -159,7 +159,7 @@ def trainable(
 
 # %% ../../nbs/model/07_adapters.ipynb #da4ea5eb
 def moved(
-    adapters: 'str | Path | dict',  # Directory that `save_adapters` wrote, or tensors by peft's names
+    adapters: 'str | Path | dict',  # Directory of `save_adapters`, or tensors by peft's names
 ) -> dict[str, float]:  # Target -> norm of its B, which is zero before training
     "Show how far each adapter has moved; raise if one has not."
     if not isinstance(adapters, dict):
@@ -171,7 +171,8 @@ def moved(
         target = name.removeprefix('base_model.model.').split('.lora_B')[0]
         norms[target] = tensor.float().norm().item()
     if not norms: raise ValueError('there is no lora_B among these tensors: they change nothing')
-    untrained = [target for target, norm in norms.items() if not 0 < norm < math.inf]  # NaN is neither
+    # NaN is neither above 0 nor below infinity
+    untrained = [target for target, norm in norms.items() if not 0 < norm < math.inf]
     if untrained:
         raise ValueError(f'{len(untrained)} of {len(norms)} adapters were not trained, their B is zero '
                          f'or NaN: {", ".join(untrained[:3])}')

@@ -85,6 +85,7 @@ def _pretrained(base, method, precision, device):
         output_loading_info=True,
         **options)
 
+# %% ../../nbs/model/04_quantize.ipynb #0c909541
 def load_base(
     source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
     method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in fp32

@@ -66,6 +66,7 @@ _NUMBERS = {
 
 _NETWORKS = ('ethernet', 'infiniband', 'efa')  # What their names begin with
 
+# %% ../../nbs/plan/12_panel.ipynb #39370795
 def _values(path) -> tuple:
     "List the values that a control offers."
     if path in _NUMBERS: return _NUMBERS[path]

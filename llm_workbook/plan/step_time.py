@@ -255,6 +255,7 @@ def _plain_type(recipe) -> str:
     compute = recipe.precision.compute
     return 'bfloat16' if compute == 'fp8' else compute
 
+# %% ../../nbs/plan/09_step_time.ipynb #a4d3bf65
 def _matmul_s(work, times, tokens, recipe, node) -> float:
     "The products of the base, limited by arithmetic or by reading weights, and of adapters."
     gpu, precision = node.gpu, recipe.precision
