@@ -17,14 +17,25 @@ from .model_states import Rank, count_of
 def _line(moment, size_b, why, name, **more) -> Line:
     "A line of the load phase; `why`: formula, symbols, source."
     formula, symbols, source = why
-    common = dict(kind='weights', place='gpu', sure='model')
-    return Line(phase='load', moment=moment, size_b=size_b, formula=formula, symbols=symbols,
-                source=source, name=name, **(common | more))
+    fields = dict(
+        kind='weights',
+        phase='load',
+        moment=moment,
+        place='gpu',
+        size_b=size_b,
+        formula=formula,
+        symbols=symbols,
+        source=source,
+        sure='model',
+        name=name)
+    return Line(**(fields | more))
 
 def _numbers(moment, number_b, count, source, name) -> Line:
     "A line of so many numbers of so many bytes."
-    why = 'b * l', {'b': number_b, 'l': count}, source
-    return _line(moment, number_b * count, why, name)
+    size_b = number_b * count
+    symbols = {'b': number_b, 'l': count}
+    why = 'b * l', symbols, source
+    return _line(moment, size_b, why, name)
 
 def _while_loading(lines, moment='') -> list[Line]:
     return [line._replace(phase='load', moment=moment) for line in lines]
@@ -39,8 +50,9 @@ def loaded(
     "List what `rank` holds while its base arrives."
     if not isinstance(rank, Rank):
         raise ValueError(f'{rank!r} is no Rank: take one with rank_of(recipe, spec)')
+    size_b = 2 * spec.parameters
     why = '2 * N', {'N': spec.parameters}, 'a 16-bit checkpoint'
-    files = _line('', 2 * spec.parameters, why, 'the base in files', place='disk', each=False)
+    files = _line('', size_b, why, 'the base in files', place='disk', each=False)
     if _loads_whole(rank): return [files, *_every_rank(rank, lines)]
     if rank.zero: arriving = [_gathered_tensor(rank)]
     elif rank.recipe.sharding.loading == 'sharded': arriving = _sharded(rank)
@@ -61,27 +73,36 @@ def _loads_whole(rank) -> bool:
 # %% ../../nbs/plan/06_loading.ipynb #a9e7d2c0
 def _whole(rank) -> tuple:
     "Bytes of the base as it is loaded, formula, symbols."
-    tensors, full = rank.tensors, rank.recipe.method.kind == 'full'
-    stored = tensors.frozen + tensors.trained
-    b = 4 if full and rank.zero else rank.item('weights', full)
-    p, a = rank.item('payload', False), tensors.absmax[0]
-    n = count_of(tensor for tensor in stored if tensor.kind == 'weights')
-    q = count_of(tensor for tensor in stored if tensor.kind == 'payload')
+    full = rank.recipe.method.kind == 'full'
+    stored = rank.tensors.frozen + rank.tensors.trained
+    weights = [tensor for tensor in stored if tensor.kind == 'weights']
+    payload = [tensor for tensor in stored if tensor.kind == 'payload']
+    b = rank.item('weights', full)
+    if full and rank.zero: b = 4  # DeepSpeed loads in float32
+    n = count_of(weights)
+    p = rank.item('payload', False)
+    q = count_of(payload)
+    a = rank.tensors.absmax[0]
+    size_b = b * n + p * q + a
     symbols = {'b': b, 'n': n, 'p': p, 'q': q, 'a': a}
-    return b * n + p * q + a, 'b * n + p * q + a', symbols
+    return size_b, 'b * n + p * q + a', symbols
 
 def _every_rank(rank, lines) -> Iterator[Line]:
     size_b, *why = _whole(rank)
-    tensors, flat = rank.tensors, rank.zero in (1, 2)
-    yield _line('read' if flat else '', size_b, (*why, 'transformers: from_pretrained'),
-                'the base, whole on every rank')
+    tensors = rank.tensors
+    flat = rank.zero in (1, 2)
+    moment = 'read' if flat else ''
+    source = 'transformers: from_pretrained'
+    yield _line(moment, size_b, (*why, source), 'the base, whole on every rank')
     if rank.recipe.method.kind == 'qlora':
-        yield _numbers('read', 2, tensors.packable, 'transformers: one tensor after the other',
-                       'largest tensor to be packed')
+        source = 'transformers: one tensor after the other'
+        yield _numbers('read', 2, tensors.packable, source, 'largest tensor to be packed')
     if flat:
         yield from _while_loading(lines, 'shard')
-        yield _numbers('shard', rank.item('weights', True), count_of(tensors.trained),
-                       'DeepSpeed, stage_1_and_2.py', 'trained weights, not yet flat')
+        number_b = rank.item('weights', True)
+        count = count_of(tensors.trained)
+        source = 'DeepSpeed, stage_1_and_2.py'
+        yield _numbers('shard', number_b, count, source, 'trained weights, not yet flat')
     elif _keeps_part(rank):  # The statistics and the buffers are those that were loaded
         parts = [line for line in lines if line.kind not in ('absmax', 'buffers')]
         yield from _while_loading(parts, 'shard')
@@ -105,8 +126,10 @@ _CHUNK = 2**21  # Numbers that the sharded loader reads at once
 _LOADER = 'llm-workbook: loading'
 
 def _sharded(rank) -> Iterator[Line]:
-    tensors, full = rank.tensors, rank.recipe.method.kind == 'full'
-    parts = [part for part in rank.here(tensors.frozen + tensors.trained, first=True)
+    tensors = rank.tensors
+    full = rank.recipe.method.kind == 'full'
+    whole = tensors.frozen + tensors.trained
+    parts = [part for part in rank.here(whole, first=True)
              if part.kind in ('weights', 'payload')]
     yield _chunk(rank, parts)
     if tensors.packable: yield from _packing(rank, parts)
@@ -121,8 +144,10 @@ def _sharded(rank) -> Iterator[Line]:
     adapters = [tensor for tensor in tensors.trained if tensor.kind == 'adapters']
     adapters_b = 4 * count_of(adapters)
     if adapters_b > parts_b:
-        why = 'n - P', {'n': adapters_b, 'P': parts_b}, 'PEFT'
-        yield _line('adapt', adapters_b - parts_b, why, 'adapters, whole, before the base comes',
+        size_b = adapters_b - parts_b
+        symbols = {'n': adapters_b, 'P': parts_b}
+        why = 'n - P', symbols, 'PEFT'
+        yield _line('adapt', size_b, why, 'adapters, whole, before the base comes',
                     kind='adapters')
 
 def _chunk(rank, parts) -> Line:
@@ -132,8 +157,11 @@ def _chunk(rank, parts) -> Line:
     c = min(_CHUNK, max(sizes, default=0))
     w = rank.item('weights', rank.recipe.method.kind == 'full')
     if w == 2: w = 0  # A 16-bit number is not cast
-    why = '2 * r + w * c', {'r': r, 'w': w, 'c': c}, _LOADER
-    return _line('read', 2 * r + w * c, why, 'numbers on their way from the file', place='host')
+    size_b = 2 * r + w * c
+    symbols = {'r': r, 'w': w, 'c': c}
+    why = '2 * r + w * c', symbols, _LOADER
+    return _line('read', size_b, why, 'numbers on their way from the file',
+                 place='host')
 
 # %% ../../nbs/plan/06_loading.ipynb #b33820df
 def _packing(rank, parts) -> Iterator[Line]:
@@ -146,10 +174,12 @@ def _packing(rank, parts) -> Iterator[Line]:
     k = 0 if cuda else min(c, 2**17)  # A CPU packs 2**17 numbers at once, in float32
     v = 2 if cuda else 0
     m = ceil(B / W) + 1
-    why = 'v * c + c // 2 + c // 16 + 16 * k', {'v': v, 'c': c, 'k': k}, 'llm-workbook: nf4'
+    symbols = {'v': v, 'c': c, 'k': k}
+    why = 'v * c + c // 2 + c // 16 + 16 * k', symbols, 'llm-workbook: nf4'
     size_b = v * c + c // 2 + c // 16 + 16 * k
     yield _line('pack', size_b, why, 'numbers that are being packed', kind='payload')
-    why = '4 * ((W + 1) * m + B)', {'W': W, 'm': m, 'B': B}, _LOADER
+    symbols = {'W': W, 'm': m, 'B': B}
+    why = '4 * ((W + 1) * m + B)', symbols, _LOADER
     size_b = 4 * ((W + 1) * m + B)
     yield _line('exchange', size_b, why,
                 'scales of the largest tensor, of all ranks', kind='collective')
@@ -173,8 +203,9 @@ def _packed_numbers(rank, tensor) -> int:
     rows = tensor.shape[0]
     in_row = 2 * rank.item('payload', False)
     part = ceil(rows / rank.group)
-    start = min(rank.place_in * part, rows) * in_row
-    stop = min((rank.place_in + 1) * part, rows) * in_row
-    if start >= stop: return 0
-    first, last = start // 64 * 64, ceil(stop / 64) * 64
-    return min(last, rows * in_row) - first
+    first_row = min(rank.place_in * part, rows)
+    end_row = min(first_row + part, rows)
+    if first_row >= end_row: return 0
+    start = first_row * in_row // 64 * 64
+    stop = ceil(end_row * in_row / 64) * 64
+    return min(stop, rows * in_row) - start

@@ -289,21 +289,16 @@ class PlannerPanel:
         self,
         base: Recipe | None = None,  # Where to start; None: QLoRA of a 70B on two RTX 3090
     ):
-        try: import ipywidgets
-        except ImportError:
-            extra = 'the panel needs ipywidgets: pip install "llm-workbook[lab]"'
-            raise ImportError(f'{extra}; `panel_state` needs nothing') from None
+        ipywidgets = _import_ipywidgets()
         self.base = base or _default_base()
         self.state = panel_state({}, self.base)
         offered = controls(self.base)
         _count_models(offered[0].values)
         self.widgets = {c.path: _widget(c, self.state.settings[c.path]) for c in offered}
+        for widget in self.widgets.values(): widget.observe(self._on_change, 'value')
         self.picture = ipywidgets.HTML()
         self.recipe_text = ipywidgets.HTML()
-        left = ipywidgets.VBox([*self.widgets.values()], layout={'min_width': '340px'})
-        right = ipywidgets.VBox([self.picture, self.recipe_text], layout={'min_width': '660px'})
-        self.box = ipywidgets.HBox([left, right], layout={'flex_flow': 'row wrap'})
-        for widget in self.widgets.values(): widget.observe(self._on_change, 'value')
+        self.box = _side_by_side(self.widgets.values(), [self.picture, self.recipe_text])
         self._show()
 
     def _on_change(self, change):
@@ -326,6 +321,21 @@ class PlannerPanel:
         return bundle | {'text/html': self.state._repr_html_()}
 
 # %% ../../nbs/plan/12_panel.ipynb #184b5bdb
+def _import_ipywidgets():
+    try: import ipywidgets
+    except ImportError:
+        extra = 'the panel needs ipywidgets: pip install "llm-workbook[lab]"'
+        raise ImportError(f'{extra}; `panel_state` needs nothing') from None
+    return ipywidgets
+
+def _side_by_side(left, right):
+    "Put widgets into two columns, one below the other where the window is narrow."
+    import ipywidgets
+    columns = [
+        ipywidgets.VBox([*left], layout={'min_width': '340px'}),
+        ipywidgets.VBox(right, layout={'min_width': '660px'})]
+    return ipywidgets.HBox(columns, layout={'flex_flow': 'row wrap'})
+
 def _count_models(names):
     "Count every preset among `names` now, so that choosing one later costs nothing."
     from tqdm.auto import tqdm
