@@ -174,8 +174,8 @@ def moved(
     # NaN is neither above 0 nor below infinity
     untrained = [target for target, norm in norms.items() if not 0 < norm < math.inf]
     if untrained:
-        raise ValueError(f'{len(untrained)} of {len(norms)} adapters were not trained, their B is zero '
-                         f'or NaN: {", ".join(untrained[:3])}')
+        count = f'{len(untrained)} of {len(norms)} adapters were not trained'
+        raise ValueError(f'{count}, their B is zero or NaN: {", ".join(untrained[:3])}')
     return norms
 
 # %% ../../nbs/model/07_adapters.ipynb #62475577

@@ -59,7 +59,7 @@ def _from_hub(name, revision) -> dict:
 
 # %% ../../nbs/model/01_architecture.ipynb #fe13b334
 def configuration(
-    source: 'str | Path | dict',  # Preset, Hub or packaged name, directory, or content of config.json
+    source: 'str | Path | dict',  # Preset, Hub or packaged name, directory, or what config.json has
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
 ) -> tuple[str, dict]:  # A name to show, and the fields as they are written
     "Find the configuration that `source` means."
@@ -205,7 +205,7 @@ WEIGHT_KINDS = ('embedding', 'attention', 'mlp', 'expert', 'router', 'norm', 'he
 
 class Weight(NamedTuple):
     "One parameter of a model."
-    name: str  # Relative to its layer, as in 'self_attn.q_proj.weight'; the whole path outside layers
+    name: str  # Relative to its layer, as in 'self_attn.q_proj.weight'; outside layers the path
     shape: tuple[int, ...]  # As stored: (out, in), or (experts, out, in) for most fused experts
     kind: str  # One of `WEIGHT_KINDS`
     linear: bool  # The weight of an nn.Linear, an output layer included

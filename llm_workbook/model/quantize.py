@@ -88,7 +88,7 @@ def _pretrained(base, method, precision, device):
 # %% ../../nbs/model/04_quantize.ipynb #0c909541
 def load_base(
     source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
-    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads in the compute dtype, 'full' in fp32
+    method: 'Method | None' = None,  # 'qlora' packs, 'lora' loads the compute dtype, 'full' fp32
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own

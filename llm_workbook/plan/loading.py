@@ -107,6 +107,7 @@ def _every_rank(rank, lines) -> Iterator[Line]:
         parts = [line for line in lines if line.kind not in ('absmax', 'buffers')]
         yield from _while_loading(parts, 'shard')
 
+# %% ../../nbs/plan/07_loading.ipynb #01b341a7
 def _gathered_tensor(rank) -> Line:
     _, _, symbols = _whole(rank)
     return _numbers('read', symbols['b'], rank.tensors.largest, 'DeepSpeed: GatheredParameters',
