@@ -18,14 +18,15 @@ __version__ = "0.1.0"
 
 # %% ../nbs/package/03_names.ipynb #6d5cb13e
 @cache
-def names() -> dict[str, str]:  # Public name -> the module that defines it, as in {'Recipe': 'config.recipe'}
+def names() -> dict[str, str]:  # Public name -> its module, as in {'Recipe': 'config.recipe'}
     "Read every public name from the `__all__` that heads each module, importing none."
     table = {}
     package = Path(find_spec('llm_workbook').origin).parent
     for path in sorted(package.rglob('[!_]*.py')):
-        found = re.search(r'^__all__ = (\[.*?\])', path.read_text(encoding='utf-8'), re.DOTALL | re.MULTILINE)
+        source = path.read_text(encoding='utf-8')
+        exported = re.search(r'^__all__ = (\[.*?\])', source, re.DOTALL | re.MULTILINE)
         module = '.'.join(path.relative_to(package).with_suffix('').parts)
-        if found: table.update(dict.fromkeys(literal_eval(found[1]), module))
+        if exported: table.update(dict.fromkeys(literal_eval(exported[1]), module))
     return table
 
 # %% ../nbs/package/03_names.ipynb #5185d3ed
@@ -48,7 +49,8 @@ def __getattr__(
 def _unknown(name, table):
     from difflib import get_close_matches
     near = get_close_matches(name, [*table, *_rooms()])
-    return f"module 'llm_workbook' has no attribute {name!r}" + (f'; the nearest: {", ".join(near)}' if near else '')
+    unknown = f"module 'llm_workbook' has no attribute {name!r}"
+    return f'{unknown}; the nearest: {", ".join(near)}' if near else unknown
 
 # %% ../nbs/package/03_names.ipynb #f5e32c2d
 FACE = tuple("""

@@ -30,7 +30,8 @@ def _recipe(text) -> Recipe:  # A packaged name, or a YAML file
     names = recipe_names()
     if text in names: return Recipe.named(text)
     if text.endswith(('.yaml', '.yml')) or Path(text).exists(): return Recipe.load(text)
-    raise ValueError(f'{text!r} is no recipe of this package and no YAML file; {nearest(text, names)}')
+    unknown = f'{text!r} is no recipe of this package and no YAML file'
+    raise ValueError(f'{unknown}; {nearest(text, names)}')
 
 def _show(result, as_json):
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)
@@ -60,6 +61,7 @@ def _rehearse(arguments):
     _show(rehearsal, arguments.json)
     return 0
 
+# %% ../nbs/package/04_command.ipynb #524b4c60
 def _render(arguments):
     options = dict(option.split('=', 1) for option in arguments.option)
     rendered = render(_recipe(arguments.recipe), arguments.directory, arguments.head, options,
@@ -89,7 +91,8 @@ def _preflight(arguments):
     os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')  # Else torch warns of host names
     rank = os.environ.get('RANK', os.environ.get('SLURM_PROCID'))
     env = None if rank is None else dict(os.environ)
-    result = preflight(_recipe(arguments.recipe), arguments.directory, env, arguments.head, arguments.port)
+    result = preflight(_recipe(arguments.recipe), arguments.directory, env,
+                       arguments.head, arguments.port)
     if rank in (None, '0') or not result.members: _show(result, arguments.json)
     elif result.problems:
         print(*result.problems, sep='\n', flush=True)
@@ -126,23 +129,30 @@ def _with_recipe(verbs, name, function, help):
 def _planning_verbs(verbs):
     recipes = _verb(verbs, 'recipes', _list_recipes, 'list the recipes of this package')
     plan = _with_recipe(verbs, 'plan', _plan, 'plan memory, time and cost; nothing is loaded')
-    plan.add_argument('--node', help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
+    plan.add_argument('--node',
+                      help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
     plan.add_argument('--rows', type=int, help='rows of training data, where you know them')
-    rehearsal = _with_recipe(verbs, 'rehearse', _rehearse, 'play one step at full size on fake tensors')
+    rehearsal = _with_recipe(verbs, 'rehearse', _rehearse,
+                             'play one step at full size on fake tensors')
     rehearsal.add_argument('--exact', action='store_true', help='play every layer, not two depths')
     rehearsal.add_argument('--rank', type=int, default=0, help='which rank to be')
     rendering = _with_recipe(verbs, 'render', _render, 'write the files that start the run')
-    rendering.add_argument('directory', type=Path, help='where the files go, and where the run writes')
+    rendering.add_argument('directory', type=Path,
+                           help='where the files go, and where the run writes')
     rendering.add_argument('--head', help='address of node 0, where there are several and no SLURM')
     rendering.add_argument('--option', action='append', default=[], metavar='NAME=VALUE',
                            help='option of sbatch, as in time=720; may be repeated')
-    rendering.add_argument('--replace', action='store_true', help='overwrite files of another recipe')
-    report = _with_recipe(verbs, 'reconcile', _reconcile, 'compare the plan with a rehearsal and a run')
+    rendering.add_argument('--replace', action='store_true',
+                           help='overwrite files of another recipe')
+    report = _with_recipe(verbs, 'reconcile', _reconcile,
+                          'compare the plan with a rehearsal and a run')
     report.add_argument('--directory', type=Path, help='of a run, whose seconds are compared too')
     return [recipes, plan, rehearsal, rendering, report]
 
+# %% ../nbs/package/04_command.ipynb #649da451
 def _running_verbs(verbs):
-    training = _with_recipe(verbs, 'train', _train, 'train or go on; under torchrun or srun, as one rank')
+    training = _with_recipe(verbs, 'train', _train,
+                            'train or go on; under torchrun or srun, as one rank')
     training.add_argument('--directory', required=True, type=Path,
                           help='where the run writes; holds at most one run')
     training.add_argument('--step-timeout', type=float, default=1200, metavar='S',
@@ -157,6 +167,7 @@ def _running_verbs(verbs):
     status.add_argument('directory', type=Path, help='of the run')
     return [training, check, status]
 
+# %% ../nbs/package/04_command.ipynb #8face952
 def _parser():
     parser = argparse.ArgumentParser(
         'llm-workbook', description='Plan, rehearse and run sharded fine-tuning from one recipe.',
@@ -177,6 +188,7 @@ def main(
     arguments.is_program = is_program
     return arguments.function(arguments)
 
+# %% ../nbs/package/04_command.ipynb #abf002ab
 def program() -> int:  # Exit code
     "Be the command `llm-workbook`: errors of the user end in one sentence and code 2."
     try: return main(is_program=True)

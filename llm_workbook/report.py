@@ -219,6 +219,7 @@ def _run_rows(ledger, rehearsal, run, step_s) -> Iterator[Compared]:
         yield from _rank_rows(plan, rehearsal, i, rank)
     yield Compared('run', 'seconds per step', 's', step_s, None, _median_step_s(run))
 
+# %% ../nbs/package/05_report.ipynb #aa2094ef
 def _rank_rows(plan, rehearsal, i, rank) -> Iterator[Compared]:
     "Compare what one rank holds, and its peaks."
     is_rehearsed = i == rehearsal.rank
@@ -370,6 +371,7 @@ def _peak_stages(report) -> list[str]:
     stages = [text.partition(' (')[0] for text in report.moments['peak']]
     return stages if stages[0] != stages[1] else []
 
+# %% ../nbs/package/05_report.ipynb #b4191fb3
 def _tables(report) -> str:
     runs = [row.part for row in report.rows if row.part == 'run']
     parts = []

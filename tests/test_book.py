@@ -89,7 +89,7 @@ def test_links_lead_where_they_say(page):
     assert misled(page, '\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown')) == []
 
 
-@pytest.mark.parametrize('text', ['as chapter 12 says', '[chapter 7](06_collectives.ipynb)', '[the page before](06_collectives.ipynb)', '[there](99_no.ipynb)'])
+@pytest.mark.parametrize('text', ['as chapter 12 says', '[chapter 7](09_collectives.ipynb)', '[the page before](09_collectives.ipynb)', '[there](99_no.ipynb)'])
 def test_a_link_that_misleads_is_seen(text):
-    assert len(misled(ROOT/'nbs/plan/07_ledger.ipynb', text)) == 1
-    assert misled(ROOT/'nbs/plan/07_ledger.ipynb', '[chapter 6](06_collectives.ipynb), the [next page](06_collectives.ipynb)') == []
+    assert len(misled(ROOT/'nbs/plan/08_ledger.ipynb', text)) == 1
+    assert misled(ROOT/'nbs/plan/08_ledger.ipynb', '[chapter 9](09_collectives.ipynb), the [next page](09_collectives.ipynb)') == []
