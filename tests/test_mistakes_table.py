@@ -54,12 +54,12 @@ def test_its_tests_exist(row):
 
 # The tool
 
-ROW = {'name': 'a-1', 'module': 'llm_workbook/guards.py', 'find': 'nowhere', 'replace': '',
+ROW = {'name': 'a-1', 'module': 'llm_workbook/training/watchdog.py', 'find': 'nowhere', 'replace': '',
        'harm': '', 'tests': []}
 
 
 def test_a_row_at_fault_is_named():
-    said = 'a-1: `find` occurs 0 times in llm_workbook/guards.py'
+    said = 'a-1: `find` occurs 0 times in llm_workbook/training/watchdog.py'
     with pytest.raises(mutants.RowError, match=said):
         mutants.edits(ROW, mutants.ROOT)
     with pytest.raises(mutants.RowError, match='occurs [0-9]{2,} times'):

@@ -89,7 +89,7 @@ def mutated(row: dict, text: str) -> str:
 def exported_from(row: dict, text: str) -> tuple[str, str]:
     "Find the page and the id of the cell that the line to change was exported from."
     before = text[:text.index(row['find'])]
-    marks = re.findall(r'^# %% \.\./(\S+\.ipynb) #(\S+)', before, re.MULTILINE)
+    marks = re.findall(r'^# %% (?:\.\./)+(\S+\.ipynb) #(\S+)', before, re.MULTILINE)
     if not marks: raise RowError(f"{row['name']}: no cell exports this line of {row['module']}")
     return marks[-1]
 

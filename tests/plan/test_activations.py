@@ -94,7 +94,7 @@ def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():
     llama = spec('llama-3.2-1b')
     tape, _ = layer_tape(llama.units[0], llama, Setting(kind='qlora', packed='nf4'))
     op, = [op for op in tape.ops if op.name == 'down_proj']
-    assert op.work == op.fore == 33_554_432 + 2_097_152
+    assert op.work_b == op.fore_b == 33_554_432 + 2_097_152
 
 
 def test_every_kind_is_one_of_the_ledger():

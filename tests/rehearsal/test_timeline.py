@@ -1,7 +1,5 @@
-"""Spans of a stage that was written by hand: what is alive at each operation, to the byte."""
-from types import SimpleNamespace
-
-from llm_workbook.rehearsal.recorder import Block, Event
+"""Spans of a program that was written by hand: what is alive at each operation, to the byte."""
+from llm_workbook.rehearsal.recorder import Block, Event, Recorder
 from llm_workbook.rehearsal.timeline import Timeline, spans
 
 
@@ -9,21 +7,23 @@ def block(size_b, born, died, kind='weights', host=False):
     return Block(size_b, born, died, kind, 'forward', 'model.layers.0', 'mm', (size_b,), host)
 
 
-def stage(*blocks):
+def program(*blocks):
     "Two operations of loading, then a step of three: two in a layer, one in the head."
     places = [('load', '')] * 2 + [('forward', 'model.layers.0')] * 2 + [('forward', 'lm_head')]
-    events = [Event(phase, where, f'op {i}', 10 * i) for i, (phase, where) in enumerate(places)]
-    return SimpleNamespace(events=events, blocks=list(blocks), messages=[], offload=False)
+    recorder = Recorder()
+    recorder.events += [Event(phase, where, f'op {i}', 10 * i) for i, (phase, where) in enumerate(places)]
+    recorder.blocks += blocks
+    return recorder
 
 
 def test_what_was_there_before_the_step_is_in_it():
-    layer, head = spans(stage(block(100, 0, None), block(7, 0, 1)), begin=2)
+    layer, head = spans(program(block(100, 0, None), block(7, 0, 1)), begin=2)
     assert (layer.kinds, head.kinds) == ({'weights': 100}, {'weights': 100})
 
 
 def test_a_block_is_there_from_its_first_operation_to_its_last():
-    layer, head = spans(stage(block(100, 0, None), block(40, 2, 3, 'activations'),
-                              block(10, 3, 3, 'logits'), block(5, 4, None, 'logits')), begin=2)
+    layer, head = spans(program(block(100, 0, None), block(40, 2, 3, 'activations'),
+                                block(10, 3, 3, 'logits'), block(5, 4, None, 'logits')), begin=2)
     assert (layer.kinds, layer.op) == ({'weights': 100, 'activations': 40, 'logits': 10}, 'op 3')
     assert (head.kinds, head.op, head.host_b) == ({'weights': 100, 'logits': 5}, 'op 4', 0)
     assert (layer.flops, head.flops) == (20 + 30, 40)
@@ -33,5 +33,5 @@ def test_a_block_is_there_from_its_first_operation_to_its_last():
 
 
 def test_what_lies_in_host_memory_is_counted_apart():
-    layer, _ = spans(stage(block(100, 0, None), block(40, 1, None, 'optimizer', True)), begin=2)
+    layer, _ = spans(program(block(100, 0, None), block(40, 1, None, 'optimizer', True)), begin=2)
     assert (layer.size_b, layer.host_b) == (100, 40)

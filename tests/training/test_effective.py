@@ -228,9 +228,9 @@ def test_the_program_asks_before_it_sets_anything(recipe, tmp_path, monkeypatch)
 
 
 def test_what_nobody_asked_for_must_be_the_same_on_all_ranks_but_where_each_has_its_own():
-    from llm_workbook.training.effective import _wrong
+    from llm_workbook.training.effective import _differences
     names = 'precision.trained', 'held', 'host'
     def said(*values): return [{name: Named(value=value) for name in names} for value in values]
     asked = dict.fromkeys(names)
-    assert _wrong(asked, said(4, 4, 4)) == []
-    assert _wrong(asked, said(4, 4, 2)) == ['precision.trained: 4 on rank 0, 2 on rank 2 of 3']
+    assert _differences(asked, said(4, 4, 4)) == []
+    assert _differences(asked, said(4, 4, 2)) == ['precision.trained: 4 on rank 0, 2 on rank 2 of 3']
