@@ -168,6 +168,8 @@ def _running_verbs(verbs):
     return [training, check, status]
 
 # %% ../nbs/package/04_command.ipynb #8face952
+_VERBS = 'recipes', 'plan', 'rehearse', 'render', 'reconcile', 'train', 'preflight', 'status'
+
 def _parser():
     parser = argparse.ArgumentParser(
         'llm-workbook', description='Plan, rehearse and run sharded fine-tuning from one recipe.',
@@ -184,7 +186,11 @@ def main(
     is_program: bool = False,  # Whether the process ends with this command
 ) -> int:  # Exit code
     "Parse a command line and do what it asks; errors are raised."
-    arguments = _parser().parse_args(words)
+    words = sys.argv[1:] if words is None else words
+    parser = _parser()
+    verb = next((word for word in words if not word.startswith('-')), _VERBS[0])
+    if verb not in _VERBS: parser.error(f'{verb!r} is no verb; {nearest(verb, _VERBS)}')
+    arguments = parser.parse_args(words)
     arguments.is_program = is_program
     return arguments.function(arguments)
 
