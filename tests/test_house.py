@@ -208,25 +208,28 @@ def test_the_assets_are_small():
     assert sum(p.stat().st_size for p in (ROOT/'llm_workbook/assets').rglob('*')) <= 8 * 2**20
 
 
-def class_cell(source: str) -> bool:
-    "Say whether a cell is a class of short methods: such a cell may be longer than others."
-    body = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)] if source.startswith('#| export') else []
-    methods = [node for cls in body for node in cls.body if isinstance(node, FUNCTION)]
-    return bool(methods) and all(node.end_lineno - node.lineno + 1 <= 15 for node in methods)
+def may_be_long(source: str) -> bool:
+    "Say whether an exported cell holds nothing but short definitions: methods of 15 lines, functions of 25."
+    if not is_export(source): return False
+    tree = ast.parse(source)
+    methods = [node for cls in tree.body if isinstance(cls, ast.ClassDef) for node in cls.body if isinstance(node, FUNCTION)]
+    functions_ = [node for node in tree.body if isinstance(node, FUNCTION)]
+    def lengths(nodes): return [node.end_lineno - node.lineno + 1 for node in nodes]
+    return max(lengths(methods), default=0) <= 15 and max(lengths(functions_), default=0) <= 25
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)
 def test_pages_are_small(page):
     sizes = [lines_of_code(source) for source in code(page)]
     words = sum(len(source.split()) for kind, source, _ in cells(page) if kind == 'markdown')
-    long = [source[:60] for source in code(page) if lines_of_code(source) > (80 if class_cell(source) else 40)]
+    long = [source[:60] for source in code(page) if lines_of_code(source) > (80 if may_be_long(source) else 40)]
     assert not long
     assert len(cells(page)) <= 90
     assert words <= 2400
     assert words >= sum(sizes), f'{words} words for {sum(sizes)} lines of code'
     assert page.stat().st_size <= 400 * 2**10
     notes = 'notes' in page.parts  # a note may be mostly data, as the word lists of the tiny base are
-    assert not sizes or statistics.median(sizes) <= (10 if notes else 6)
+    assert not sizes or statistics.median(sizes) <= (10 if notes else 8)  # Plain lines are more lines
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)

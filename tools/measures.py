@@ -1,4 +1,4 @@
-"""How a module reads, in numbers: `python tools/measures.py [MODULE ...]` prints a table; tests/test_house.py holds the limits."""
+"""How a module reads, in numbers: `measures.py [MODULE ...]` prints a table; tests hold the limits."""
 import ast
 import statistics
 import sys
@@ -113,9 +113,10 @@ def main(names: list[str]) -> None:
     rows = [measure(Path(name).resolve()) for name in names] or [measure(path) for path in modules()]
     print('lines  nodes a line   columns  function  class  walrus  lambda  tuple  bases  forwards  module')
     for row in rows:
-        counts = row.most_walruses, row.named_lambdas, row.tuple_statements, len(row.one_child_bases), len(row.forwarding_methods)
-        print(f'{row.code_lines:5}  {row.nodes_median:4.1f} {row.nodes_mean:6.1f}  {row.longest_line:9}  {row.longest_function:8}  '
-              f'{row.longest_class:5}  {counts[0]:6}  {counts[1]:6}  {counts[2]:5}  {counts[3]:5}  {counts[4]:8}  {row.module}')
+        counts = (row.longest_line, row.longest_function, row.longest_class, row.most_walruses, row.named_lambdas,
+                  row.tuple_statements, len(row.one_child_bases), len(row.forwarding_methods))
+        cells = ''.join(f'{count:{width}}' for count, width in zip(counts, (11, 10, 7, 8, 8, 7, 7, 10)))
+        print(f'{row.code_lines:5}  {row.nodes_median:4.1f} {row.nodes_mean:6.1f}{cells}  {row.module}')
     print(f'{sum(row.code_lines for row in rows):5} lines in {len(rows)} modules; AST nodes a line: median of the medians '
           f'{statistics.median(row.nodes_median for row in rows):.1f}, mean of the means '
           f'{statistics.mean(row.nodes_mean for row in rows):.1f}')
