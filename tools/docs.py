@@ -63,7 +63,7 @@ def local_links(text: str, page: Path, source: Path, ending: str = '.ipynb') -> 
     "Point links of code names, which nbdev addresses to the published site, at the page beside this one."
     def local(match):
         name, (folder, _, stem), anchor = match[1], match[2].rpartition('/'), match[3]
-        found = [*(source/folder).glob(f'{stem}.ipynb'), *(source/folder).glob(f'[0-9]*_{stem}.ipynb')]
+        found = [*(source/folder).glob(f'{stem}.ipynb'), *(source/folder).glob(f'[0-9][0-9]_{stem}.ipynb')]
         if not found or anchor.startswith('_') or '._' in anchor: return name  # What is private has no entry
         target = os.path.relpath(found[0].with_suffix(ending), page.parent)
         return f'[{name}]({target}#{anchor.partition(".")[0]})'

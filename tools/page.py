@@ -163,8 +163,11 @@ def execute(page: Path, folder: Path) -> object:
     with tempfile.TemporaryDirectory() as sockets:  # The kernel is reached by local sockets: no port is opened
         config = Config({'KernelManager': {'transport': 'ipc', 'ip': f'{sockets}/kernel'}})
         Client(nb, timeout=3600, kernel_name='python3', config=config, resources={'metadata': {'path': str(folder)}}).execute()
-    for cell in nb.cells:  # a finished progress bar is a dead widget on a page
-        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if not is_bar(o)]
+    for cell in nb.cells:  # A finished progress bar is a dead widget on a page, and what went to stderr is for the author
+        if cell.cell_type != 'code': continue
+        for output in cell.outputs:
+            if output.get('name') == 'stderr': print(f'{page.name}: stderr: {output.text.rstrip()}', flush=True)
+        cell.outputs = [output for output in cell.outputs if not is_bar(output) and output.get('name') != 'stderr']
     return nb
 
 
