@@ -8,7 +8,7 @@ import pytest
 import torch
 from page import ROOT
 
-from llm_workbook.rehearsal import findings as verdicts
+from llm_workbook.rehearsal import findings as checks
 
 NAMES = ['storage that is not sharded', 'mixed types in one unit', 'a forgotten wrap', 'a typo in a LoRA target',
          'checkpointing with the wrong flag', 'float32 scores of 128,256 words', 'accumulation that keeps graphs',
@@ -180,8 +180,8 @@ def test_scores_of_words_are_named_from_a_third_of_the_peak_on(size, count):
     "By hand: 900 bytes at the peak, of which so many are scores of 100 words."
     model = torch.nn.Module()
     model.lm_head = torch.nn.Linear(4, 100)
-    seen = SimpleNamespace(model=model, peak=0, peak_b=900, alive=lambda when, test: size)
-    found = list(verdicts._logits(seen))
+    program = SimpleNamespace(model=model, peak=0, peak_b=900, alive_b=lambda event, test: size)
+    found = list(checks._whole_logits(program))
     assert [f.evidence for f in found] == [{'logits_b': size, 'peak_b': 900}] * count
 
 
@@ -189,19 +189,18 @@ def test_scores_of_words_are_named_from_a_third_of_the_peak_on(size, count):
 def test_a_save_may_hold_two_weights_and_no_more(most, count):
     "By hand: weights of 40 and 20 bytes."
     weights = {'a': torch.zeros(10), 'b': torch.zeros(5)}
-    seen = SimpleNamespace(stage=SimpleNamespace(blocks=[]), heights=lambda blocks: [0, most, 0], parameters=weights)
-    assert [f.evidence for f in verdicts._saves(seen)] == [{'save_b': most, 'whole_b': 60}] * count
+    program = SimpleNamespace(most_b=lambda test: most, parameters=weights)
+    assert [f.evidence for f in checks._gathering_save(program)] == [{'save_b': most, 'whole_b': 60}] * count
 
 
 def test_the_costliest_of_several_comes_first(monkeypatch):
-    def finds(*sizes): return lambda seen: [verdicts.Finding(f'costs {size}', 'mend it', size, {}) for size in sizes]
-    monkeypatch.setattr(verdicts, '_Seen', lambda *what: None)
-    for name in '_whole _wraps _graphs _logits _steps _again _saves'.split(): monkeypatch.setattr(verdicts, name, finds())
-    monkeypatch.setattr(verdicts, '_wraps', finds(3, 1)), monkeypatch.setattr(verdicts, '_saves', finds(7))
-    stage = SimpleNamespace(places=SimpleNamespace(names={1: 'a'}))
-    assert [f.size_b for f in verdicts.findings(stage, torch.nn.Linear(1, 1))] == [7, 3, 1]
-    with pytest.raises(verdicts.StageProblem, match=r'costs 7; mend it \(and 2 more\)'):
-        verdicts.check_stage(stage, torch.nn.Linear(1, 1))
+    def finds(*sizes): return lambda program: [checks.Finding(f'costs {size}', 'mend it', size, {}) for size in sizes]
+    monkeypatch.setattr(checks, '_Program', lambda *parts: None)
+    monkeypatch.setattr(checks, '_CHECKS', [finds(), finds(3, 1), finds(7)])
+    recorder = SimpleNamespace(modules=SimpleNamespace(names={1: 'a'}))
+    assert [f.size_b for f in checks.findings(recorder, torch.nn.Linear(1, 1))] == [7, 3, 1]
+    with pytest.raises(checks.ProgramProblem, match=r'costs 7; mend it \(and 2 more\)'):
+        checks.check_program(recorder, torch.nn.Linear(1, 1))
 
 
 def test_a_gate_names_the_costliest(page):
