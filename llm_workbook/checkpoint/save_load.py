@@ -12,9 +12,10 @@ from pathlib import Path
 
 from .disk import disk_errors
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest
-from .manifest import begin_save, check, commit
-from .sharded_files import CheckpointError, base_digest, kept, listed
-from .sharded_files import named, read_slices, slices_here, write_slices
+from .manifest import begin_save, check_checkpoint, commit_checkpoint
+from llm_workbook.checkpoint.sharded_files import (
+    CheckpointError, base_digest, checkpoint_tensors, local_slices, read_slices, stored_tensors,
+    unwrapped_parameters, write_slices)
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #19876009
@@ -37,7 +38,7 @@ def _json(value, name):
 def _states(model, optimizer):
     "The optimizer's tensors under the names of its parameters, and its other values as JSON."
     import torch
-    names = {p: name for name, p in named(model).items()}
+    names = {p: name for name, p in unwrapped_parameters(model).items()}
     tensors, numbers = {}, {}
     for p, state in optimizer.state.items():
         for key, value in state.items():
@@ -70,7 +71,7 @@ def _group_values(group, names):
 # %% ../../nbs/checkpoint/04_save_load.ipynb #4a656255
 def _fill_states(folder, model, optimizer, saved_ranks):
     "Give `optimizer` the states that were saved, each cut as its parameter is now."
-    names = {p: name for name, p in named(model).items()}
+    names = {p: name for name, p in unwrapped_parameters(model).items()}
     saved = json.loads((folder / 'groups.json').read_text())
     groups = optimizer.param_groups
     in_groups = [[names[p] for p in group['params']] for group in groups]
@@ -79,7 +80,7 @@ def _fill_states(folder, model, optimizer, saved_ranks):
                               'than the one that was saved')
     for group, values in zip(groups, saved['groups']): _set_group(group, values)
     owners = {names[p]: (p, group) for group in groups for p in group['params']}
-    tensors = _empty_states(listed(folder), owners, saved_ranks)
+    tensors = _empty_states(stored_tensors(folder), owners, saved_ranks)
     read_slices(folder, tensors)
     optimizer.state.clear()
     for label, value in (tensors | saved['numbers']).items():
@@ -210,10 +211,10 @@ def _files(model, optimizer, scheduler, facts, copy):
         state = _inner(scheduler, 'scheduler').state_dict()
         common['scheduler.json'] = _json(state, 'the scheduler')
     if not _is_engine(model):
-        files[f'model/{slices}'] = slices_here(kept(model), copy)
+        files[f'model/{slices}'] = local_slices(checkpoint_tensors(model), copy)
         if optimizer is not None:
             tensors, groups = _states(model, _inner(optimizer, 'optimizer'))
-            files[f'optimizer/{slices}'] = slices_here(tensors, copy)
+            files[f'optimizer/{slices}'] = local_slices(tensors, copy)
             common['optimizer/groups.json'] = groups
     return files if rank else files | common
 
@@ -239,7 +240,7 @@ def _finish(saving, files, facts, needed_b, rank):
             raise CheckpointError('the process group is gone: call finish_saving() before that')
 
         def commit_all():
-            if rank == 0: return commit(saving.folder, facts, expected=sum(names, []))
+            if rank == 0: return commit_checkpoint(saving.folder, facts, expected=sum(names, []))
 
         saving._manifest = on_every_rank(commit_all, group='thread')[0]
     except BaseException as error: saving._error = error
@@ -314,7 +315,7 @@ _BESIDE_WEIGHTS = 'optimizer', 'rng', 'scheduler.json', 'facts.json'
 
 def _checked(folder, weights_only):
     "The manifest of a checkpoint as it was committed; for its weights alone, less may be there."
-    try: return check(folder)
+    try: return check_checkpoint(folder)
     except DamagedCheckpoint as damage:
         needless = damage.file.partition('/')[0] in _BESIDE_WEIGHTS
         if not weights_only or not needless: raise
@@ -371,7 +372,7 @@ def load_checkpoint(
                       'any_ranks=True says that it is meant', stacklevel=2)
     if manifest.strategy.startswith('zero') or _is_engine(model):
         _load_zero(folder, manifest, model, weights_only)
-    else: on_every_rank(lambda: read_slices(folder / 'model', kept(model)))
+    else: on_every_rank(lambda: read_slices(folder / 'model', checkpoint_tensors(model)))
     if not weights_only:
         on_every_rank(lambda: _resume(folder, manifest, model, optimizer, scheduler))
     path = folder / 'facts.json'
@@ -432,7 +433,7 @@ def to_universal(
 ) -> Path:  # The converted checkpoint, committed
     "Convert a ZeRO checkpoint, in a process of its own, so that any number of ranks can load it."
     folder = Path(folder).absolute()
-    manifest = check(folder)
+    manifest = check_checkpoint(folder)
     if not re.fullmatch(r'zero\d', manifest.strategy):
         raise ValueError(f'{folder.name} is of strategy {manifest.strategy}, '
                          'which loads on any number of ranks as it is')
@@ -451,5 +452,5 @@ def to_universal(
         (converted / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, converted / name)
     same = manifest.model_dump(include={'step', 'ranks', 'method', 'recipe_hash', 'payload'})
-    commit(converted, same | {'strategy': f'{manifest.strategy}-universal'})
+    commit_checkpoint(converted, same | {'strategy': f'{manifest.strategy}-universal'})
     return converted

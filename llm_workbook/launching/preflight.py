@@ -21,8 +21,8 @@ from ..plan.ledger import memory
 from ..parallel.ranks import run_ranks
 from ..config.recipe import Recipe, differences
 from ..parallel.backends import transport_env
-from .rendezvous import (NUMBERS, Flaw, NoAnswer, Talk, compare_clocks,
-                                               place_of, time_links)
+from .rendezvous import (
+    NUMBERS, Flaw, PeerMissing, Rendezvous, compare_clocks, process_place, time_links)
 from .node_report import TOKEN, report_node
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
@@ -323,7 +323,7 @@ class _PlannedSave(threading.Thread):
             size_b = 0
             for line in memory(self.recipe).lines:
                 if line.phase != 'save' or line.place != 'disk': continue
-                size_b += line.size_b * ranks if line.each else line.size_b
+                size_b += line.size_b * ranks if line.every_rank else line.size_b
             self.size_b = size_b
 
     def wait(self, until):
@@ -381,11 +381,11 @@ def _collect(talk, recipe, directory, token, evidence):
     "Let all look at their nodes, and take what they report."
     members = talk.gather()
     left_s = talk.until - time.monotonic()
-    talk.put('met', {'here': members, 'token': token, 'left_s': left_s})
+    talk.publish('met', {'here': members, 'token': token, 'left_s': left_s})
     evidence.reports.append(report_node(recipe, directory, talk.place, members, token))
     for rank in range(1, talk.place.tasks):
         host = members[str(rank)]['host']
-        report = talk.take(f'facts/{rank}', host, 'looking at files', 12)
+        report = talk.wait_for(f'facts/{rank}', host, 'looking at files', 12)
         evidence.reports.append(report)
 
 def _measure(talk, recipe, evidence):
@@ -408,7 +408,7 @@ def _lead(talk, recipe, directory, plan):
             report |= evidence.clock(report['rank'])
             report['planned_b'] = plan.size_b
         findings = assess(recipe, evidence.reports, evidence.links)
-    except NoAnswer as stop: findings = [stop.finding]
+    except PeerMissing as stop: findings = [stop.finding]
     finally:
         token_file = Path(directory) / f'{TOKEN}{token}'
         with suppress(OSError): token_file.unlink()
@@ -421,11 +421,11 @@ def _lead(talk, recipe, directory, plan):
 def _follow(talk, recipe, directory):
     "Be another rank: report, and take part in what is measured."
     rank = talk.place.rank
-    meeting = talk.take('met', talk.place.head, 'waiting for all to come')
+    meeting = talk.wait_for('met', talk.place.head, 'waiting for all to come')
     members = meeting['here']
     talk.until = time.monotonic() + meeting['left_s'] + 2  # From here on the time of rank 0 counts
     report = report_node(recipe, directory, talk.place, members, meeting['token'])
-    talk.put(f'facts/{rank}', report)
+    talk.publish(f'facts/{rank}', report)
     speakers = _speakers(members)
     if rank not in speakers: return
     compare_clocks(talk, speakers, members)
@@ -439,14 +439,14 @@ def _take_part(talk, recipe, directory):
         talk.join()
         if talk.leads: return _lead(talk, recipe, directory, plan)
         return talk.hear(partial(_follow, talk, recipe, directory))
-    except NoAnswer as stop: return stop.finding
+    except PeerMissing as stop: return stop.finding
     except Exception as error:
         what = f'{talk.doing}: {error}'
         return Flaw('meeting', talk.place.host, what, 'Look at this node first')
 
 def _attend(recipe, directory, place, limit_s):
     "Take part in a thread: a call into a dead network may never come back."
-    talk = Talk(place, recipe.cluster.interface, limit_s)
+    talk = Rendezvous(place, recipe.cluster.interface, limit_s)
     results = []
     def attend(): results.append(_take_part(talk, recipe, directory))
     thread = threading.Thread(target=attend, daemon=True)
@@ -489,10 +489,10 @@ def preflight(
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     if env is not None:
-        place = place_of(env, head, port)
+        place = process_place(env, head, port)
         return _attend(recipe, directory, place, limit_s)
     _check_fork(recipe)
     def attend():
-        place = place_of(os.environ, 'localhost', int(os.environ['MASTER_PORT']))
+        place = process_place(os.environ, 'localhost', int(os.environ['MASTER_PORT']))
         return _attend(recipe, directory, place, limit_s)
     return run_ranks(attend, recipe.cluster.processes, timeout_s=limit_s + 5)[0]

@@ -23,7 +23,7 @@ from ..config.recipe import Recipe, planned_only
 from ..display import nearest
 from ..files import publish
 from ..training.run_directory import recipe_facts, run_state
-from .job_scripts import plain_path, sbatch
+from .job_scripts import safe_path, sbatch
 from ..parallel.backends import fsdp_env, transport_env, zero_config
 
 # %% ../../nbs/launching/02_render.ipynb #768e3b21
@@ -216,11 +216,11 @@ def render(
 ) -> Rendered:  # What lies there now
     "Write every file that starts `recipe`, and an index; doing it again changes nothing."
     recipe = recipe.changed()  # Checked again, however it was made
-    directory = Path(plain_path(directory, 'directory'))
+    directory = Path(safe_path(directory, 'directory'))
     asked = {'directory': str(directory), 'head': head,
              'options': dict(options or {}), 'python': python}
     texts = _texts(recipe, directory, head, options, python)
-    commands = _commands(recipe, directory, head, plain_path(python, 'python'))
+    commands = _commands(recipe, directory, head, safe_path(python, 'python'))
     index = _index(recipe, texts, asked, commands)
     before = {'hash': None, 'files': {}}
     if (directory / _INDEX).exists(): before = _read_index(directory)

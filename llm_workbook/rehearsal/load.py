@@ -28,7 +28,7 @@ from ..model.spec import spec as find_spec
 from ..model.weight_files import Entry, Weights
 from ..parallel import load as loader
 from ..parallel.backends import cpu_fsdp, fsdp_env
-from .program import script, shortened
+from .program import rehearsable, shortened
 from .recorder import recorded
 from .timeline import shallow_depths
 
@@ -139,7 +139,7 @@ def _load(recipe, layers, rank, gpu, page_locked):
         stack.enter_context(patch.dict(os.environ, fsdp_env(recipe)))
         stack.enter_context(warnings.catch_warnings(action='ignore'))
         from_place = recipe.changed({'model.source': str(place)})
-        model = stack.enter_context(loader.arriving(from_place))
+        model = stack.enter_context(loader.loaded_base(from_place))
         recorder = stack.enter_context(recorded(recipe.cluster.ranks, rank, gpu, offload))
         stack.enter_context(cpu_fsdp())
         if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
@@ -211,7 +211,7 @@ def rehearse_load(
 ) -> LoadRehearsal:  # An error of the loader is raised as the launch would
     "Load the base of `recipe` for one rank at full size, without memory, files or other ranks."
     began = time.monotonic()
-    changed, _ = script(recipe)
+    changed, _ = rehearsable(recipe)
     model, sharding = recipe.model, recipe.sharding
     asked = sharding.loading, changed.sharding.strategy, model.head
     if asked != ('sharded', 'fsdp2', 'causal_lm'):

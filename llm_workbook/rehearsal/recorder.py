@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from .fake_tensors import fake_ranks, fake_tensors, watched
+from .fake_tensors import fake_ranks, fake_tensors, watched_operations
 
 # %% ../../nbs/rehearsal/02_recorder.ipynb #b82c7008
 @dataclass(slots=True, eq=False)
@@ -442,7 +442,7 @@ def recorded(
         for change in _patches(recorder): stack.enter_context(change)
         stack.callback(recorder.memory.alive.clear)  # What lives on was there at the end
         stack.enter_context(_regular_collections())
-        stack.enter_context(watched(record) if real else fake_tensors(record, packed))
+        stack.enter_context(watched_operations(record) if real else fake_tensors(record, packed))
         yield recorder
 
 # %% ../../nbs/rehearsal/02_recorder.ipynb #2376db40

@@ -15,7 +15,7 @@ from ..config.hardware import node as find_node
 from ..config.recipe import Recipe
 from ..display import binary_size, html_table
 from ..model.spec import spec as find_spec
-from .program import play, script
+from .program import record_step, rehearsable
 from .timeline import Irregular, Timeline, extrapolated, shallow_depths, spans
 
 # %% ../../nbs/rehearsal/05_step.ipynb #b3182a3c
@@ -108,14 +108,14 @@ def rehearse(
 ) -> Rehearsal:  # An error of the program is raised as the launch would; `notes` say what differs
     "Run one step of the training program at full size, without its memory and without its ranks."
     began = time.monotonic()
-    changed, notes = script(recipe)
+    changed, notes = rehearsable(recipe)
     if type(rank) is not int or not 0 <= rank < recipe.cluster.ranks:
         raise ValueError(f'rank = {rank!r} must be from 0 to {recipe.cluster.ranks - 1}')
     gpu = recipe.cluster.device == 'cuda'
     steps_s = []
 
     def run(layers):
-        step = play(changed, layers, rank, gpu, recipe.batch.packing)
+        step = record_step(changed, layers, rank, gpu, recipe.batch.packing)
         steps_s.append(step.step_s)
         return Timeline(tuple(spans(step.recorder, step.begin, step.end)), step.layers)
 

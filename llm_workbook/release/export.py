@@ -19,14 +19,14 @@ from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..checkpoint.disk import disk_errors, room
-from ..checkpoint.manifest import MANIFEST, check, commit
+from ..checkpoint.disk import disk_errors, check_disk
+from ..checkpoint.manifest import MANIFEST, check_checkpoint, commit_checkpoint
 from ..config.recipe import Recipe
 from ..display import html_table, nearest
 from ..files import resolve
 from ..model.quantize import nf4_config
 from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
-from .merge import WAYS, Gate, Merge, gate, judge, merged
+from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
 from ..training.data import load_rows
 from ..training.run_directory import recipe_facts
 
@@ -260,7 +260,7 @@ def _card(recipe, into, facts, data, proof):
               f'- Proof: {_proof_text(proof)}']
     points += [f'- {name}: {value}' for name, value in (facts.get('metrics') or {}).items()]
     title = (f'# {recipe.name}\n\n{shown.model.source} with {recipe.method.kind} adapters, '
-             f'merged into {WAYS[into]}.')
+             f'merged into {MERGE_TARGETS[into]}.')
     settings = f'## Recipe\n\n```yaml\n{shown.dump()}```'
     body = '\n\n'.join([title, '\n'.join(points), settings])
     head = _front_matter(recipe, into, license)
@@ -293,7 +293,7 @@ def _published(directory, needed_b):
     if directory.exists():
         raise ValueError(f'{directory.name!r} is there already and is not written over: '
                          'name another')
-    room(directory.parent, needed_b)
+    check_disk(directory.parent, needed_b)
     outer = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', dir=directory.parent))
     try:
         inner = outer / directory.name
@@ -371,7 +371,8 @@ def export(
         (folder / 'README.md').write_text(card, encoding='utf-8')
         seal = recipe_facts(recipe) | {'step': recipe.optimizer.steps, 'ranks': 1,
                                        'strategy': 'none', 'extra': {'into': into}}
-        sealed = commit(folder, seal, expected=['config.json', 'tokenizer.json', 'README.md'])
+        needed = ['config.json', 'tokenizer.json', 'README.md']
+        sealed = commit_checkpoint(folder, seal, expected=needed)
         files = {name: (folder / name).stat().st_size for name in [*sealed.files, MANIFEST]}
         return Exported(directory, into, files, proof)
 
@@ -456,7 +457,7 @@ def push(
     validate_repo_id(repo_id)
     if '/' not in repo_id:
         raise ValueError(f'repo_id {repo_id!r} has no owner: write owner/{repo_id}')
-    names = [MANIFEST, *check(directory, deep=True).files]
+    names = [MANIFEST, *check_checkpoint(directory, deep=True).files]
     token = _token(endpoint)
     sizes = {name: (directory / name).stat().st_size for name in names}
     _refuse_token(directory, names, token)

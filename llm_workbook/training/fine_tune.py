@@ -16,25 +16,25 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..checkpoint.sharded_files import named
+from ..checkpoint.sharded_files import unwrapped_parameters
 from ..config.document import RecipeError
 from ..config.recipe import Recipe, planned_only
 from ..display import html_table
 from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
-from ..parallel.load import arriving
+from ..parallel.load import loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
 from .classifier import class_rows
 from .data import load_rows
-from .effective import check_launcher, confirm
+from .effective import check_launcher, confirm_settings
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
 from .rank_run import check_payload, check_shards, payload_digest
 from .resume import Preempted, guarded_train, resumable, save_result
 from .run_directory import (
-    RunFiles, Start, begin_run, rate_course, read_metrics, recipe_facts, run_lock, run_state)
+    RunFiles, Start, begin_run, rate_schedule, read_metrics, recipe_facts, run_lock, run_state)
 from .tokens import check_rows
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
@@ -95,7 +95,7 @@ def _tokenised(recipe, rows):
     "Add to each row its tokens and its labels."
     report = check_rows(rows, _tokenizer(recipe.model), recipe.batch.length)
     tokenised = []
-    for row, (ids, mask) in zip(rows, report.made, strict=True):
+    for row, (ids, mask) in zip(rows, report.tokenised, strict=True):
         labels = [token if trains else -100 for token, trains in zip(ids, mask)]
         tokenised.append(row | {'input_ids': array('i', ids), 'labels': array('i', labels)})
     return tokenised
@@ -117,7 +117,7 @@ def sft_config(
     from trl import SFTConfig
     batch, optimizer, sharding = recipe.batch, recipe.optimizer, recipe.sharding
     zero = zero_config(recipe) if sharding.strategy.startswith('zero') else None
-    schedule, warmup_steps = rate_course(recipe)
+    schedule, warmup_steps = rate_schedule(recipe)
     recompute = sharding.activation_checkpointing == 'full' and sharding.strategy != 'fsdp2'
     return SFTConfig(
         output_dir=str(directory),
@@ -168,7 +168,7 @@ def _callback(trainer, recipe):
             model = trainer.model_wrapped
             trainer.shards = check_shards(run, recipe, model)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
-                confirm(recipe, model, trainer.optimizer, trainer, train_dataloader,
+                confirm_settings(recipe, model, trainer.optimizer, trainer, train_dataloader,
                         run.files.directory)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
                 trainer.payload = payload_digest(recipe, trainer.model)
@@ -225,7 +225,7 @@ def _sum_losses(trainer, rows, batch_size):
             loss -= float(output.log_probs.sum())
             tokens += int(output.label_mask.sum())
     model.train()
-    named(model)  # Puts the units of FSDP back into their parts
+    unwrapped_parameters(model)  # Puts the units of FSDP back into their parts
     return loss, tokens
 
 # %% ../../nbs/training/13_fine_tune.ipynb #5356cf0a
@@ -309,7 +309,7 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
         held = ()
     elif held is None:
         held = _read_rows(recipe)[1]
-    with memory_trace() as memory, cpu_fsdp(), arriving(recipe) as model:
+    with memory_trace() as memory, cpu_fsdp(), loaded_base(recipe) as model:
         trainer = make_trainer(recipe, directory, rows, model, None, held)
         if recipe.sharding.loading == 'every_rank':
             trainer.payload = payload_digest(recipe, trainer.model)

@@ -17,15 +17,15 @@ from pathlib import Path
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters
 from ..parallel.backends import cpu_fsdp, zero_config
-from ..parallel.load import arriving
+from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
-from .effective import confirm
+from .effective import confirm_settings
 from .memory_trace import memory_trace
 from .rank_run import (
     RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted)
 from .resume import save_result
-from .run_directory import Start, rate_course, recipe_facts
+from .run_directory import Start, rate_schedule, recipe_facts
 from .watchdog import Preemption, check_finite
 
 # %% ../../nbs/training/11_loop.ipynb #9202f8ba
@@ -129,7 +129,7 @@ def make_optimizer(
               {'params': without_decay, 'weight_decay': 0.0}]
     groups = [group for group in groups if group['params']]
     optimizer = _optimizer_class(settings.kind)(groups, lr=settings.learning_rate)
-    schedule, warmup_steps = rate_course(recipe)
+    schedule, warmup_steps = rate_schedule(recipe)
     scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=warmup_steps,
                               num_training_steps=settings.steps)
     return optimizer, scheduler
@@ -262,7 +262,8 @@ def _begin(loop):
     run, recipe, model = loop.run, loop.recipe, loop.model_wrapped
     run.log.start_clock(run.start)
     loop.shards = check_shards(run, recipe, model)
-    confirm(recipe, model, loop.optimizer, loop.accelerator, loop.loader, run.files.directory)
+    confirm_settings(
+        recipe, model, loop.optimizer, loop.accelerator, loop.loader, run.files.directory)
     loop.payload = payload_digest(recipe, loop.model)
     if run.start.checkpoint is None: return
     facts = load_step(run, run.start.checkpoint, _trained(loop))
@@ -350,4 +351,4 @@ def train_loop(
 def _base(recipe):
     "Load the base: under a new head, or as it arrives for a language model."
     if recipe.model.head == 'classification': return nullcontext(load_classifier(recipe))
-    return arriving(recipe)
+    return loaded_base(recipe)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from ..checkpoint.manifest import check, prune
+from ..checkpoint.manifest import check_checkpoint, prune
 from ..checkpoint.save_load import finish_saving, load_checkpoint, save_checkpoint
 from ..checkpoint.sharded_files import base_digest
 from ..config.recipe import Recipe
@@ -164,7 +164,8 @@ def read_converted(
     checkpoint: Path | None,  # To go on from
 ) -> bool:  # Whether it is a converted one
     "Tell DeepSpeed if its checkpoint was converted for another number of ranks."
-    if checkpoint is None or not check(checkpoint).strategy.endswith('-universal'): return False
+    if checkpoint is None: return False
+    if not check_checkpoint(checkpoint).strategy.endswith('-universal'): return False
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     config['checkpoint'] = {'load_universal': True}
     return True

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..checkpoint.consolidate import export_full
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save_load import random_state, save_checkpoint, set_random_state
-from ..checkpoint.sharded_files import listed
+from ..checkpoint.sharded_files import stored_tensors
 from ..model.adapters import save_adapters
 from ..parallel.agreement import on_every_rank
 from .rank_run import RankRun, commit_step, load_step, read_converted
@@ -246,7 +246,7 @@ def _write_gathered(trainer, folder):
         trainer.processing_class.save_pretrained(folder / 'model')
     on_every_rank(lambda: None)  # Until rank 0 has written
     shapes = on_every_rank(lambda: {
-        name: tuple(shape) for name, (shape, _) in listed(folder / 'model').items()})
+        name: tuple(shape) for name, (shape, _) in stored_tensors(folder / 'model').items()})
     return shapes[0]
 
 def _publish(trainer, files, folder):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RunFiles', 'run_state', 'mark_run', 'read_metrics', 'write_line', 'RunLocked', 'run_lock', 'Start', 'begin_run',
-           'rate_course', 'recipe_facts', 'run_status']
+           'rate_schedule', 'recipe_facts', 'run_status']
 
 # %% ../../nbs/training/05_run_directory.ipynb #59c4cceb
 import hashlib
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from ..checkpoint.disk import room
-from ..checkpoint.manifest import check, latest_valid, survey
+from ..checkpoint.disk import check_disk
+from ..checkpoint.manifest import check_checkpoint, latest_valid, survey
 from ..config.recipe import Recipe, differences
 from ..files import publish
 from .watchdog import EXIT_PREEMPTED
@@ -112,7 +112,7 @@ def run_lock(
     import fcntl
     lock, process = RunFiles(directory).lock, os.getpid()
     lock.parent.mkdir(parents=True, exist_ok=True)
-    room(directory, 0, files=0)  # Refuses a directory that cannot be written to
+    check_disk(directory, 0, files=0)  # Refuses a directory that cannot be written to
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         if not trust:
@@ -176,7 +176,7 @@ def begin_run(
     if checkpoint and not files.recipe.exists():
         raise ValueError(f'{files.directory.name!r} holds {checkpoint.name} and no '
                          f'{files.recipe.name}: it is no run')
-    step = check(checkpoint).step if checkpoint else 0
+    step = check_checkpoint(checkpoint).step if checkpoint else 0
 
     files.directory.mkdir(parents=True, exist_ok=True)
     _put_aside_after(step, files.directory)
@@ -216,16 +216,16 @@ def _put_aside(folder):
 def _for_ranks(checkpoint, recipe):
     "Take the converted one where DeepSpeed's own was saved by another number of ranks."
     if not checkpoint: return None
-    manifest = check(checkpoint)
+    manifest = check_checkpoint(checkpoint)
     tied = manifest.strategy.startswith('zero')  # To its number of ranks
     if not tied or manifest.ranks == recipe.cluster.ranks: return checkpoint
     converted = checkpoint.parent / 'universal' / checkpoint.name
     if not converted.is_dir(): return checkpoint
-    check(converted, deep=True)  # Raises if it is damaged
+    check_checkpoint(converted, deep=True)  # Raises if it is damaged
     return converted
 
 # %% ../../nbs/training/05_run_directory.ipynb #e4a17174
-def rate_course(
+def rate_schedule(
     recipe: Recipe,  # Its `optimizer` is read
 ) -> tuple[str, int]:  # Name of transformers' schedule, and steps of warm-up
     "Name the schedule of the learning rate: transformers' plain `constant` ignores a warm-up."
@@ -253,7 +253,7 @@ def _refuse_another(files, run, recipe, resume):
 def _refuse_changes(old, new):
     "Raise where two recipes differ in what makes the losses of a run."
     changeable = set(_CHANGEABLE)
-    if new.optimizer.schedule == 'constant' and rate_course(old) == rate_course(new):
+    if new.optimizer.schedule == 'constant' and rate_schedule(old) == rate_schedule(new):
         changeable |= {'optimizer.steps', 'optimizer.warmup'}
     changes = [f'{field} was {before!r} and is {now!r}'
                for field, before, now in differences(old, new) if field not in changeable]

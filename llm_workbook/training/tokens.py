@@ -95,7 +95,7 @@ class TokenReport:
     trained: int  # Tokens that carry the loss
     longest: int  # Tokens of the longest example
     cut: int  # Examples longer than the length asked for; they lose their end
-    made: list[tuple] = field(  # Of each row what `assistant_mask` gives
+    tokenised: list[tuple] = field(  # Of each row what `assistant_mask` gives
         default_factory=list, repr=False, compare=False)
 
 def _answers(ids, mask):
@@ -154,4 +154,4 @@ def check_rows(
         trained=sum(sum(mask) for _, mask in tokenised),
         longest=max(lengths, default=0),
         cut=sum(tokens > length for tokens in lengths),
-        made=tokenised)
+        tokenised=tokenised)
