@@ -220,7 +220,7 @@ def _uncommitted(folder, saving):
 # %% ../../nbs/checkpoint/02_manifest.ipynb #b8600fa1
 def check_checkpoint(
     folder: str | Path,  # A checkpoint
-    deep: bool = False,  # Whether to read every file and compare its hash; else names and sizes
+    deep: bool = False,  # Whether to compare hashes too, of the bytes that the commit hashed
     trust: bool = False,  # Whether it may belong to another user
 ) -> Manifest:  # Of a checkpoint that is as it was committed
     "Compare a checkpoint with its manifest; raise `DamagedCheckpoint` with file and reason."
