@@ -6,6 +6,7 @@
 __all__ = ['asset', 'resolve', 'sync_folder', 'publish']
 
 # %% ../nbs/package/02_files.ipynb #425aa9db
+import errno
 import os
 import threading
 from contextlib import suppress
@@ -49,6 +50,8 @@ def sync_folder(
     "Wait until the names in a folder are on the disk."
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try: os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL: raise  # EINVAL: a file system that syncs no directory
     finally: os.close(handle)
 
 def publish(

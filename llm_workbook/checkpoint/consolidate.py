@@ -13,6 +13,7 @@ from .manifest import check_checkpoint
 from .sharded_files import (
     CheckpointError, fill_slices, stored_tensors, write_slices)
 from ..files import resolve
+from ..model.architecture import load_tokenizer
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6a9eeb3
@@ -43,7 +44,7 @@ def _plan_files(tensors, limit_b):
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #5a35fe92
 def _write_index(directory, files, source, dtype):
     "Write what stands beside the weights: index, configuration, tokenizer."
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     total_b = sum((directory / file).stat().st_size for file in files)
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     index = {'metadata': {'total_size': total_b}, 'weight_map': weight_map}
@@ -51,8 +52,7 @@ def _write_index(directory, files, source, dtype):
     config = AutoConfig.from_pretrained(resolve(source), trust_remote_code=False)
     config.dtype = dtype
     config.save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(source), trust_remote_code=False)
-    tokenizer.save_pretrained(directory)
+    load_tokenizer(source).save_pretrained(directory)
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6c24ef8
 def _compare_headers(directory, tensors, dtype):

@@ -17,9 +17,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from .disk import disk_errors, check_disk
+from .disk import check_disk, disk_errors
 from ..config.document import Count, Name, Part, RecipeError
 from ..display import html_table
+from ..files import publish
 
 # %% ../../nbs/checkpoint/02_manifest.ipynb #e133d05f
 _log = logging.getLogger(__name__)
@@ -131,7 +132,8 @@ class Manifest(Part):
 
 # %% ../../nbs/checkpoint/02_manifest.ipynb #5cab05f5
 # Files that may lie in a checkpoint and are no part of it
-_IGNORED = re.compile(rf'{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\.part|\.nfs\w+|\.DS_Store')
+_NAME = re.escape(MANIFEST)
+_IGNORED = re.compile(rf'{_NAME}|\.{_NAME}\.[\d.]*part|\.nfs\w+|\.DS_Store')
 
 def _list_files(folder, trust):
     "File -> what `lstat` says of it, and the folders; only plain files of this user pass."
@@ -324,7 +326,8 @@ def commit_checkpoint(
         for inner in reversed(folders): _sync(folder / inner)
         files_now, _ = _list_files(folder, trust=True)  # Somebody may still be writing
         _compare(folder, manifest, files_now)
-        _publish(folder, manifest.dump())
+        publish(folder / MANIFEST, manifest.dump(), durable=True)
+        _sync(folder.absolute().parent)
     with suppress(FileNotFoundError): os.unlink(folder / _SAVING)
     return manifest
 
@@ -340,23 +343,6 @@ def _draft(folder, facts, files):
     if _step(folder.name) not in (None, manifest.step):
         raise ValueError(f'step {manifest.step} belongs not into {folder.name!r}')
     return manifest
-
-def _publish(folder, text):
-    "Write the manifest whole or not at all, and wait until its name is on the disk."
-    # Not `files.publish`: its folder sync refuses file systems that cannot sync a directory
-    part = folder / f'.{MANIFEST}.part'
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(part, flags, 0o644), 'w') as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, folder / MANIFEST)
-    except OSError:
-        with suppress(OSError): part.unlink()
-        raise
-    _sync(folder)
-    _sync(folder.absolute().parent)
 
 # %% ../../nbs/checkpoint/02_manifest.ipynb #870563b2
 @dataclass(frozen=True)

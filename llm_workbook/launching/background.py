@@ -17,7 +17,7 @@ from ..config.recipe import Recipe
 from ..display import html_table
 from ..parallel.ranks import RankError, log_tail
 from ..training.resume import Preempted
-from ..training.run_directory import read_metrics
+from ..training.run_directory import RunFiles, read_metrics
 from ..training.fine_tune import Run, check_recipe, fine_tune
 
 # %% ../../nbs/launching/07_background.ipynb #2b7a5c01
@@ -340,7 +340,7 @@ class Launched:
     @property
     def metrics(self) -> list[dict]:  # One value per step, as `read_metrics` gives them
         "Read the steps so far."
-        return read_metrics(self.directory / 'metrics.jsonl')
+        return read_metrics(RunFiles(self.directory).metrics)
 
     def log(self, rank: int = 0,  # Whose
         most_b: int = 2**16,  # How much of its end, bytes

@@ -18,7 +18,7 @@ from ..display import html_table
 from ..files import publish
 from .rendezvous import node_names
 from .render import render
-from ..training.run_directory import read_metrics, run_state
+from ..training.run_directory import RunFiles, read_metrics, run_state
 
 # %% ../../nbs/launching/06_slurm.ipynb #e7427f56
 class SlurmError(RuntimeError):
@@ -154,7 +154,7 @@ class Job:
     @property
     def metrics(self) -> list[dict]:  # One value per step
         "Read the steps so far."
-        return read_metrics(self.directory / 'metrics.jsonl')
+        return read_metrics(RunFiles(self.directory).metrics)
 
     def status(self) -> Status:  # At this moment
         "Ask SLURM, and the run's directory, how the job stands."

@@ -616,6 +616,5 @@ def _step_waits(large, seconds, recipe, node) -> _Waits:
 
 def _collectives(large) -> Iterator[Collective]:
     for exchange in large:
-        yield from exchange.forward_gathers
-        yield from exchange.backward_gathers
-        yield from exchange.reductions
+        gathers = *exchange.forward_gathers, *exchange.backward_gathers
+        yield from (*gathers, *exchange.reductions)

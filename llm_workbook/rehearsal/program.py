@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe, Zero, planned_only
-from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
-from ..model.architecture import configuration, materialise, skeleton
+from ..model.architecture import (
+    configuration, load_tokenizer, materialise, skeleton)
 from ..model.quantize import keep_payload, nf4_config
 from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
@@ -203,7 +203,6 @@ def record_step(
         stack.enter_context(_adapted_libraries(recipe, gpu))
         trainer = _trainer(recipe, folder, _base(recipe, model), packed)
         marks = _mark_step(trainer, recorder, recipe)
-        trainer.began = time.monotonic()
         trainer.train()
     build_s, step_s = marks.built_s - started, marks.ended_s - marks.built_s
     ran = layers or _depth(recipe)
@@ -435,12 +434,10 @@ def _fake_payload_class():
 # %% ../../nbs/rehearsal/04_program.ipynb #26f24c9d
 def _trainer(recipe, folder, model, packed):
     "The trainer of the project; that of transformers where TRL's cannot compute the loss."
-    from transformers import AutoTokenizer
     tokens = [1] * recipe.batch.length
     row = {'input_ids': tokens, 'labels': tokens}
     if recipe.model.head == 'causal_lm' and recipe.batch.loss_head == 'chunked':
-        tokenizer = AutoTokenizer.from_pretrained(resolve('tiny-base'))
-        trainer = make_trainer(recipe, folder, [row], model, tokenizer)
+        trainer = make_trainer(recipe, folder, [row], model, load_tokenizer('tiny-base'))
     else:
         trainer = _plain_trainer(recipe, folder, row, model)
     micro_batches = recipe.batch.accumulation

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.recipe import Recipe
-from ..files import resolve
 from ..model.adapters import load_adapters
+from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
 from .scores import completions
 
@@ -132,14 +132,12 @@ def load_chat(
     longest: int = 64,  # Tokens of an answer at most
 ) -> Chat:  # On one device
     "Load the base and what was trained."
-    from transformers import AutoTokenizer
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     if recipe.model.head != 'causal_lm':
         raise ValueError(f'model.head {recipe.model.head!r} gives labels, not words')
     options = recipe.method, recipe.precision, recipe.cluster.device
-    tokenizer = AutoTokenizer.from_pretrained(
-        resolve(recipe.model.source), revision=recipe.model.revision, trust_remote_code=False)
+    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision)
     base = load_base(recipe.model, *options)
     if recipe.method.kind == 'full':
         return Chat(load_base(str(saved), *options), tokenizer, base, longest)

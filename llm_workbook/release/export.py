@@ -19,11 +19,12 @@ from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..checkpoint.disk import disk_errors, check_disk
+from ..checkpoint.disk import check_disk, disk_errors
 from ..checkpoint.manifest import MANIFEST, check_checkpoint, commit_checkpoint
 from ..config.recipe import Recipe
 from ..display import html_table, nearest
 from ..files import resolve
+from ..model.architecture import load_tokenizer
 from ..model.quantize import nf4_config
 from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
 from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
@@ -111,11 +112,6 @@ def _verify(merge, folder):
         raise ValueError(f'{len(wrong)} tensors were written wrongly; {"; ".join(wrong[:2])}')
 
 # %% ../../nbs/release/03_export.ipynb #40f5002a
-def _tokenizer(base):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(resolve(base.source), revision=base.revision,
-                                         trust_remote_code=False)
-
 def _describe(merge, recipe, folder):
     "Write configuration, generation settings and tokenizer beside the weights."
     from transformers import AutoConfig, GenerationConfig
@@ -129,7 +125,7 @@ def _describe(merge, recipe, folder):
     try: settings = GenerationConfig.from_pretrained(place, revision=base.revision)
     except OSError: settings = GenerationConfig.from_model_config(config)  # A base may have none
     settings.save_pretrained(folder)
-    _tokenizer(base).save_pretrained(folder)
+    load_tokenizer(base.source, base.revision).save_pretrained(folder)
 
 # %% ../../nbs/release/03_export.ipynb #c2157493
 _FRESH = '''
@@ -177,7 +173,8 @@ def _prove(merge, recipe, adapters, folder, question):
     import torch
     with tempfile.TemporaryDirectory() as scratch:
         report, ids, logits = _fresh(folder, question, Path(scratch) / 'result.safetensors')
-    base, tokenizer, text = recipe.model, _tokenizer(recipe.model), question
+    base, text = recipe.model, question
+    tokenizer = load_tokenizer(base.source, base.revision)
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
     if ids[0].tolist() != tokenizer(text, add_special_tokens=False)['input_ids']:

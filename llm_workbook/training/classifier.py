@@ -15,10 +15,11 @@ from pathlib import Path
 
 from ..config.recipe import Recipe
 from ..display import html_table
-from ..files import resolve
 from ..model.adapters import load_adapters
+from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
 from .data import load_rows
+from .run_directory import RunFiles
 from .tokens import assistant_mask, check_rows
 
 # %% ../../nbs/training/10_classifier.ipynb #85efffbd
@@ -51,10 +52,7 @@ def class_tokenizer(
     recipe: Recipe,  # Its model is read
 ) -> 'PreTrainedTokenizerFast':  # With a pad token
     "Load the tokenizer of `recipe`."
-    from transformers import AutoTokenizer
-    base = recipe.model
-    tokenizer = AutoTokenizer.from_pretrained(
-        resolve(base.source), revision=base.revision, trust_remote_code=False)
+    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision)
     set_pad(tokenizer)
     return tokenizer
 
@@ -184,14 +182,15 @@ def reload_classifier(
     class_names(recipe)  # Refuses a recipe without classes
     directory = Path(directory)
     if recipe.method.kind == 'full':
-        source = {'source': str(directory / 'model'), 'revision': None}
+        source = {'source': str(RunFiles(directory).model), 'revision': None}
         saved = recipe.model.model_copy(update=source)
         model = load_classifier(recipe.model_copy(update={'model': saved}))
         return model.eval().requires_grad_(False)
     base = load_classifier(recipe)
     base.score.float()  # Or peft would round what it loads to the type of the base
-    model = load_adapters(base, directory / 'adapters')
-    _restore_types(model, directory / 'adapters' / 'adapter_model.safetensors')
+    adapters = RunFiles(directory).adapters
+    model = load_adapters(base, adapters)
+    _restore_types(model, adapters / 'adapter_model.safetensors')
     return model
 
 def _restore_types(model, file):

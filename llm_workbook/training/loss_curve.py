@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ..display import canvas
-from .run_directory import read_metrics
+from .run_directory import RunFiles, read_metrics
 
 # %% ../../nbs/training/12_loss_curve.ipynb #42baaffe
 def loss_figure(
@@ -50,19 +50,19 @@ class LossCurve:
     "Draws a run while it runs: call it again and again."
     def __init__(
         self,
-        path: 'str | Path',  # The `metrics.jsonl` that grows, with `evaluation.jsonl` beside it
+        directory: 'str | Path',  # Of a run, whose files of metrics and evaluations grow
         steps: int,  # Steps of the whole run
     ):
         from tqdm.auto import tqdm
         if steps < 1: raise ValueError(f'a run of {steps} steps has no curve')
-        self.path, self.steps = Path(path), steps
+        self.files, self.steps = RunFiles(directory), steps
         self.drawn = 0, 0  # Last step, and number of held-out lines
         self.handle = None  # Of the picture
         self.bar = tqdm(total=steps, unit='step', leave=True)
 
     def __call__(self):
-        metrics = read_metrics(self.path)
-        self.held = read_metrics(self.path.with_name('evaluation.jsonl'))
+        metrics = read_metrics(self.files.metrics)
+        self.held = read_metrics(self.files.evaluations)
         if not metrics: return
         last = metrics[-1]
         on_disk = last['step'], len(self.held)

@@ -202,7 +202,6 @@ def trained(recipe, folder):
                 named = trainer.model.named_parameters()
                 seen.setdefault('grads', {n: p.grad.full_tensor() for n, p in named if p.grad is not None})
         trainer.add_callback(Look())
-        trainer.began = time.monotonic()
         trainer.train()
         seen['end'] = fingerprint(trainer.model) if recipe.method.kind == 'qlora' else None
     seen['losses'] = [row['loss'] for row in trainer.state.log_history if 'loss' in row]
