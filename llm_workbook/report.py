@@ -25,7 +25,7 @@ from .files import publish
 from .plan.estimate import Estimate
 from .plan.ledger import Ledger, memory
 from .plan.lines import INSTANTS
-from .plan.step_time import Traffic, step_traffic
+from .plan.step_time import StepEstimate, estimate_step
 from .rehearsal.step import Rehearsal
 from .rehearsal.timeline import Timeline
 from .training.fine_tune import Run
@@ -78,7 +78,7 @@ def _planned_sizes(ledger, instant) -> dict[str, int]:
     "Add up the tensors of one instant by common class; '' is what is there between two steps."
     sizes = Counter()
     for line in ledger.lines:
-        if line.phase != 'step' or line.moment not in ('', instant): continue
+        if line.phase != 'step' or line.instant not in ('', instant): continue
         if line.kind in _NO_TENSOR or line.place == 'disk': continue
         sizes[_common_class(line.kind) if line.place == 'gpu' else _HOST] += line.size_b
     return dict(sizes)
@@ -99,7 +99,7 @@ def _stage_of(name) -> str:
 def _planned_stages(ledger) -> dict[str, _Instant]:
     "Give the fullest planned instant of each stage."
     stages = {_BETWEEN: _Instant(_BETWEEN, _planned_sizes(ledger, ''))}
-    instants = dict.fromkeys(line.moment for line in ledger.lines if line.phase == 'step')
+    instants = dict.fromkeys(line.instant for line in ledger.lines if line.phase == 'step')
     for name in instants:
         if not name: continue
         stage = _stage_of(name)
@@ -246,7 +246,7 @@ def _rank_rows(plan, rehearsal, i, rank) -> Iterator[Compared]:
 def _held_b(plan, kinds) -> int:
     "Add up what a rank holds of some classes between two steps."
     return sum(line.size_b for line in plan.lines
-               if line.phase == 'step' and not line.moment
+               if line.phase == 'step' and not line.instant
                and line.kind in kinds and line.place != 'disk')
 
 def _median_step_s(run) -> float:
@@ -263,7 +263,7 @@ class Report:
     recipe: Recipe  # That was planned, rehearsed and run
     rank: int  # Whose memory was planned and rehearsed
     rows: tuple[Compared, ...]  # All items, part by part
-    moments: dict  # Part -> instant of the ledger, instant of the rehearsal; None: it has none
+    instants: dict  # Part -> instant of the ledger, instant of the rehearsal; None: it has none
     notes: tuple[str, ...]  # What is not compared, and why
     date: str  # UTC
     versions: dict  # Package -> version
@@ -294,7 +294,7 @@ class Report:
             'rank': self.rank,
             'date': self.date,
             'versions': self.versions,
-            'moments': {part: list(pair) for part, pair in self.moments.items()},
+            'instants': {part: list(pair) for part, pair in self.instants.items()},
             'notes': list(self.notes),
             'rows': [row._asdict() | {'residual': row.residual} for row in self.rows]}
 
@@ -327,7 +327,7 @@ class Report:
         top, *rows = self.part('peak')
         least_b = _larger(top) / 1000
         rows = [row for row in rows if row.item != _HOST and _larger(row) > least_b]
-        return _pairs(rows, self.moments['peak'], self.rank)
+        return _pairs(rows, self.instants['peak'], self.rank)
 
     def __repr__(self):
         stored = 'not stored'
@@ -350,10 +350,10 @@ def _parsed(value) -> tuple:
         fields = {name: row[name] for name in Compared._fields}
         rows.append(Compared(**fields))
     recipe = Recipe(**value['recipe'])
-    moments = {part: tuple(pair) for part, pair in value['moments'].items()}
+    instants = {part: tuple(pair) for part, pair in value['instants'].items()}
     notes = tuple(value['notes'])
     rank, date, versions = value['rank'], value['date'], value['versions']
-    return recipe, rank, tuple(rows), moments, notes, date, versions
+    return recipe, rank, tuple(rows), instants, notes, date, versions
 
 def _percent(row) -> str:
     if row.share is None: return ''
@@ -368,7 +368,7 @@ def _summary(report) -> str:
 
 def _peak_stages(report) -> list[str]:
     "Name the stages of the peaks, if these are two."
-    stages = [text.partition(' (')[0] for text in report.moments['peak']]
+    stages = [text.partition(' (')[0] for text in report.instants['peak']]
     return stages if stages[0] != stages[1] else []
 
 # %% ../nbs/package/05_report.ipynb #b4191fb3
@@ -386,10 +386,10 @@ def _tables(report) -> str:
     return ''.join([*parts, f'<ul>{notes}</ul>'])
 
 def _instants_text(report, name) -> str:
-    planned, rehearsed = report.moments.get(name, (None, None))
+    planned, rehearsed = report.instants.get(name, (None, None))
     if not planned and not rehearsed: return ''
-    planned = planned or 'no moment that it plans'
-    rehearsed = rehearsed or 'no moment that it saw'
+    planned = planned or 'no instant that it plans'
+    rehearsed = rehearsed or 'no instant that it saw'
     return f': the ledger at {planned}; the rehearsal at {rehearsed}'
 
 def _table(rows) -> str:
@@ -427,7 +427,7 @@ def _pairs(rows, instants, rank):
         sizes = [getattr(row, side) / unit_b for row in rows]
         look = {'color': PALETTE[colour], 'hatch': hatch, 'edgecolor': 'white'}
         axes.barh(places, sizes, .38, label=f'{side}: {instant}', **look)
-    axes.set(xlabel=f'{unit} at the fullest moment of rank {rank}')
+    axes.set(xlabel=f'{unit} at the fullest instant of rank {rank}')
     axes.set_yticks(range(len(rows)), [row.item for row in rows])
     axes.invert_yaxis()
     figure.legend(loc='outside upper left', frameon=False, fontsize=8)
@@ -444,7 +444,7 @@ def reconcile(
     _check(ledger, rehearsal, run)
     if traffic is None: traffic, on_machine = _own_traffic(ledger)
     planned, rehearsed = _planned_stages(ledger), _rehearsed_stages(rehearsal.timeline)
-    rows, moments = _memory_rows(planned, rehearsed)
+    rows, instants = _memory_rows(planned, rehearsed)
     rows += _work_rows(traffic, rehearsal)
     if run: rows += _run_rows(ledger, rehearsal, run, traffic.step_s if on_machine else None)
     path = run.directory / 'reconcile.json' if run and run.directory.is_dir() else None
@@ -454,7 +454,7 @@ def reconcile(
         recipe=ledger.recipe,
         rank=ledger.rank,
         rows=tuple(rows),
-        moments=moments,
+        instants=instants,
         notes=notes,
         date=date,
         versions=_versions(),
@@ -468,9 +468,9 @@ def _plan_parts(plan) -> tuple:
     if isinstance(plan, Estimate): return plan.ledger, plan.traffic, True
     return plan, None, False
 
-def _own_traffic(ledger) -> tuple[Traffic, bool]:
+def _own_traffic(ledger) -> tuple[StepEstimate, bool]:
     machine = ledger.node or ledger.recipe.cluster.hardware
-    return step_traffic(ledger.recipe, ledger.spec, machine or 'cpu'), machine is not None
+    return estimate_step(ledger.recipe, ledger.spec, machine or 'cpu'), machine is not None
 
 def _check(ledger, rehearsal, run):
     "Refuse what is no plan, rehearsal or run, and values of two recipes or ranks."

@@ -142,12 +142,12 @@ def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
 # Checkpoints: the manifest is tested in test_commits.py, with the kinds of files that are programs
 
 def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
-    from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, begin_save, commit, latest_valid
+    from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, begin_save, commit_checkpoint, latest_valid
     facts = dict(ranks=1, strategy='ddp', method='full', recipe_hash='', versions={})
     for step in 1, 2:
         folder = begin_save(tmp_path, step)
         (folder/'state.json').write_text('{}')
-        commit(folder, facts | {'step': step})
+        commit_checkpoint(folder, facts | {'step': step})
     (folder/'rng_state_0.pth').write_bytes(pickle.dumps(Payload()))
     assert latest_valid(tmp_path) == tmp_path/'checkpoint-1'
     lie = (tmp_path/'checkpoint-1'/MANIFEST).read_text().replace('"state.json"', '"../checkpoint-2/rng_state_0.pth"')

@@ -22,8 +22,8 @@ os.environ |= fsdp_env(recipe)
 Path('%s').mkdir()
 notebook_launcher(train_rank, (recipe, Path('%s'), load_rows(recipe.data)[0]), num_processes=2)
 '''
-WORKERS = '''from llm_workbook import Workers, check_recipe, launch
-if 'workers' not in globals(): check_recipe(recipe), (workers := Workers()).ready()
+WORKERS = '''from llm_workbook import WorkerProcess, check_recipe, launch
+if 'workers' not in globals(): check_recipe(recipe), (workers := WorkerProcess()).ready()
 start = time.time()
 launch(recipe, '%s', workers).wait()
 '''

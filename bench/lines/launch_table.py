@@ -27,8 +27,8 @@ def slurm():
 
 def measure() -> dict:
     "Run the whole table; without a SLURM the record says why its row is missing."
-    from llm_workbook.launching.background import Workers
-    with tempfile.TemporaryDirectory() as name, Workers() as workers, slurm() as missing:
+    from llm_workbook.launching.background import WorkerProcess
+    with tempfile.TemporaryDirectory() as name, WorkerProcess() as workers, slurm() as missing:
         folder, cells = Path(name), []
         for letter in RECIPES:
             by_cell(single(toy(letter)), folder/letter, workers)

@@ -103,7 +103,7 @@ def planned(ledger, moment: str) -> Counter:
     sums = Counter()
     for line in ledger.lines:
         kind = re.match(r'\w+', line.name)[0] if line.kind == 'padding' else line.kind
-        there = line.moment in ('', MOMENTS[moment]) if kind == 'gradients' else line.moment == ''
+        there = line.instant in ('', MOMENTS[moment]) if kind == 'gradients' else line.instant == ''
         if line.phase == 'step' and there and kind in CLASSES + SMALL: sums[kind] += line.size_b
     return sums
 
@@ -131,9 +131,10 @@ def sent_apart(recipe, results: list, trainer: bool = False) -> dict:
     from llm_workbook.plan.collectives import step_messages
     plan, found = Counter(), [messages(result['collectives']) for result in results]
     large, small = step_messages(recipe, units='trainer' if trainer else 'shard_model')
-    for c in [*(c for x in large for part in (x.ahead, x.again, x.grads) for c in part), *small]:
+    layers = [c for x in large for c in (*x.forward_gathers, *x.backward_gathers, *x.reductions)]
+    for c in [*layers, *small]:
         # A bare loop gathers nothing for a log
-        if trainer or c.moment != 'trainer': plan[c.kind, c.tensor_b] += c.count
+        if trainer or c.instant != 'trainer': plan[c.kind, c.tensor_b] += c.count
     # Votes: is a value not finite, was a rank told to stop; on a group of their own
     if trainer: plan['all_reduce', 8] += 2
     more, less = max((f - plan for f in found), key=Counter.total), max((plan - f for f in found),

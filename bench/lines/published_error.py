@@ -74,14 +74,14 @@ def memory_of(row: dict, ledger, recipe, node) -> list[dict]:
 
 def judge(row: dict) -> dict:
     "Predict every figure of one row."
-    from llm_workbook import memory, step_traffic
+    from llm_workbook import memory, estimate_step
     recipe = recipe_of(row['id'])
     node, spec = node_of(recipe), spec_of(recipe)
     said = {name: row.get(name, default) for name,
             default in (('id', ''), ('half', ''), ('table', 0), ('judged', True))}
     said['memory'] = memory_of(row, memory(recipe, spec, node), recipe, node)
     if 'time' in row:
-        traffic = step_traffic(recipe, spec, node)
+        traffic = estimate_step(recipe, spec, node)
         measured, predicted = (round(s, 4) for s in times(row, traffic, recipe))
         said['time'] = {'measured': measured, 'predicted': predicted,
                         'error': error(measured, predicted), 'bound': traffic.bound}

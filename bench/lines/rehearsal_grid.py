@@ -89,7 +89,7 @@ def moment(ledger) -> str:
     "When the tensors of a step are the most, by the ledger."
     sums = Counter()
     for line in ledger.lines:
-        if (line.phase, line.place) == ('step', 'gpu'): sums[line.moment] += line.size_b
+        if (line.phase, line.place) == ('step', 'gpu'): sums[line.instant] += line.size_b
     return max(filter(None, sums), key=sums.get)
 
 

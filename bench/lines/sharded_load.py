@@ -82,14 +82,14 @@ def load(recipe) -> dict:
     import torch.distributed as dist
     from accelerate import Accelerator
     from llm_workbook.model.adapters import add_adapters
-    from llm_workbook.parallel.load import arriving
+    from llm_workbook.parallel.load import loaded_base
     from llm_workbook.model.quantize import fingerprint
     from llm_workbook.parallel.backends import cpu_fsdp
     from llm_workbook.parallel.shard import assert_sharding
     dist.barrier()
     with anonymous_trace() as memory, cpu_fsdp():
         begin = time.monotonic()
-        with arriving(recipe) as base:
+        with loaded_base(recipe) as base:
             model = add_adapters(base, recipe.method)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)

@@ -1,4 +1,4 @@
-"""The peak of a step as `moments` predicts it, against glibc's count of real CPU processes."""
+"""The peak of a step as `instant_lines` predicts it, against glibc's count of real CPU processes."""
 import json
 import os
 import subprocess
@@ -92,11 +92,11 @@ def real(shape: str, changes: dict, foreach: bool = False) -> dict:
 
 def predicted(shape: str, changes: dict, foreach: bool = False) -> tuple[str, int]:
     "The fullest moment and its bytes, DDP's buckets apart, which the process counts as held."
-    from llm_workbook import moments, spec
-    found = moments(spec(SHAPES[shape]), recipe(changes | {'cluster.device': 'cuda'} if foreach
-                                                else changes))
-    sums = {name: sum(i.size_b for i in items if i.kind != 'buffers') for name,
-            items in found.items()}
+    from llm_workbook import instant_lines, spec
+    if foreach: changes = changes | {'cluster.device': 'cuda'}
+    lines = instant_lines(spec(SHAPES[shape]), recipe(changes))
+    sums = {name: sum(line.size_b for line in held if line.kind != 'buffers')
+            for name, held in lines.items()}
     name = max(sums, key=sums.get)
     return name, sums[name]
 

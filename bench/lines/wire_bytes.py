@@ -1,4 +1,4 @@
-"""What two nodes really send in a step, by the counters of their interfaces, and `step_traffic`.
+"""What two nodes really send in a step, by the counters of their interfaces, and `estimate_step`.
 
 Two network namespaces, joined by a pair of virtual links, stand for two nodes of one rank each:
 every byte between the ranks passes an interface that nothing else uses. Needs root. The base is
@@ -100,9 +100,9 @@ def start(recipe, folder: Path, nodes: list, head: str = ADDRESSES[0],
 def compare(recipe, counted: list[dict]) -> dict:
     "Set what was counted beside what is planned for gloo, and for NCCL."
     from llm_workbook.config.hardware import node
-    from llm_workbook.plan.step_time import step_traffic
+    from llm_workbook.plan.step_time import estimate_step
     box = node('cpu')
-    planned, nccl = (step_traffic(recipe, node=n).wire_b
+    planned, nccl = (estimate_step(recipe, node=n).wire_b
                      for n in (box, box.changed(backend='nccl')))
     made = {'strategy': recipe.sharding.strategy, 'planned_b': planned, 'planned_nccl_b': nccl,
             'steps': STEPS,

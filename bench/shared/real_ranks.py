@@ -5,10 +5,13 @@ Every rank says to the byte what it holds, by class, and what it sends.
 import gc
 import os
 import re
+import time
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
+# Batches and small tables, which no class of the plan names
+SMALL_REST_B = 5_000
 # torch's names of its operations -> ours
 KINDS = {'_allgather_base_': 'all_gather', '_reduce_scatter_base_': 'reduce_scatter',
          'allreduce_': 'all_reduce',
@@ -109,21 +112,37 @@ def storage(tensor) -> tuple[int, int]:
     return raw.data_ptr(), raw.nbytes()
 
 
-def inventory(model, optimizer) -> tuple[dict, int]:
-    "Sum the storages by the class that names each first; sum those that no class names."
+def unnamed_b(seen: set) -> int:
+    "Sum the storages of the tensors that Python knows and `seen` does not list, bytes."
     import torch
     gc.collect()
-    seen, held, rest = set(), {}, 0
+    seen, total_b = set(seen), 0
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor) or thing.is_meta: continue
+        where, size = storage(thing)
+        total_b += size * (where not in seen)
+        seen.add(where)
+    return total_b
+
+
+def inventory(model, optimizer) -> tuple[dict, int]:
+    """Sum the storages by the class that names each first; sum those that no class names.
+
+    A thread of gloo lets go of a collective's buffers only after the rank has gone on. On a busy
+    machine they are still there when the rank counts; so it counts again, for at most 2 seconds.
+    """
+    import torch
+    seen, held = set(), {}
+    gc.collect()
     for kind, tensor in (*parameters(model), *optimizer_tensors(optimizer),
                          *gradients(model, optimizer)):
         where, size = storage(tensor) if torch.is_tensor(tensor) else (0, 0)
         if size and where not in seen: held[kind] = held.get(kind, 0) + size
         seen.add(where)
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor) or thing.is_meta: continue
-        where, size = storage(thing)
-        rest += size * (where not in seen)
-        seen.add(where)
+    rest, end = unnamed_b(seen), time.monotonic() + 2
+    while rest > SMALL_REST_B and time.monotonic() < end:
+        time.sleep(0.02)
+        rest = unnamed_b(seen)
     return held, rest
 
 

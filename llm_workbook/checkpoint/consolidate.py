@@ -9,8 +9,9 @@ __all__ = ['export_full']
 import json
 from pathlib import Path
 
-from .manifest import check
-from .sharded_files import CheckpointError, fill_slices, listed, write_slices
+from .manifest import check_checkpoint
+from .sharded_files import (
+    CheckpointError, fill_slices, stored_tensors, write_slices)
 from ..files import resolve
 from ..parallel.agreement import on_every_rank, rank_and_world
 
@@ -58,7 +59,7 @@ def _compare_headers(directory, tensors, dtype):
     "Refuse an export whose headers differ from `tensors`, with the type that was asked for."
     wanted = {name: (shape, dtype if dtype and stored.is_floating_point else stored)
               for name, (shape, stored) in tensors.items()}
-    exported = listed(directory)
+    exported = stored_tensors(directory)
     names = wanted.keys() | exported.keys()
     odd = sorted(name for name in names if wanted.get(name) != exported.get(name))
     if odd:
@@ -100,13 +101,13 @@ def export_full(
     import torch
     folder, directory = Path(folder), Path(directory)
     rank, ranks = rank_and_world()
-    manifest = on_every_rank(lambda: check(folder))[0]
+    manifest = on_every_rank(lambda: check_checkpoint(folder))[0]
     if manifest.payload or manifest.strategy.startswith('zero'):
         raise ValueError(f'{folder.name!r} holds {manifest.method} under {manifest.strategy}: '
                          'only a whole model can be exported')
     if any(directory.glob('*.safetensors')):
         raise FileExistsError(f'{directory.name!r} holds a model: name another directory')
-    tensors = listed(folder / 'model')
+    tensors = stored_tensors(folder / 'model')
     shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
     floats = [stored for _, stored in tensors.values() if stored.is_floating_point]
     cast = getattr(torch, dtype) if dtype else None

@@ -304,7 +304,7 @@ class Origin:
     homes: list = field(default_factory=list)  # (module, name in it); several where it is tied
 
     @property
-    def held(self) -> 'torch.nn.Parameter':  # Of the first home
+    def parameter(self) -> 'torch.nn.Parameter':  # Of the first home
         "Give the parameter as it is now."
         return getattr(*self.homes[0])
 

@@ -161,7 +161,7 @@ def _unit(group, sizes, cut) -> _Unit:
 class Collective:
     "One message of a step, and how often it is sent."
     kind: str  # 'all_gather', 'reduce_scatter', 'all_reduce' or 'broadcast'
-    moment: str  # 'forward', 'backward', 'clip', 'optimizer' or 'trainer'
+    instant: str  # 'forward', 'backward', 'clip', 'optimizer' or 'trainer'
     count: int  # Times per optimizer step, on each rank
     tensor_b: int  # Whole tensor of one message, bytes
     wire_b: int  # Sent by one rank for one message, bytes
@@ -173,10 +173,10 @@ class Collective:
 class Exchange:
     "What travels beside the arithmetic of one sort of layer, or of the whole model."
     part: int | None  # Position in `ModelSpec.units`; None: the whole model
-    ahead: tuple[Collective, ...]  # Gathers in the forward pass
-    again: tuple[Collective, ...]  # Gathers in the backward pass
-    grads: tuple[Collective, ...]  # Reductions of gradients
-    each: bool  # Gradients travel after every pass, not only after the last one of a step
+    forward_gathers: tuple[Collective, ...]  # Gathers in the forward pass
+    backward_gathers: tuple[Collective, ...]  # Gathers in the backward pass
+    reductions: tuple[Collective, ...]  # Reductions of gradients
+    every_pass: bool  # Gradients travel after every pass, not only after the last one of a step
     held_b: int  # One rank's slices of these weights, bytes
     grads_b: int  # One rank's slices of their gradients, bytes
     trained: int  # Numbers with a gradient, of all ranks
@@ -211,6 +211,7 @@ def _fsdp_exchange(recipe, unit, node) -> Exchange:
     shard, copies = _lanes(recipe)
     passes = recipe.batch.accumulation
     dropped = recipe.sharding.reshard_after_forward and not unit.kept
+    again = passes if dropped else 0
     whole_b = shard.ranks * unit.gather_b
     grads_b = shard.ranks * unit.reduce_b
     def messages(kind, instant, times, tensor_b, lane):
@@ -220,10 +221,10 @@ def _fsdp_exchange(recipe, unit, node) -> Exchange:
     summed = messages('all_reduce', 'backward', 1, unit.reduce_b, copies)
     return Exchange(
         part=unit.part,
-        ahead=messages('all_gather', 'forward', passes, whole_b, shard),
-        again=messages('all_gather', 'backward', passes if dropped else 0, whole_b, shard),
-        grads=scattered + summed,
-        each=False,
+        forward_gathers=messages('all_gather', 'forward', passes, whole_b, shard),
+        backward_gathers=messages('all_gather', 'backward', again, whole_b, shard),
+        reductions=scattered + summed,
+        every_pass=False,
         held_b=unit.count * unit.gather_b,
         grads_b=unit.count * unit.reduce_b,
         trained=unit.count * unit.trained)
@@ -331,10 +332,10 @@ def _whole_exchange(recipe, spec, units, node) -> Exchange:
     if strategy == 'zero3': ahead, again = _zero3_gathers(recipe, units, node)
     return Exchange(
         part=None,
-        ahead=tuple(ahead),
-        again=tuple(again),
-        grads=tuple(_reductions(recipe, spec, units, node)),
-        each=strategy in ('zero2', 'zero3'),
+        forward_gathers=tuple(ahead),
+        backward_gathers=tuple(again),
+        reductions=tuple(_reductions(recipe, spec, units, node)),
+        every_pass=strategy in ('zero2', 'zero3'),
         held_b=sum(u.count * u.gather_b for u in units),
         grads_b=sum(u.count * u.reduce_b for u in units),
         trained=sum(u.count * u.trained for u in units))

@@ -17,20 +17,20 @@ from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
 from ..model.spec import ModelSpec, spec as find_spec
 from .lines import KINDS, Line
-from .loading import loaded
-from .model_states import count_of, held, rank_of, whole_states
-from .step_memory import moments
+from .loading import loading_lines
+from .model_states import count_of, resident_lines, rank_of, whole_states
+from .step_memory import instant_lines
 
 # %% ../../nbs/plan/08_ledger.ipynb #51d7eec4
-def _saving_line(kind, moment, place, size_b, why, **more) -> Line:
+def _saving_line(kind, instant, place, size_b, why, **more) -> Line:
     formula, symbols, source = why
-    return Line(kind, 'save', moment, place, size_b, formula, symbols, source, 'model', **more)
+    return Line(kind, 'save', instant, place, size_b, formula, symbols, source, 'model', **more)
 
 def _save(rank, lasting, first, writes) -> Iterator[Line]:
     "What a rank holds while it saves: `first` gathers, and a rank that `writes` has its own part."
     full = rank.recipe.method.kind == 'full'
     kind = 'weights' if full else 'adapters'
-    number_b = rank.item('weights', True)
+    number_b = rank.number_b('weights', True)
     numbers = count_of(rank.tensors.trained)
     size_b = number_b * numbers
     symbols = {'b': number_b, 'n': numbers}
@@ -39,21 +39,21 @@ def _save(rank, lasting, first, writes) -> Iterator[Line]:
     if first or not full:
         why = 'b * n', symbols, 'llm-workbook: training, adapters'
         yield _saving_line(kind, 'export', 'host', size_b, why,
-                           name='what trained, gathered', each=not full)
+                           name='what trained, gathered', every_rank=not full)
     if first:
         why = 'b * n', symbols, 'safetensors'
         yield _saving_line(kind, '', 'disk', size_b, why,
-                           name='what trained, in a file', each=False)
+                           name='what trained, in a file', every_rank=False)
     yield from _checkpoints(rank, lasting, first, writes)
 
-def _gathered(rank, moment) -> Iterator[Line]:
+def _gathered(rank, instant) -> Iterator[Line]:
     "The largest trained tensor, put together where each rank has a part."
     if not rank.strategy.startswith('fsdp') and rank.zero != 3: return
-    number_b = rank.item('weights', True)
+    number_b = rank.number_b('weights', True)
     numbers = max(prod(tensor.shape) for tensor in rank.tensors.trained)
     why = 'b * l', {'b': number_b, 'l': numbers}, 'torch: full_tensor'
     size_b = number_b * numbers
-    yield _saving_line('unsharded', moment, 'gpu', size_b, why,
+    yield _saving_line('unsharded', instant, 'gpu', size_b, why,
                        name='one tensor, whole')
 
 # %% ../../nbs/plan/08_ledger.ipynb #a80e132e
@@ -76,21 +76,21 @@ def _sharded_checkpoints(rank, lasting, writes, count) -> Iterator[Line]:
     part_b = -(-content_b // sharers)
     kept = '', 'disk', count, f'{count} checkpoints, the part of this rank'
     copied = 'checkpoint', 'host', 1, 'the part of this rank, copied for a thread to write'
-    for moment, place, times, name in (kept, copied):
+    for instant, place, times, name in (kept, copied):
         if rank.zero and place == 'host': continue
         symbols = {'k': times, 'c': content_b, 'W': sharers}
-        why = 'k * ceil(c / W)', symbols, 'llm-workbook: slices_here'
-        yield _saving_line('optimizer', moment, place, times * part_b, why, name=name)
+        why = 'k * ceil(c / W)', symbols, 'llm-workbook: local_slices'
+        yield _saving_line('optimizer', instant, place, times * part_b, why, name=name)
 
 def _whole_checkpoints(rank, first, count) -> Iterator[Line]:
-    trained_b = rank.item('weights', True) * count_of(rank.tensors.trained)
+    trained_b = rank.number_b('weights', True) * count_of(rank.tensors.trained)
     content_b = trained_b + whole_states(rank)
     yield from _gathered(rank, 'checkpoint')
     if not first: return
-    for moment, place, times in (('checkpoint', 'host', 1), ('', 'disk', count)):
+    for instant, place, times in (('checkpoint', 'host', 1), ('', 'disk', count)):
         why = 'k * c', {'k': times, 'c': content_b}, 'torch: full_state_dict'
-        yield _saving_line('optimizer', moment, place, times * content_b, why,
-                           name=f'whole checkpoints: {times}', each=False)
+        yield _saving_line('optimizer', instant, place, times * content_b, why,
+                           name=f'whole checkpoints: {times}', every_rank=False)
 
 # %% ../../nbs/plan/08_ledger.ipynb #f67a34e9
 _GIB = 2**30
@@ -122,7 +122,7 @@ def _fixed(tensors, card_b) -> Iterator[Line]:
             yield Line(
                 kind=kind,
                 phase=phase,
-                moment='',
+                instant='',
                 place=place,
                 size_b=size_b,
                 formula='c',
@@ -158,7 +158,7 @@ def _unused(tensors, phase, room_b) -> Line:
     return Line(
         kind='allocator',
         phase=phase,
-        moment='',
+        instant='',
         place='gpu',
         size_b=size_b,
         formula=formula,
@@ -199,7 +199,7 @@ class _Cell:  # Sums of one phase, place and instant
     def add(self, line) -> None:
         self.levels_b[_FIRST_LEVEL.get(line.kind, 0)] += line.size_b
         if line.kind == 'gradients': self.gradients_b += line.size_b
-        if not line.each: self.alone_b += line.size_b
+        if not line.every_rank: self.alone_b += line.size_b
 
     def copy(self) -> '_Cell': return _Cell(self.levels_b, self.gradients_b, self.alone_b)
 
@@ -212,15 +212,15 @@ class _Sums:  # (phase, place) -> instant -> cell; '' for what is there all the 
         self.cells = {} if others is None else dict(others.cells)
         copied = set()  # What belongs to `others` stays as it is
         for line in lines:
-            phase, place, moment = line.phase, line.place, line.moment
+            phase, place, instant = line.phase, line.place, line.instant
             if (phase, place) not in copied:
                 copied.add((phase, place))
                 self.cells[phase, place] = dict(self.at(phase, place))
             cells = self.cells[phase, place]
-            if (phase, place, moment) not in copied:
-                copied.add((phase, place, moment))
-                cells[moment] = cells.get(moment, _EMPTY).copy()
-            cells[moment].add(line)
+            if (phase, place, instant) not in copied:
+                copied.add((phase, place, instant))
+                cells[instant] = cells.get(instant, _EMPTY).copy()
+            cells[instant].add(line)
 
     def at(self, phase, place) -> dict[str, _Cell]: return self.cells.get((phase, place), {})
 
@@ -228,7 +228,7 @@ class _Sums:  # (phase, place) -> instant -> cell; '' for what is there all the 
         "Instant -> bytes, with what is there all the time."
         cells = self.at(phase, place)
         always_b = cells.get('', _EMPTY).upto(level)
-        sizes = {moment: always_b + cell.upto(level) for moment, cell in cells.items() if moment}
+        sizes = {instant: always_b + cell.upto(level) for instant, cell in cells.items() if instant}
         return sizes or {'': always_b}
 
 # %% ../../nbs/plan/08_ledger.ipynb #17edfe71
@@ -236,7 +236,7 @@ def _pools(cells) -> tuple[int, int, int]:
     "What stays, what comes and goes at most, and what the optimizer's pass takes; bytes."
     optimizer = cells.get('optimizer', _EMPTY)
     passing = [cell.levels_b[0] - min(cell.gradients_b, optimizer.gradients_b)
-               for moment, cell in cells.items() if moment not in ('', 'optimizer')]
+               for instant, cell in cells.items() if instant not in ('', 'optimizer')]
     stays = cells.get('', _EMPTY)
     return stays.levels_b[0], max(passing, default=0), optimizer.levels_b[0]
 
@@ -245,9 +245,9 @@ def _on_node_b(sums, phase, places, ranks) -> int:
     "What so many ranks of a node hold together."
     shared = {}  # Instant -> bytes
     for place in places:
-        for moment, cell in sums.at(phase, place).items():
+        for instant, cell in sums.at(phase, place).items():
             together_b = ranks * sum(cell.levels_b) - (ranks - 1) * cell.alone_b
-            shared[moment] = shared.get(moment, 0) + together_b
+            shared[instant] = shared.get(instant, 0) + together_b
     return shared.pop('', 0) + max(shared.values(), default=0)
 
 def _rooms(ledger, node) -> tuple[tuple, ...]:
@@ -271,9 +271,9 @@ def _overflow(ledger, room) -> str:
     on_cpu = ledger.recipe.cluster.device == 'cpu'
     places = (place,)
     if place == 'host': places = ('host', 'pinned', 'gpu') if on_cpu else ('host', 'pinned')
-    fullest = ledger.moment(phase, places[-1] if on_cpu else places[0])
+    fullest = ledger.instant(phase, places[-1] if on_cpu else places[0])
     lines = [line for line in ledger.lines
-             if line.phase == phase and line.place in places and line.moment in ('', fullest)]
+             if line.phase == phase and line.place in places and line.instant in ('', fullest)]
     lines.sort(key=lambda line: -line.size_b)
     largest = [f'{line.name or line.kind} {gib(line.size_b)}' for line in lines[:3]]
     short = f'{place} is {gib(need_b - have_b)} short in {phase}'
@@ -317,7 +317,7 @@ class Totals:
         "Split the GPU's tensors: what stays, what comes and goes, what the optimizer takes."
         return _pools(self._sums.at(phase, 'gpu'))
 
-    def moment(self,
+    def instant(self,
         phase: str = 'step',  # Or 'load', 'save'
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
     ) -> str:  # Its name; '' where there is only one
@@ -331,9 +331,9 @@ class Totals:
     ) -> dict[str, int]:  # Class -> bytes, in the order of `KINDS`
         "Split the fullest instant of a phase by class."
         sizes = dict.fromkeys(KINDS, 0)
-        moments = '', self.moment(phase, place)
+        instants = '', self.instant(phase, place)
         for line in self.lines:
-            if line.phase == phase and line.place == place and line.moment in moments:
+            if line.phase == phase and line.place == place and line.instant in instants:
                 sizes[line.kind] += line.size_b
         return {kind: size_b for kind, size_b in sizes.items() if size_b}
 
@@ -402,7 +402,7 @@ class Ledger(Totals):
                      for phase in _PHASES for place in _PLACES}
         return {
             'recipe': self.recipe.name, 'model': self.spec.name, 'rank': self.rank,
-            'moment': self.moment(),
+            'instant': self.instant(),
             'allocated': allocated,
             'band': list(self.band),
             'device': {phase: self.total(phase) for phase in _PHASES},
@@ -435,14 +435,14 @@ def memory(
     model = recipe.model
     spec = spec or find_spec(model.source, model.revision, model.head, model.classes)
     this, first = rank_of(recipe, spec, rank), rank == 0
-    passing = moments(spec, recipe)
-    step = held(this, spec, tuple(passing))
+    passing = instant_lines(spec, recipe)
+    step = resident_lines(this, spec, tuple(passing))
     lasting = [line for line in step if line.lasting]
     base = [line for line in lasting if line.kind in _OF_THE_BASE]
     lines = (
         *step,
         *_passing(passing, this),
-        *loaded(this, spec, base, first),
+        *loading_lines(this, spec, base, first),
         *_save(this, lasting, first, writes=rank < this.group))
     tensors = Ledger(recipe, spec, rank, lines)
     card = node or recipe.cluster.hardware
@@ -490,13 +490,13 @@ def _phases_table(ledger) -> str:
             totals = [gib(ledger.total(phase, place)) for phase in _PHASES]
             cells = f'{_SHOWN[place]}, all', *totals
             rows.append(tuple(Markup(f'<b>{cell}</b>') for cell in cells))
-    fullest = [', '.join(filter(None, (phase, ledger.moment(phase)))) for phase in _PHASES]
+    fullest = [', '.join(filter(None, (phase, ledger.instant(phase)))) for phase in _PHASES]
     return html_table(('', *fullest), rows, numbers=(1, 2, 3))
 
 def _details(ledger) -> str:
-    fullest = ledger.moment()
+    fullest = ledger.instant()
     lines = [line for line in ledger.lines
-             if line.phase == 'step' and line.moment in ('', fullest)]
+             if line.phase == 'step' and line.instant in ('', fullest)]
     lines.sort(key=lambda line: -line.size_b)
     rows = []
     for line in lines:

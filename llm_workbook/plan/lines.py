@@ -18,7 +18,7 @@ class Line(NamedTuple):
     "One item of the ledger."
     kind: str  # Class, one of `KINDS`
     phase: str  # 'load', 'step' or 'save'
-    moment: str  # Part of the phase; of a step, one of `INSTANTS`; '' for all of it
+    instant: str  # Part of the phase; of a step, one of `INSTANTS`; '' for all of it
     place: str  # 'gpu', 'host', 'pinned' (page-locked host memory) or 'disk'
     size_b: int  # Bytes
     formula: str  # Arithmetic in the letters of `symbols`
@@ -26,7 +26,7 @@ class Line(NamedTuple):
     source: str  # Where the formula or the number comes from
     sure: str = 'exact'  # To the byte; 'model' by a rule of thumb, 'cited' from measurements
     name: str = ''  # The same in words, for people
-    each: bool = True  # Every rank of a node holds as much; False: this rank alone
+    every_rank: bool = True  # Every rank of a node holds as much; False: this rank alone
     trained: bool = False  # Weights or adapters that are trained: a checkpoint has them
     lasting: bool = False  # It outlives its instant; where none is named, it outlives the step
 

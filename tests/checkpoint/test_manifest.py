@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from llm_workbook.checkpoint import manifest as commits
-from llm_workbook.checkpoint.disk import disk_errors, room
+from llm_workbook.checkpoint.disk import disk_errors, check_disk
 from llm_workbook.training.run_directory import RunLocked, run_lock
-from llm_workbook.checkpoint.manifest import (MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check, commit, latest_valid, prune,
+from llm_workbook.checkpoint.manifest import (MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check_checkpoint, commit_checkpoint, latest_valid, prune,
                                   survey)
 
 FACTS = dict(ranks=2, strategy='fsdp2', method='qlora', recipe_hash='0123', versions={'torch': '2.13.0'})
@@ -36,7 +36,7 @@ def save(directory, step, files=FILES, **facts):
     "Save a whole checkpoint and return its folder."
     folder = begin_save(directory, step)
     write(folder, files)
-    commit(folder, FACTS | {'step': step} | facts, expected=[*files])
+    commit_checkpoint(folder, FACTS | {'step': step} | facts, expected=[*files])
     return folder
 
 
@@ -92,7 +92,7 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_it_is_used(run, f
     assert latest_valid(run, deep=True) == run/'checkpoint-5'
     said = caplog.records[-1].getMessage()
     assert said.startswith('skipped checkpoint-10') and (file in said or file == MANIFEST and 'no manifest' in said)
-    with pytest.raises(DamagedCheckpoint) as caught: check(run/'checkpoint-10', deep=True)
+    with pytest.raises(DamagedCheckpoint) as caught: check_checkpoint(run/'checkpoint-10', deep=True)
     assert not caught.value.interrupted and caught.value.folder == run/'checkpoint-10'
     damage(run/'checkpoint-5'/file)
     with pytest.raises(DamagedCheckpoint, match='none of its checkpoints.*checkpoint-10:.*checkpoint-5:'): latest_valid(run, deep=True)
@@ -117,9 +117,9 @@ def test_a_folder_of_somebody_else_is_not_taken_for_an_interrupted_save(tmp_path
 
 def test_what_is_committed_is_never_written_over(run):
     with pytest.raises(FileExistsError, match="'checkpoint-10' is committed"): begin_save(run, 10)
-    with pytest.raises(FileExistsError): commit(run/'checkpoint-10', FACTS | {'step': 10})
+    with pytest.raises(FileExistsError): commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
     cut(run/'checkpoint-10/state/rank-0.json')
-    with pytest.raises(FileExistsError): commit(run/'checkpoint-10', FACTS | {'step': 10})
+    with pytest.raises(FileExistsError): commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
     begin_save(run, 10)
     assert (run/'checkpoint-10.aside-0'/MANIFEST).exists()
     assert [f.folder.name for f in survey(run).found] == ['checkpoint-10', 'checkpoint-5']
@@ -143,7 +143,7 @@ def test_of_a_very_large_file_the_head_alone_is_hashed_unless_asked(tmp_path, mo
     for step, deep in (1, False), (2, True):
         folder = begin_save(tmp_path, step)
         write(folder, big)
-        manifest = commit(folder, FACTS | {'step': step}, deep=deep)
+        manifest = commit_checkpoint(folder, FACTS | {'step': step}, deep=deep)
         assert manifest.files['model.safetensors'].hashed_b == (5000 if deep else 100)
         assert manifest.files['small.json'].hashed_b == 2 and manifest.total_b == 5002
         flip(folder/'model.safetensors')
@@ -218,7 +218,7 @@ def test_a_kill_at_any_call_of_a_save_loses_nothing(tmp_path):
 ENDLESS = """
 import sys, time
 from pathlib import Path
-from llm_workbook.checkpoint.manifest import begin_save, commit, latest_valid, prune
+from llm_workbook.checkpoint.manifest import begin_save, commit_checkpoint, latest_valid, prune
 directory = Path(sys.argv[1])
 step = int(latest_valid(directory, deep=True).name.split('-')[1])
 print('on', flush=True)
@@ -227,7 +227,7 @@ while True:
     step += 1
     folder = begin_save(directory, step)
     for rank in range(2): (folder/f'rank-{rank}.safetensors').write_bytes(bytes([step % 256]) * 200_000)
-    commit(folder, dict(step=step, ranks=2, strategy='ddp', method='full', recipe_hash='', versions={}))
+    commit_checkpoint(folder, dict(step=step, ranks=2, strategy='ddp', method='full', recipe_hash='', versions={}))
     prune(directory, 2)
 """
 
@@ -252,7 +252,7 @@ def test_the_manifest_appears_after_everything_else_is_on_the_disk(tmp_path, mon
     def replace(a, b, real=os.replace): done.append('replace'), real(a, b)
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
-    commit(folder, FACTS | {'step': 5})
+    commit_checkpoint(folder, FACTS | {'step': 5})
     before, after = done[:(at := done.index('replace'))], done[at + 1:]
     assert {*FILES, 'model', 'optimizer', 'state', '.', f'.{MANIFEST}.part'} == {*before}
     assert before[-1] == f'.{MANIFEST}.part' and after == ['.', '..']
@@ -267,7 +267,7 @@ def limited(directory, limit_b):
     folder = begin_save(directory, 15)
     try:
         with disk_errors(folder, 11_010): write(folder)
-        commit(folder, FACTS | {'step': 15, 'extra': {'long': 'x' * 10_000}})
+        commit_checkpoint(folder, FACTS | {'step': 15, 'extra': {'long': 'x' * 10_000}})
     except OSError as error:
         return 0 if error.errno == errno.EFBIG and '11,010 bytes' in str(error) and ' free' in str(error) else 1
     return 2
@@ -301,21 +301,21 @@ def test_a_disk_that_fills_while_saving(disk):
     with pytest.raises(OSError, match=r"'checkpoint-10' is not saved: it needs 2,000,000 bytes and the disk has \d"), \
          disk_errors(folder, 2_000_000):
         (folder/'big').write_bytes(bytes(2_000_000))
-    with pytest.raises(OSError, match='is not saved.*make room') as caught: commit(folder, FACTS | {'step': 10})
+    with pytest.raises(OSError, match='is not saved.*make room') as caught: commit_checkpoint(folder, FACTS | {'step': 10})
     assert caught.value.errno == errno.ENOSPC
     assert latest_valid(disk, deep=True) == disk/'checkpoint-5'
     assert save(disk, 10) == latest_valid(disk, deep=True)
 
 
 def test_a_disk_without_entries_is_refused_before(disk):
-    assert room(disk, 1000, files=150) > 500_000
-    with pytest.raises(OSError, match='makes 250 files; the disk takes 19[0-9] more'): room(disk, 1000, files=250)
+    assert check_disk(disk, 1000, files=150) > 500_000
+    with pytest.raises(OSError, match='makes 250 files; the disk takes 19[0-9] more'): check_disk(disk, 1000, files=250)
 
 
 def test_a_read_only_directory_is_refused_before(disk):
     save(disk, 5, files={'a': b'1'})
     subprocess.run(['mount', '-o', 'remount,ro', str(disk)], check=True)
-    for refused in lambda: room(disk, 1), lambda: begin_save(disk, 10), lambda: run_lock(disk).__enter__():
+    for refused in lambda: check_disk(disk, 1), lambda: begin_save(disk, 10), lambda: run_lock(disk).__enter__():
         with pytest.raises(OSError, match="'disk' cannot be written to: Read-only file system"): refused()
     assert latest_valid(disk) == disk/'checkpoint-5'
 
@@ -323,15 +323,15 @@ def test_a_read_only_directory_is_refused_before(disk):
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
 def test_a_directory_without_the_right_to_write_is_refused_before(tmp_path):
     tmp_path.chmod(0o555)
-    with pytest.raises(PermissionError, match='cannot be written to'): room(tmp_path, 1)
+    with pytest.raises(PermissionError, match='cannot be written to'): check_disk(tmp_path, 1)
 
 
 def test_a_vanished_directory_is_refused_before(run):
     folder = begin_save(run, 15)
     shutil.rmtree(run)
-    for refused in lambda: room(run, 1), lambda: begin_save(run, 20):
+    for refused in lambda: check_disk(run, 1), lambda: begin_save(run, 20):
         with pytest.raises(FileNotFoundError, match='was removed or never made'): refused()
-    with pytest.raises(FileNotFoundError): commit(folder, FACTS | {'step': 15})
+    with pytest.raises(FileNotFoundError): commit_checkpoint(folder, FACTS | {'step': 15})
     with pytest.raises(ValueError, match='is no directory'): prune(run, 1)
     assert latest_valid(run) is None
 
@@ -379,7 +379,7 @@ def test_a_manifest_that_lies_is_refused_without_a_trace(run, change, monkeypatc
     lie(run/'checkpoint-10', change)
     monkeypatch.chdir(run)
     before = sorted(run.rglob('*'))
-    with pytest.raises(DamagedCheckpoint, match='checkpoint-10') as caught: check(run/'checkpoint-10')
+    with pytest.raises(DamagedCheckpoint, match='checkpoint-10') as caught: check_checkpoint(run/'checkpoint-10')
     assert 'byte for byte' not in str(caught.value) and 'digest' not in str(caught.value), 'refused for what it says'
     assert latest_valid(run) == run/'checkpoint-5'
     assert sorted(run.rglob('*')) == before
@@ -394,7 +394,7 @@ TEXTS = {'nothing': b'', 'no JSON': b'version: 1', 'twice': b'{"version": 1, "st
 @pytest.mark.parametrize('text', TEXTS.values(), ids=TEXTS)
 def test_a_manifest_that_is_no_manifest_is_refused(run, text):
     (run/'checkpoint-10'/MANIFEST).write_bytes(text)
-    with pytest.raises(DamagedCheckpoint, match=MANIFEST): check(run/'checkpoint-10')
+    with pytest.raises(DamagedCheckpoint, match=MANIFEST): check_checkpoint(run/'checkpoint-10')
     assert latest_valid(run) == run/'checkpoint-5'
 
 
@@ -406,7 +406,7 @@ def test_a_manifest_with_random_bytes_changed_is_refused(run):
         for _ in range(chance.randrange(1, 4)): changed[chance.randrange(len(text))] = chance.randrange(256)
         path.write_bytes(changed)
         if changed != text:
-            with pytest.raises(DamagedCheckpoint): check(run/'checkpoint-10')
+            with pytest.raises(DamagedCheckpoint): check_checkpoint(run/'checkpoint-10')
 
 
 class Payload:
@@ -418,11 +418,11 @@ def test_programs_are_kept_out(run, name, monkeypatch):
     monkeypatch.chdir(run)
     program = {name: pickle.dumps(Payload())}
     write(run/'checkpoint-10', program)
-    with pytest.raises(DamagedCheckpoint, match=f'{name}.*was not committed with it'): check(run/'checkpoint-10', deep=True)
+    with pytest.raises(DamagedCheckpoint, match=f'{name}.*was not committed with it'): check_checkpoint(run/'checkpoint-10', deep=True)
     folder = begin_save(run, 15)
     write(folder, FILES | program)
-    with pytest.raises(ValueError, match=f'{name}.*can carry a program'): commit(folder, FACTS | {'step': 15})
-    commit(folder, FACTS | {'step': 15, 'strategy': 'zero3'})
+    with pytest.raises(ValueError, match=f'{name}.*can carry a program'): commit_checkpoint(folder, FACTS | {'step': 15})
+    commit_checkpoint(folder, FACTS | {'step': 15, 'strategy': 'zero3'})
     assert latest_valid(run, deep=True) == folder and not (run/'planted').exists()
 
 
@@ -431,19 +431,19 @@ def test_links_and_devices_are_refused(run, tmp_path_factory):
     shutil.copytree(run/'checkpoint-10', outside/'checkpoint-10')
     (run/'checkpoint-10/state/rank-0.json').unlink()
     (run/'checkpoint-10/state/rank-0.json').symlink_to(outside/'checkpoint-10/state/rank-0.json')
-    with pytest.raises(DamagedCheckpoint, match='state/rank-0.json. is a link'): check(run/'checkpoint-10')
+    with pytest.raises(DamagedCheckpoint, match='state/rank-0.json. is a link'): check_checkpoint(run/'checkpoint-10')
     shutil.rmtree(run/'checkpoint-10')
     (run/'checkpoint-10').symlink_to(outside/'checkpoint-10')
-    with pytest.raises(DamagedCheckpoint, match='is a link or no folder'): check(run/'checkpoint-10')
+    with pytest.raises(DamagedCheckpoint, match='is a link or no folder'): check_checkpoint(run/'checkpoint-10')
     shutil.move(run/'checkpoint-5'/MANIFEST, outside/MANIFEST)
     (run/'checkpoint-5'/MANIFEST).symlink_to(outside/MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match='cannot be read'): check(run/'checkpoint-5')
+    with pytest.raises(DamagedCheckpoint, match='cannot be read'): check_checkpoint(run/'checkpoint-5')
     (run/'checkpoint-5'/MANIFEST).unlink()
     os.mkfifo(run/'checkpoint-5'/MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match='is no plain file'): check(run/'checkpoint-5')
+    with pytest.raises(DamagedCheckpoint, match='is no plain file'): check_checkpoint(run/'checkpoint-5')
     folder = begin_save(run, 15)
     (folder/'model').symlink_to(outside)
-    with pytest.raises(DamagedCheckpoint, match="'model' is a link"): commit(folder, FACTS | {'step': 15})
+    with pytest.raises(DamagedCheckpoint, match="'model' is a link"): commit_checkpoint(folder, FACTS | {'step': 15})
     begin_save(run, 15)
     assert (outside/'checkpoint-10'/MANIFEST).exists(), 'a link is never followed, not even to delete'
 
@@ -452,8 +452,8 @@ def test_links_and_devices_are_refused(run, tmp_path_factory):
 def test_what_belongs_to_another_user_is_refused_unless_trusted(run, name, monkeypatch):
     if os.geteuid() == 0: os.chown(run/'checkpoint-10'/name, 12345, -1)
     else: monkeypatch.setattr(os, 'geteuid', lambda: 12345)
-    with pytest.raises(DamagedCheckpoint, match='belongs to user.*trust=True'): check(run/'checkpoint-10')
-    assert check(run/'checkpoint-10', trust=True).step == 10
+    with pytest.raises(DamagedCheckpoint, match='belongs to user.*trust=True'): check_checkpoint(run/'checkpoint-10')
+    assert check_checkpoint(run/'checkpoint-10', trust=True).step == 10
     assert latest_valid(run, trust=True) == survey(run, trust=True).newest == run/'checkpoint-10'
     if os.geteuid() == 0: assert latest_valid(run) == run/'checkpoint-5'
 
@@ -463,8 +463,8 @@ def test_facts_are_checked_before_anything_is_written(run):
     write(folder)
     for facts, said in (({'step': 16}, 'belongs not into'), ({'step': 15, 'ranks': 0}, 'ranks = 0'), ({'step': 15, 'rank': 2}, 'unknown key'),
                         ({'step': 15, 'extra': {'x': float('nan')}}, 'finite'), ({}, 'step: is missing')):
-        with pytest.raises(ValueError, match=said): commit(folder, FACTS | facts)
-    with pytest.raises(ValueError, match=r"lacks \['model/rank-2"): commit(folder, FACTS | {'step': 15}, expected=['model/rank-2.safetensors'])
+        with pytest.raises(ValueError, match=said): commit_checkpoint(folder, FACTS | facts)
+    with pytest.raises(ValueError, match=r"lacks \['model/rank-2"): commit_checkpoint(folder, FACTS | {'step': 15}, expected=['model/rank-2.safetensors'])
     assert not (folder/MANIFEST).exists()
     for step in (-1, True, '5', 5.0):
         with pytest.raises(ValueError, match='no number of steps'): begin_save(run, step)
@@ -488,7 +488,7 @@ def test_a_file_that_changes_while_it_is_committed_is_noticed(tmp_path, monkeypa
         if path.name == 'rank-0.json': grow(path)
         return seal
     monkeypatch.setattr(commits, '_seal', late)
-    with pytest.raises(DamagedCheckpoint, match='rank-0.json. has 11 bytes where 10 were committed'): commit(folder, FACTS | {'step': 5})
+    with pytest.raises(DamagedCheckpoint, match='rank-0.json. has 11 bytes where 10 were committed'): commit_checkpoint(folder, FACTS | {'step': 5})
     assert not (folder/MANIFEST).exists() and latest_valid(tmp_path) is None
 
 
@@ -633,6 +633,6 @@ def test_a_lock_of_another_user_or_behind_a_link_is_refused(tmp_path, monkeypatc
 def test_a_disk_without_file_entries_is_full_and_one_that_counts_none_is_not(entries, enough, tmp_path, monkeypatch):
     from llm_workbook.checkpoint import disk as claims
     monkeypatch.setattr(claims, '_free', lambda folder: (10**9, entries))
-    if enough: assert claims.room(tmp_path, 1) == 10**9
+    if enough: assert claims.check_disk(tmp_path, 1) == 10**9
     else:
-        with pytest.raises(OSError, match=f'makes 64 files; the disk takes {entries} more'): claims.room(tmp_path, 1)
+        with pytest.raises(OSError, match=f'makes 64 files; the disk takes {entries} more'): claims.check_disk(tmp_path, 1)

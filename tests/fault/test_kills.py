@@ -10,7 +10,7 @@ from llm_workbook.checkpoint import save_load as checkpoint
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import rank_run
-from llm_workbook.checkpoint.manifest import check, latest_valid
+from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
 from llm_workbook.parallel.ranks import RankError
 
 SEED = int(os.environ.get('LLMW_SEED', random.SystemRandom().randrange(10**6)))  # Printed at the end; set it to see it again
@@ -49,7 +49,7 @@ def in_a_step(patch, chance, victims, note, sure):
 
 
 def in_a_save(patch, chance, victims, note, sure):
-    write, commit = checkpoint._write, checkpoint.commit
+    write, commit = checkpoint._write, checkpoint.commit_checkpoint
     point = chance.choice(['files', 'files', 'before the commit', 'after the commit'] if 0 in victims else ['files'])
     if sure: point, victims = 'after the commit', {0, *victims}
     part = chance.random()
@@ -64,7 +64,7 @@ def in_a_save(patch, chance, victims, note, sure):
         if point == 'after the commit': die(victims, note)
         return made
     patch.setattr(checkpoint, '_write', broken_write)
-    patch.setattr(checkpoint, 'commit', broken_commit)
+    patch.setattr(checkpoint, 'commit_checkpoint', broken_commit)
     return point + f' ({part:.0%} of them)' * (point == 'files')
 
 
@@ -89,7 +89,7 @@ BREAK = {'step': in_a_step, 'save': in_a_save, 'resume': in_a_resume}
 
 def newest(directory) -> int:
     found = latest_valid(directory, deep=True)
-    return check(found, deep=True).step if found else 0
+    return check_checkpoint(found, deep=True).step if found else 0
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from trouble import CANARY, TOKENS, ended, files, fine_tune, losses, steps, torc
 from llm_workbook.checkpoint import save_load as checkpoint
 
 from llm_workbook.training import fine_tune as training
-from llm_workbook.checkpoint.manifest import check, latest_valid, survey
+from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid, survey
 from llm_workbook.launching.job_scripts import sbatch
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.training.resume import Preempted
@@ -50,7 +50,7 @@ def signalled(long, directory, number, whom) -> str:
     state = run_state(directory)
     assert code not in (0, -signal.SIGKILL) and state['state'] == 'preempted', (code, state, log[-3000:])
     assert sent <= state['step'] < STEPS, 'the run was over before the signal: more steps are needed here'
-    assert check(directory/f'checkpoint-{state["step"]}', deep=True).ranks == 2
+    assert check_checkpoint(directory/f'checkpoint-{state["step"]}', deep=True).ranks == 2
     assert losses(directory) == pytest.approx(losses(long.directory)[:state['step']], abs=1e-6)  # And no odd one
     return log
 
@@ -98,7 +98,7 @@ def test_03_a_second_signal_inside_a_save_changes_nothing(recipe, kept, tmp_path
     with monkeypatch.context() as patch:
         interrupted(patch, twice)
         with pytest.raises(Preempted) as told: fine_tune(kept.recipe, tmp_path/'run')
-    assert told.value.step in (4, 5) and check(latest_valid(tmp_path/'run'), deep=True).step == told.value.step
+    assert told.value.step in (4, 5) and check_checkpoint(latest_valid(tmp_path/'run'), deep=True).step == told.value.step
     assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(losses(kept.directory), abs=1e-6)
 
 

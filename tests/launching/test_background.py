@@ -16,8 +16,8 @@ from trouble import fine_tune, small_recipe, steps, wait_for
 
 from llm_workbook.launching import background as launching
 from llm_workbook.training.run_directory import RunLocked
-from llm_workbook.checkpoint.manifest import check, latest_valid
-from llm_workbook.launching.background import Workers, launch
+from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
+from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.parallel.ranks import RankError, log_tail
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
@@ -31,7 +31,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def workers():
-    with Workers() as made: yield made
+    with WorkerProcess() as made: yield made
     assert psutil.Process().children(recursive=True) == []
 
 
@@ -153,7 +153,7 @@ def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     with pytest.raises(Preempted) as told: endless.wait(60)
     assert time.monotonic() - start < 5 and endless.state == 'preempted' and below(workers) == []
     step = told.value.step
-    assert 3 <= step < 5000 and check(latest_valid(endless.directory), deep=True).step == step
+    assert 3 <= step < 5000 and check_checkpoint(latest_valid(endless.directory), deep=True).step == step
     assert run_state(endless.directory) == {'state': 'preempted', 'step': step}
     run = launch(recipe.changed({'optimizer.steps': step + 2}), endless.directory, workers, resume=True).wait(120)
     assert len(run.metrics) == step + 2 and endless.log(0).count('rank 0 of 2') == 2
@@ -238,4 +238,4 @@ def test_a_nursery_takes_no_second_run():
 def test_a_nursery_that_cannot_start_says_why(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(launching, '_PROGRAM', 'raise SystemExit("no torch here")')
     with pytest.raises(RuntimeError, match='no torch here'): launch(recipe, tmp_path/'run').wait(30)
-    with pytest.raises(RuntimeError, match='no torch here'): Workers().ready()
+    with pytest.raises(RuntimeError, match='no torch here'): WorkerProcess().ready()

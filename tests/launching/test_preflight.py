@@ -19,8 +19,8 @@ from llm_workbook.launching import node_report as witness
 from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.launching.rendezvous import Flaw, Place, Talk, place_of
-from llm_workbook.launching.node_report import describe_source, same_folder
+from llm_workbook.launching.rendezvous import Flaw, Place, Rendezvous, process_place
+from llm_workbook.launching.node_report import describe_source, check_shared_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -173,14 +173,14 @@ def test_an_interface_that_is_not_there(tmp_path):
 # Who is late, and who is not there
 
 def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
-    class Earlier(Talk):  # By 12 of its 14 seconds
+    class Earlier(Rendezvous):  # By 12 of its 14 seconds
         def __init__(self, place, face, limit_s):
             super().__init__(place, face, 15)
             self.began, self.until = self.began - 12, self.until - 12
     class Slow(doctor._PlannedSave):
         def run(self): time.sleep(3), super().run()
     def disturb(rank):
-        if rank: doctor.Talk = Earlier
+        if rank: doctor.Rendezvous = Earlier
         doctor._PlannedSave = Slow
         return {}
     found, made = two(tmp_path, disturb)
@@ -234,8 +234,8 @@ def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
-    take = Talk.take
-    monkeypatch.setattr(Talk, 'take', lambda self, key, host, doing, seconds=60., pause_s=0.005:
+    take = Rendezvous.take
+    monkeypatch.setattr(Rendezvous, 'wait_for', lambda self, key, host, doing, seconds=60., pause_s=0.005:
                         take(self, key, host, doing, 2 if key == 'facts/1' else seconds, pause_s))
     def silent(rank):
         report_node = doctor.report_node
@@ -303,7 +303,7 @@ def test_what_is_saved_is_what_the_ledger_plans():
     recipe = ONE.changed({'intervals.saving': 10})
     (saved := doctor._PlannedSave(recipe)).join()
     lines = [x for x in doctor.memory(recipe).lines if (x.phase, x.place) == ('save', 'disk')]
-    assert saved.size_b == sum(x.size_b * (2 if x.each else 1) for x in lines) > 10**6
+    assert saved.size_b == sum(x.size_b * (2 if x.every_rank else 1) for x in lines) > 10**6
     assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
 
 
@@ -356,12 +356,12 @@ def test_a_driver_may_differ():
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
 def test_a_directory_without_the_right_to_write(tmp_path):
     (tmp_path/'run').mkdir(mode=0o500)
-    assert 'cannot be used' in same_folder(tmp_path/'run', 'ab', True)['error']
+    assert 'cannot be used' in check_shared_directory(tmp_path/'run', 'ab', True)['error']
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path/'file').write_text('')
-    assert same_folder(tmp_path/'file'/'run', 'ab', True) == {'error': 'cannot be used: Not a directory', 'free_b': None}
+    assert check_shared_directory(tmp_path/'file'/'run', 'ab', True) == {'error': 'cannot be used: Not a directory', 'free_b': None}
     made = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'file'/'run')
     finding = only([f for f in made.problems if f.check == 'directory'], 'directory')
     assert finding.what == 'the directory of the run cannot be used: Not a directory'
@@ -409,14 +409,14 @@ def test_names_of_nodes_are_read_as_slurm_writes_them(text, names):
 
 def test_the_place_of_a_process():
     slurm = {'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_JOB_ID': '20007'}
-    assert place_of(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
+    assert process_place(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
     torchrun = {'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7', 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    assert place_of(torchrun)[:2] == (3, 4) and place_of(torchrun)[4:] == ('m', 7, True)
-    assert place_of(torchrun, 'x', 9)[4:] == ('x', 9, False)
+    assert process_place(torchrun)[:2] == (3, 4) and process_place(torchrun)[4:] == ('m', 7, True)
+    assert process_place(torchrun, 'x', 9)[4:] == ('x', 9, False)
 
 
 def test_the_head_listens_on_one_address_alone(tmp_path):
-    talk = Talk(Place(0, 1, (), 'node1', 'localhost', port := free_port()))
+    talk = Rendezvous(Place(0, 1, (), 'node1', 'localhost', port := free_port()))
     talk.join()
     here = {line.split()[1] for line in Path('/proc/net/tcp').read_text().splitlines()[1:] if line.split()[3] == '0A'}
     assert f'0100007F:{port:04X}' in here and f'{0:08X}:{port:04X}' not in here

@@ -50,7 +50,7 @@ def test_no_row_has_a_term_of_its_own():
 
 @pytest.mark.parametrize('row_id', ROWS)
 def test_the_library_reproduces_the_record(row_id):
-    from llm_workbook import memory, step_traffic
+    from llm_workbook import memory, estimate_step
     row, recipe = ROWS[row_id], published.recipe_of(row_id)
     node, spec, said = published.node_of(recipe), published.spec_of(recipe), kept()[row_id]
     ledger = memory(recipe, spec, node)
@@ -58,7 +58,7 @@ def test_the_library_reproduces_the_record(row_id):
         assert was['measured'] == figure['gib'] and was['kind'] == figure['kind']
         assert published.ledger_gib(ledger, figure['kind'], node) == pytest.approx(was['predicted']['ledger'], abs=2e-3)
     if 'time' in row:
-        measured, predicted = published.times(row, step_traffic(recipe, spec, node), recipe)
+        measured, predicted = published.times(row, estimate_step(recipe, spec, node), recipe)
         assert (measured, predicted) == pytest.approx((said['time']['measured'], said['time']['predicted']), rel=1e-3, abs=1e-4)
 
 

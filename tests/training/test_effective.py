@@ -8,7 +8,7 @@ from trouble import small_recipe
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
-from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm, explain_config
+from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm_settings, explain_config
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.parallel.backends import fsdp_env, zero_config
@@ -72,7 +72,7 @@ def spoilt_one_by_one(recipe):
             with cpu_fsdp(), tempfile.TemporaryDirectory() as folder:
                 made = prepared(recipe)
                 if made.accelerator.process_index in who: spoil(made)
-                try: confirm(recipe, made.model, made.optimizer, made.accelerator, made.loader, folder)
+                try: confirm_settings(recipe, made.model, made.optimizer, made.accelerator, made.loader, folder)
                 except ConfigMismatch as error: told[spoil.__name__, who] = str(error)
     return told
 
@@ -102,7 +102,7 @@ def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words)
     def rank():
         from llm_workbook.parallel.backends import cpu_fsdp
         with cpu_fsdp(): made = prepared(recipe)
-        confirm(recipe.changed(other), made.model, made.optimizer, made.accelerator, made.loader, tmp_path/'run')
+        confirm_settings(recipe.changed(other), made.model, made.optimizer, made.accelerator, made.loader, tmp_path/'run')
     with pytest.raises(RankError) as caught: notebook_ranks(rank, 2, (), 60, fsdp_env(recipe))
     assert words in str(caught.value) and not (tmp_path/'run').exists()
 
@@ -151,8 +151,8 @@ def alone(recipe):
     ({'model.head': 'classification', 'data.format': 'classification'}, "model.head: asked 'classification', found 'causal_lm'")])
 def test_adapters_and_packed_layers(alone, tmp_path, changes, words):
     asked, made = alone
-    confirm(asked, *made, tmp_path)
-    with pytest.raises(ConfigMismatch, match=words): confirm(asked.changed(changes), *made, tmp_path)
+    confirm_settings(asked, *made, tmp_path)
+    with pytest.raises(ConfigMismatch, match=words): confirm_settings(asked.changed(changes), *made, tmp_path)
 
 
 def test_one_layer_of_many_is_seen(alone, tmp_path):
@@ -162,21 +162,21 @@ def test_one_layer_of_many_is_seen(alone, tmp_path):
                         'precision.compute': lambda: setattr(layer.base_layer, 'compute_dtype', __import__('torch').float32),
                         'precision.frozen': lambda: layer.get_submodule('base_layer') and made[0].get_input_embeddings().float()}.items():
         spoil()
-        with pytest.raises(ConfigMismatch, match=f'{name}: asked'): confirm(asked, *made, tmp_path)
+        with pytest.raises(ConfigMismatch, match=f'{name}: asked'): confirm_settings(asked, *made, tmp_path)
 
 
 def test_a_clip_is_watched_in_the_first_step(alone, tmp_path):
     asked, (model, optimizer, accelerator, loader) = alone
-    assert confirm(asked, model, optimizer, accelerator, loader, tmp_path)['optimizer.clip'].read == 'watched in the first step'
+    assert confirm_settings(asked, model, optimizer, accelerator, loader, tmp_path)['optimizer.clip'].read == 'watched in the first step'
     with pytest.raises(ConfigMismatch, match='asked 1.0, the loop clips at 5.0'): accelerator.clip_grad_norm_(model.parameters(), 5.0)
     accelerator.clip_grad_norm_(model.parameters(), 1.0), optimizer.step()
-    confirm(asked, model, optimizer, accelerator, loader, tmp_path)
+    confirm_settings(asked, model, optimizer, accelerator, loader, tmp_path)
     with pytest.raises(ConfigMismatch, match='asked 1.0, and the loop steps without'): optimizer.step()
 
 
 def test_what_no_object_says_is_said_so(alone, tmp_path):
     asked, made = alone
-    told = confirm(asked, *made, tmp_path)
+    told = confirm_settings(asked, *made, tmp_path)
     assert {s.read for s in told.settings if s.name.startswith(('data.', 'intervals.')) or s.name == 'seed'} == {'not readable'}
     assert told['sharding.pin_memory'].read == 'not in use' and told['sharding.pin_memory'].found is None
 
