@@ -1,4 +1,4 @@
-"""The peak of a step as `instant_lines` predicts it, against glibc's count of real CPU processes."""
+"""The peak of a step as `instant_lines` predicts it, against glibc's count on CPU processes."""
 import json
 import os
 import subprocess
