@@ -108,6 +108,16 @@ def test_the_rehearsal_reads_what_a_rank_reads_and_holds_what_is_planned(base, k
         assert played.rounding_b == 0
 
 
+def test_the_buffer_of_the_reader_lies_in_host_memory_alone():
+    "On two GPUs that keep their shares, the host holds the buffer and nothing else."
+    stays = {'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
+    lora = RECIPE_C.changed({'model.source': 'meta-llama/Llama-3.2-1B', 'method.kind': 'lora', **stays})
+    loaded, ledger = rehearse_load(lora), memory(lora)
+    buffer_b = ledger.total('load', 'host', 'allocated')
+    assert 4 * 2**20 <= buffer_b <= loaded.host_b < buffer_b + 1000
+    assert abs(loaded.gpu_b - ledger.total('load', 'gpu', 'allocated')) < 2**20 < buffer_b
+
+
 def test_two_small_models_load_as_the_large_one_does():
     whole, small = (rehearse_load(RECIPE_C.changed({'model.source': 'meta-llama/Llama-3.2-1B'}), exact, rank=1) for exact in (True, False))
     assert (whole.played, small.played) == ((16,), (6, 7))
