@@ -74,21 +74,37 @@ def fields_table(
 PALETTE = {'blue': '#0072B2', 'orange': '#E69F00', 'green': '#009E73', 'vermilion': '#D55E00',
            'sky': '#56B4E9', 'purple': '#CC79A7', 'yellow': '#F0E442', 'grey': '#999999'}
 
+# %% ../nbs/package/01_display.ipynb #621bf38b
+_INK = '#767676'  # Contrast 4.5 on white, and as much on a dark page
+
+def _png(figure) -> bytes:
+    "Draw a figure without a background, its words and axes in `_INK`."
+    from io import BytesIO
+
+    from matplotlib.legend import Legend
+    from matplotlib.lines import Line2D
+    from matplotlib.text import Text
+    for kind in Text, Line2D:
+        for part in figure.findobj(kind):
+            if part.get_color() in ('black', 'k'): part.set_color(_INK)
+    for legend in figure.findobj(Legend): legend.get_frame().set_alpha(0)
+    for axes in figure.axes:
+        axes.tick_params(which='both', color=_INK, labelcolor=_INK)
+        for spine in axes.spines.values(): spine.set_edgecolor(_INK)
+    png = BytesIO()
+    figure.savefig(png, format='png', transparent=True)
+    return png.getvalue()
+
 # %% ../nbs/package/01_display.ipynb #e0401193
 def canvas(
     height: float,  # Inches, at 100 pixels each
     width: float = 7.0,  # Inches; what fits a column
 ) -> 'Figure':  # Of matplotlib, empty, with a constrained layout
     "Make a figure that shows itself as the last value of a cell."
-    from io import BytesIO
-
     from matplotlib.figure import Figure
     if not 0 < min(height, width) <= max(height, width) <= 100:
         raise ValueError(f'{width!r} by {height!r} inches is no size of a figure')
 
     class Canvas(Figure):
-        def _repr_png_(self):
-            png = BytesIO()
-            self.savefig(png, format='png')
-            return png.getvalue()
+        def _repr_png_(self): return _png(self)
     return Canvas(figsize=(width, height), dpi=100, layout='constrained')
