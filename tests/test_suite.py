@@ -122,6 +122,6 @@ def test_a_job_that_hangs_is_named_and_ended(tmp_path, monkeypatch, capfd):
 
 def test_slow_tests_are_found_and_no_other_file_is_run_for_them():
     names = {job.name for job in suite.fault_jobs()}
-    assert {'tests/fault/test_stop.py', 'tests/training/test_parity.py'} <= names and not {'tests/test_house.py', 'tests/fault'} & names
+    assert {'tests/fault/test_stopped_runs.py', 'tests/training/test_parity.py'} <= names and not {'tests/test_house.py', 'tests/fault'} & names
     assert {str(path.relative_to(suite.ROOT)) for path in (suite.ROOT/'tests/fault').glob('test_*.py')} <= names
     assert all('-m' in job.arguments for job in suite.fault_jobs())

@@ -29,7 +29,7 @@ PLAIN = {'method.kind': 'lora', 'precision.compute': 'float32'}
 WHOLE = {'method.kind': 'full', 'precision.compute': 'float32'}
 ZERO = {'sharding.strategy': 'zero3', 'zero.persistence_threshold': 1000, 'zero.reduce_bucket': 1_000_000, 'zero.prefetch_bucket': 1_000_000}
 QUICK = {'one process': (ALONE | PLAIN, 0), 'qlora, fsdp2': ({}, 1e-6)}
-SLOW = {  # tests/fault/test_again.py runs them
+SLOW = {  # tests/fault/test_resumed_runs.py runs them
         'ddp': (PLAIN | {'sharding.strategy': 'ddp'}, 1e-6), 'fsdp2': (WHOLE, 1e-6), 'zero3': (WHOLE | ZERO, 1e-6),
         'zero3, qlora': (ZERO, 1e-6), 'zero2': (PLAIN | {'sharding.strategy': 'zero2'}, 1e-6), 'one process, qlora': (ALONE, 0),
         'fsdp2, arriving': ({'sharding.loading': 'sharded'}, 1e-6)}

@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from test_scripts import PROGRAMS, requeues
+from test_job_scripts import PROGRAMS, requeues
 from trouble import CANARY, TOKENS, ended, files, fine_tune, losses, steps, torchrun, wait_for
 
 from llm_workbook.checkpoint import save_load as checkpoint
