@@ -1,4 +1,5 @@
-"""Runs beside the kernel that are stopped, killed or orphaned at every moment: no process, port, file or descriptor stays."""
+"""Runs beside the kernel that are stopped, killed or orphaned at every moment: no process, port,
+file or descriptor stays."""
 import gc
 import os
 import subprocess
@@ -19,22 +20,29 @@ from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
 
 RUNS, ALONE = 50, 4  # So many in all, and so many of them without workers
-STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}  # May be made longer without becoming another recipe
+# May be made longer without becoming another recipe
+STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}
 
 
-def held(process) -> tuple: return process.num_fds(), len(process.net_connections('inet')), process.num_threads()
+def held(process) -> tuple:
+    return process.num_fds(), len(process.net_connections('inet')), process.num_threads()
 
 
 def below(process) -> list: return psutil.Process(process.pid).children(recursive=True)
 
 
-def gone(family) -> bool: return wait_for(lambda: not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 20)
+def gone(family) -> bool:
+    return wait_for(
+        lambda: not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 20
+    )
 
 
 def once(recipe, directory, workers, i) -> str:
     "Start a run; let it finish, or stop or kill it at one of many moments."
     run = launch(recipe.changed({'optimizer.steps': 1 if i % 3 == 0 else 500}), directory, workers)
-    if i % 3: time.sleep(i % 7 / 4), (run.stop if i % 3 == 1 else run.kill)()
+    if i % 3:
+        time.sleep(i % 7 / 4)
+        (run.stop if i % 3 == 1 else run.kill)()
     try: run.wait(120)
     except Preempted: pass
     assert run.workers._box.run is None
@@ -43,32 +51,46 @@ def once(recipe, directory, workers, i) -> str:
 
 @pytest.mark.slow
 def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
-    begin, threads = time.monotonic(), threading.active_count()
+    begin = time.monotonic()
+    threads = threading.active_count()
     with Workers() as workers:
         workers.ready()
-        once(recipe, tmp_path/'first', workers, 0), gc.collect()
+        once(recipe, tmp_path/'first', workers, 0)
+        gc.collect()
         nursery = psutil.Process(workers._box.process.pid)
-        temp, before = set(os.listdir(tempfile.gettempdir())), [held(psutil.Process()), held(nursery)]
-        states = [once(recipe, tmp_path/f'run-{i}', None if i % (RUNS // ALONE) == 1 else workers, i) for i in range(1, RUNS)]
+        temp = set(os.listdir(tempfile.gettempdir()))
+        before = [held(psutil.Process()), held(nursery)]
+        states = [
+            once(recipe, tmp_path/f'run-{i}', None if i % (RUNS // ALONE) == 1 else workers, i)
+            for i in range(1, RUNS)]
         gc.collect()
         after = [held(psutil.Process()), held(nursery)]
-        assert all(now <= then for a, b in zip(after, before) for now, then in zip(a, b)), (before, after)
-        assert [child.pid for child in children()] == [nursery.pid] and set(os.listdir(tempfile.gettempdir())) == temp
-    assert threading.active_count() <= threads and states.count('finished') >= 16 and states.count('preempted') >= 30
-    SAID.append(f'50 starts and stops in {time.monotonic() - begin:.0f} s: {states.count("finished") + 1} finished, '
-                f'{states.count("preempted")} stopped or killed; nothing is left')
+        assert all(now <= then for a, b in zip(after, before) for now, then in zip(a, b)), (
+            before, after)
+        assert [child.pid for child in children()] == [nursery.pid]
+        assert set(os.listdir(tempfile.gettempdir())) == temp
+    assert threading.active_count() <= threads
+    assert states.count('finished') >= 16
+    assert states.count('preempted') >= 30
+    SAID.append(
+        f'50 starts and stops in {time.monotonic() - begin:.0f} s: {states.count("finished") + 1} finished, '
+        f'{states.count("preempted")} stopped or killed; nothing is left')
 
 
 @pytest.mark.slow
 def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
     with Workers() as workers:
         for i in range(6):
-            run = launch(recipe.changed(STEADY | {'optimizer.steps': 5000}), tmp_path/f'run-{i}', workers)
-            time.sleep(i // 2 * 0.4), (run.stop if i % 2 else run.kill)()
+            run = launch(
+                recipe.changed(STEADY | {'optimizer.steps': 5000}), tmp_path/f'run-{i}', workers)
+            time.sleep(i // 2 * 0.4)
+            (run.stop if i % 2 else run.kill)()
             with pytest.raises(Preempted): run.wait(60)
             assert below(workers._box.process) == [] and os.listdir(workers._box.temp) == []
             steps = len(run.metrics) + 1
-            again = launch(recipe.changed(STEADY | {'optimizer.steps': steps}), tmp_path/f'run-{i}', workers, resume=True).wait(120)
+            again = launch(
+                recipe.changed(STEADY | {'optimizer.steps': steps}), tmp_path/f'run-{i}', workers,
+                resume=True).wait(120)
             assert [row['step'] for row in again.metrics] == list(range(1, steps + 1))
 
 
@@ -92,7 +114,8 @@ def test_two_workers_do_not_share_a_directory(recipe, tmp_path):
     with Workers() as one, Workers() as two:
         first = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', one)
         assert wait_for(lambda: first.metrics, 120)
-        with pytest.raises(RunLocked, match='is taken by'): launch(first.recipe, first.directory, two, resume=True).wait(60)
+        with pytest.raises(RunLocked, match='is taken by'):
+            launch(first.recipe, first.directory, two, resume=True).wait(60)
     assert first.state == 'preempted' and run_state(first.directory)['state'] == 'preempted'
 
 
@@ -107,16 +130,21 @@ KERNEL = '''
     Path('pid').write_text(str(workers._box.process.pid))
     {then}
 '''
-FORKED = 'import os; os.fork() or (time.sleep(60), os._exit(0))'  # What holds the pipe open when the kernel is gone
+# What holds the pipe open when the kernel is gone
+FORKED = 'import os; os.fork() or (time.sleep(60), os._exit(0))'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('then', ['time.sleep(1000)', FORKED + '; time.sleep(1000)', ''], ids=['killed', 'killed with a fork', 'ended'])
+@pytest.mark.parametrize(
+    'then', ['time.sleep(1000)', FORKED + '; time.sleep(1000)', ''],
+    ids=['killed', 'killed with a fork', 'ended'])
 def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
     recipe.changed(STEADY | {'optimizer.steps': 5000}).save(tmp_path/'recipe.yaml')
     (tmp_path/'temp').mkdir()
     code = textwrap.dedent(KERNEL.format(then=then))
-    kernel = subprocess.Popen([sys.executable, '-c', code], cwd=tmp_path, env=os.environ | {'TMPDIR': str(tmp_path/'temp')})
+    kernel = subprocess.Popen(
+        [sys.executable, '-c', code], cwd=tmp_path,
+        env=os.environ | {'TMPDIR': str(tmp_path/'temp')})
     assert wait_for(lambda: (tmp_path/'pid').exists() and (tmp_path/'pid').read_text(), 120)
     nursery = psutil.Process(int((tmp_path/'pid').read_text()))
     family = [nursery, *nursery.children(recursive=True)]
@@ -126,7 +154,8 @@ def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
     assert len(family) >= 4 and gone(family)
     for other in others: other.kill()
     assert list((tmp_path/'temp').iterdir()) == []
-    assert run_state(tmp_path/'run')['state'] == 'preempted' and latest_valid(tmp_path/'run') is not None
+    assert run_state(tmp_path/'run')['state'] == 'preempted'
+    assert latest_valid(tmp_path/'run') is not None
 
 
 @pytest.mark.slow
@@ -139,7 +168,8 @@ def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tm
     with pytest.raises(RuntimeError, match='the workers have ended'): run.wait(30)
     assert gone(ranks)
     assert run.state == 'failed' and not os.path.exists(workers._box.temp)
-    with pytest.raises(RuntimeError, match='make new ones'): launch(recipe, tmp_path/'other', workers)
+    with pytest.raises(RuntimeError, match='make new ones'):
+        launch(recipe, tmp_path/'other', workers)
     workers.close()
 
 
@@ -159,5 +189,6 @@ def test_where_there_is_a_gpu_the_nursery_imports_nothing_that_may_open_it():
         with patch('accelerate.utils.is_cuda_available', lambda: True): launching._import_all()
         print(*sorted({'bitsandbytes', 'peft', 'trl', 'transformers', 'datasets'} & {*sys.modules}))
     """
-    done = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout == 'datasets transformers\n'

@@ -1,4 +1,5 @@
-"""Fault 13: rows that train on nothing, train on the wrong thing, or stop a run without saying where."""
+"""Fault 13: rows that train on nothing, train on the wrong thing, or stop a run without saying
+where."""
 import json
 import random
 import warnings
@@ -15,16 +16,23 @@ GOOD = {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'c
 TEXT = {'text': 'A line.'}
 
 
-def turns(**last): return {'messages': [GOOD['messages'][0], {'role': 'assistant', 'content': 'Ho'} | last]}
+def turns(**last):
+    return {'messages': [GOOD['messages'][0], {'role': 'assistant', 'content': 'Ho'} | last]}
 
 
 BAD = {  # What TRL 1.16 does with it: an error without a row number, or (last four) nothing at all
-    'no text': (TEXT, {'text': None}, 'the text is missing'), 'no messages': (GOOD, {'messages': None}, 'not a list of turns'),
-    'no turns': (GOOD, {'messages': []}, 'not a list of turns'), 'other columns': (GOOD, {'instruction': 'Hi', 'output': 'Ho'}, 'not a list'),
-    'cut off': (GOOD, None, 'cut off'), 'no answer': (GOOD, {'messages': GOOD['messages'][:1]}, 'no answer to learn'),
-    'raw ShareGPT with an unknown speaker': (GOOD, {'conversations': [{'from': 'bing', 'value': 'Hi'}]}, "unknown role 'bing'"),
-    'unknown role': (GOOD, turns(role='asistant'), "did you mean 'assistant'?"), 'empty text': (TEXT, {'text': '  '}, 'the text is empty'),
-    'empty answer': (GOOD, turns(content=''), 'turn 2 (assistant) is empty')}
+    'no text': (TEXT, {'text': None}, 'the text is missing'),
+    'no messages': (GOOD, {'messages': None}, 'not a list of turns'),
+    'no turns': (GOOD, {'messages': []}, 'not a list of turns'),
+    'other columns': (GOOD, {'instruction': 'Hi', 'output': 'Ho'}, 'not a list'),
+    'cut off': (GOOD, None, 'cut off'),
+    'no answer': (GOOD, {'messages': GOOD['messages'][:1]}, 'no answer to learn'),
+    'raw ShareGPT with an unknown speaker': (
+        GOOD, {'conversations': [{'from': 'bing', 'value': 'Hi'}]}, "unknown role 'bing'"),
+    'unknown role': (GOOD, turns(role='asistant'), "did you mean 'assistant'?"),
+    'empty text': (TEXT, {'text': '  '}, 'the text is empty'),
+    'empty answer': (GOOD, turns(content=''), 'turn 2 (assistant) is empty'),
+}
 
 
 def write(path, rows) -> Data:
@@ -41,36 +49,48 @@ def test_13_a_bad_row_is_named_with_its_number_and_reason(good, bad, words, tmp_
     assert all(f'line {number}: ' in str(caught.value) for number in (2, 5))
 
 
-@pytest.mark.parametrize('good, bad, words', [row for row in BAD.values() if row[1]], ids=[name for name in BAD if BAD[name][1]])
+@pytest.mark.parametrize(
+    'good, bad, words', [row for row in BAD.values() if row[1]],
+    ids=[name for name in BAD if BAD[name][1]])
 def test_13_bad_rows_are_left_out_on_demand_and_counted(good, bad, words, tmp_path):
     data = write(tmp_path/'rows.jsonl', [good, bad, good, good, bad])
-    with pytest.warns(UserWarning, match='2 of 5 rows are left out') as said: rows, _ = load_rows(data, on_bad='skip')
+    with pytest.warns(UserWarning, match='2 of 5 rows are left out') as said:
+        rows, _ = load_rows(data, on_bad='skip')
     assert len(rows) == 3 and words in str(said[0].message) and 'line 5' in str(said[0].message)
-    with pytest.raises(ValueError, match="must be 'error' or 'skip'"): load_rows(data, on_bad='ignore')
+    with pytest.raises(ValueError, match="must be 'error' or 'skip'"):
+        load_rows(data, on_bad='ignore')
 
 
 def test_13_rows_at_fault_in_every_place_leave_no_rows(tmp_path):
     data = write(tmp_path/'rows.jsonl', [TEXT | {'text': ''}] * 3)
-    with pytest.warns(UserWarning, match='3 of 3'), pytest.raises(DatasetError, match='no rows to train on'):
+    with (
+        pytest.warns(UserWarning, match='3 of 3'),
+        pytest.raises(DatasetError, match='no rows to train on')
+    ):
         load_rows(data.model_copy(update={'format': 'text'}), on_bad='skip')
 
 
 def test_13_known_columns_of_others_are_read_and_not_passed_over(tmp_path):
-    alpaca, sharegpt = {'instruction': 'Hi', 'output': 'Ho'}, {'conversations': [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Ho'}]}
-    for row in alpaca, sharegpt: assert load_rows(write(tmp_path/'rows.jsonl', [row, row]))[0] == [GOOD, GOOD]
+    alpaca = {'instruction': 'Hi', 'output': 'Ho'}
+    sharegpt = {'conversations': [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Ho'}]}
+    for row in alpaca, sharegpt:
+        assert load_rows(write(tmp_path/'rows.jsonl', [row, row]))[0] == [GOOD, GOOD]
 
 
 @pytest.mark.parametrize('on_bad', ['error', 'skip'])
 def test_13_bytes_that_are_no_text_are_named_by_line(on_bad, tmp_path):
-    (tmp_path/'rows.jsonl').write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n{"text": "\xff"}')
-    with pytest.raises(DatasetError, match='not UTF-8') as caught: load_rows(Data(source=str(tmp_path/'rows.jsonl')), on_bad=on_bad)
+    (tmp_path/'rows.jsonl').write_bytes(
+        b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n{"text": "\xff"}')
+    with pytest.raises(DatasetError, match='not UTF-8') as caught:
+        load_rows(Data(source=str(tmp_path/'rows.jsonl')), on_bad=on_bad)
     assert [number for number, _ in caught.value.problems] == [2, 4]
 
 
 def test_13_long_rows_are_counted_or_named_and_a_megabyte_is_a_row(tmp_path):
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(asset('tiny-base'))
-    answer, ask = (turns(content='word ' * n) for n in (200_000, 40)), GOOD['messages'][0] | {'content': 'word ' * 300}
+    answer = (turns(content='word ' * n) for n in (200_000, 40))
+    ask = GOOD['messages'][0] | {'content': 'word ' * 300}
     long, longer = answer
     rows, _ = load_rows(write(tmp_path/'rows.jsonl', [long, longer, GOOD]))
     assert len(json.dumps(long)) > 1_000_000 and rows[0] == long
@@ -83,21 +103,28 @@ def test_13_long_rows_are_counted_or_named_and_a_megabyte_is_a_row(tmp_path):
 def test_13_copies_stay_on_one_side_and_test_rows_are_not_training_rows(tmp_path):
     asked = lambda n: {'messages': [{'role': 'user', 'content': f'{n}'}, GOOD['messages'][1]]}
     rows = [turns(content=f'Answer {n}') for n in range(5)] + [asked(n) for n in range(15)]
-    train, test = load_rows(write(tmp_path/'rows.jsonl', rows).model_copy(update={'test_share': 0.5}))
+    train, test = load_rows(
+        write(tmp_path/'rows.jsonl', rows).model_copy(update={'test_share': 0.5}))
     first, second = ({row['messages'][0]['content'] for row in part} for part in (train, test))
     assert len(train) + len(test) == 20 and not first & second
-    both = write(tmp_path/'rows.jsonl', rows).model_copy(update={'test': str(tmp_path/'rows.jsonl')})
-    with pytest.raises(DatasetError, match='row 1: has a prompt that is in the training rows too'): load_rows(both)
+    both = write(tmp_path/'rows.jsonl', rows).model_copy(
+        update={'test': str(tmp_path/'rows.jsonl')})
+    with pytest.raises(DatasetError, match='row 1: has a prompt that is in the training rows too'):
+        load_rows(both)
 
 
 @pytest.mark.parametrize('on_bad', ['error', 'skip'])
 def test_13_rows_made_at_random_raise_nothing_but_dataset_errors(on_bad, tmp_path):
     chance, accepted = random.Random(13), 0
     for _ in range(400):
-        rows = [TEXT] * chance.randrange(2) + [anything(chance, depth=chance.randrange(2)) for _ in range(chance.randrange(4))]
+        rows = [TEXT] * chance.randrange(2) + [
+            anything(chance, depth=chance.randrange(2)) for _ in range(chance.randrange(4))]
         (tmp_path/'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)), encoding='utf-8')
         try:
             with warnings.catch_warnings(action='ignore'):
-                accepted += bool(load_rows(Data(source=str(tmp_path/'rows.jsonl'), test_share=0.0), on_bad=on_bad)[0])
-        except DatasetError as error: assert error.problems
+                accepted += bool(
+                    load_rows(
+                        Data(source=str(tmp_path/'rows.jsonl'), test_share=0.0), on_bad=on_bad)[0])
+        except DatasetError as error:
+            assert error.problems
     assert accepted

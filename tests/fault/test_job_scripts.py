@@ -1,4 +1,5 @@
-"""Fault 18: values that want to be commands in a job script, and a job that must come back once or not at all."""
+"""Fault 18: values that want to be commands in a job script, and a job that must come back once or
+not at all."""
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from llm_workbook.launching.job_scripts import sbatch
 from llm_workbook.config.recipe import Recipe
 
 BASE = Recipe.named('70b-2x8-a100-80-full')
-PROGRAMS = {  # A pretended SLURM: what srun gets, every process of the step gets, as where SLURM tracks them by cgroup or by parent
+# A pretended SLURM: what srun gets, every process of the step gets, as where SLURM tracks them by
+# cgroup or by parent
+PROGRAMS = {
     'srun': """shift
 tree() { for child in $(cat /proc/$1/task/$1/children); do tree $child; done; kill -USR1 $1; }
 "$@" & step=$!
@@ -21,51 +24,88 @@ until wait $step; ! kill -0 $step 2> /dev/null; do :; done; wait $step""",
     'scontrol': 'case "$1" in requeue) echo "$2" >> "$SEEN/requeued";; *) echo localhost;; esac',
     'python3': """[ "$3" = preflight ] || { printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; }
 [ "$3" != preflight ] || { printf "%s\\0" "$@" > "$SEEN/preflight"; eval "$CHECK"; exit; }
-eval "$ACT"; exit "$CODE\""""}
+eval "$ACT"; exit "$CODE\"""",
+}
 
 
 def start(folder: Path, script: str, code=0, act='true', check='true') -> subprocess.Popen:
-    "Start a job script as SLURM would; its preflight does `check`, and its ranks do `act` and end with `code`."
-    seen, place = folder/'seen', folder/'place'
+    """Start a job script as SLURM would; its preflight does `check`, and its ranks do `act` and end
+    with `code`."""
+    seen = folder/'seen'
+    place = folder/'place'
     for new in seen, place, folder/'bin': new.mkdir(exist_ok=True)
     for name, text in PROGRAMS.items():
         (folder/'bin'/name).write_text(f'#!/bin/bash\n{text}\n')
         (folder/'bin'/name).chmod(0o755)
-    env = os.environ | {'PATH': f'{folder}/bin:{os.environ["PATH"]}', 'SEEN': str(seen), 'SLURM_JOB_ID': '4711', 'CODE': str(code),
-                        'SLURM_JOB_NODELIST': 'localhost', 'ACT': act, 'CHECK': check}
-    return subprocess.Popen(['bash', '-c', script], env=env, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = os.environ | {
+        'PATH': f'{folder}/bin:{os.environ["PATH"]}', 'SEEN': str(seen), 'SLURM_JOB_ID': '4711',
+        'CODE': str(code), 'SLURM_JOB_NODELIST': 'localhost', 'ACT': act, 'CHECK': check}
+    return subprocess.Popen(
+        ['bash', '-c', script], env=env, cwd=place, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True)
 
 
-def requeues(folder: Path) -> list: return (folder/'seen/requeued').read_text().split() if (folder/'seen/requeued').exists() else []
+def requeues(folder: Path) -> list:
+    return (folder/'seen/requeued').read_text().split() if (folder/'seen/requeued').exists() else []
 
 
 def recipe_with(field: str, value: str) -> Recipe:
     "A recipe that says so without ever having been checked."
     *parent, leaf = field.split('.')
     if not parent: return BASE.model_copy(update={leaf: value})
-    return BASE.model_copy(update={parent[0]: getattr(BASE, parent[0]).model_copy(update={leaf: value})})
+    return BASE.model_copy(
+        update={parent[0]: getattr(BASE, parent[0]).model_copy(update={leaf: value})})
 
 
-HOSTILE = ['$(touch x)', '`touch x`', '; touch x', "'; touch x; '", '"; touch x; "', '\n#SBATCH --wrap="touch x"', '\ntouch x\n',
-           '| touch x', '&& touch x', '> x', '${IFS}touch${IFS}x', '$((x=1))', '\\\ntouch x', '\r\ntouch x', '-o ProxyCommand=touch x',
-           "$'\\ntouch x'", '{touch,x}', '~/../x', '*', '!!touch x', 'a b', '\x00touch x', '\x1b]0;x\x07', '\u2028touch x', '{directory}']
+HOSTILE = [
+    '$(touch x)',
+    '`touch x`',
+    '; touch x',
+    "'; touch x; '",
+    '"; touch x; "',
+    '\n#SBATCH --wrap="touch x"',
+    '\ntouch x\n',
+    '| touch x',
+    '&& touch x',
+    '> x',
+    '${IFS}touch${IFS}x',
+    '$((x=1))',
+    '\\\ntouch x',
+    '\r\ntouch x',
+    '-o ProxyCommand=touch x',
+    "$'\\ntouch x'",
+    '{touch,x}',
+    '~/../x',
+    '*',
+    '!!touch x',
+    'a b',
+    '\x00touch x',
+    '\x1b]0;x\x07',
+    '\u2028touch x',
+    '{directory}',
+]
 PLACES = {
-    'paths': lambda text: sbatch(BASE, text, text), 'python': lambda text: sbatch(BASE, 'run', python=f'./bin/{text}'),
+    'paths': lambda text: sbatch(BASE, text, text),
+    'python': lambda text: sbatch(BASE, 'run', python=f'./bin/{text}'),
     'name': lambda text: sbatch(recipe_with('name', text), 'run'),
     'interface': lambda text: sbatch(recipe_with('cluster.interface', text), 'run'),
-    'variable': lambda text: sbatch(recipe_with('cluster.variables', (('NCCL_DEBUG', text),)), 'run'),
+    'variable': lambda text: sbatch(
+        recipe_with('cluster.variables', (('NCCL_DEBUG', text),)), 'run'),
     'variable name': lambda text: sbatch(recipe_with('cluster.variables', ((text, '1'),)), 'run'),
     'nodes': lambda text: sbatch(recipe_with('cluster.nodes', text), 'run'),
     'processes': lambda text: sbatch(recipe_with('cluster.processes', text), 'run'),
-    'secret': lambda text: sbatch(BASE, 'run', secrets=(text,)), 'option': lambda text: sbatch(BASE, 'run', options={text: 'x'}),
+    'secret': lambda text: sbatch(BASE, 'run', secrets=(text,)),
+    'option': lambda text: sbatch(BASE, 'run', options={text: 'x'}),
     'partition': lambda text: sbatch(BASE, 'run', options={'partition': text}),
-    'time': lambda text: sbatch(BASE, 'run', options={'time': text}), 'output': lambda text: sbatch(BASE, 'run', options={'output': text})}
+    'time': lambda text: sbatch(BASE, 'run', options={'time': text}),
+    'output': lambda text: sbatch(BASE, 'run', options={'output': text})}
 
 
 @pytest.mark.filterwarnings('ignore:Pydantic serializer')
 @pytest.mark.parametrize('place', PLACES)
 def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
-    "25 payloads, alone and after a word: refused with a ValueError, or the script runs and nothing of the payload does."
+    """25 payloads, alone and after a word: refused with a ValueError, or the script runs and
+    nothing of the payload does."""
     inert = 0
     for number, text in enumerate([*HOSTILE, *(f'run{payload}' for payload in HOSTILE)]):
         try: script = PLACES[place](text)
@@ -80,7 +120,8 @@ def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
         assert files(folder/'place') == set() and requeues(folder) == [], (text, said)
         if place != 'python': assert job.returncode == 0, (text, said)
         if place == 'paths':
-            for seen in 'arguments', 'preflight': assert (folder/'seen'/seen).read_text().split('\0').count(text) == 2
+            for seen in 'arguments', 'preflight':
+                assert (folder/'seen'/seen).read_text().split('\0').count(text) == 2
         inert += 1
     print(f'{place}: {inert} of {2 * len(HOSTILE)} inert, the others refused')
     assert inert >= 30 if place in ('paths', 'python') else inert <= 6
@@ -89,12 +130,22 @@ def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
 SAY = 'echo "{\\"state\\": \\"%s\\", \\"step\\": 4}" > run.new; mv run.new run.json'
 
 
-@pytest.mark.parametrize('code, state, wanted', [
-    (0, 'finished', (0, 0)), (1, '', (1, 0)), (1, 'running', (1, 0)), (137, '', (137, 0)), (75, '', (75, 1)), (75, 'preempted', (75, 1)),
-    (1, 'preempted', (75, 1)), (137, 'preempted', (75, 1)), (0, 'preempted', (0, 0))])
+@pytest.mark.parametrize(
+    'code, state, wanted',
+    [
+        (0, 'finished', (0, 0)),
+        (1, '', (1, 0)),
+        (1, 'running', (1, 0)),
+        (137, '', (137, 0)),
+        (75, '', (75, 1)),
+        (75, 'preempted', (75, 1)),
+        (1, 'preempted', (75, 1)),
+        (137, 'preempted', (75, 1)),
+        (0, 'preempted', (0, 0))])
 def test_18_only_a_preempted_job_comes_back_and_once(code, state, wanted, tmp_path):
     (tmp_path/'place').mkdir()
-    (tmp_path/'place/run.json').write_text('{"state": "preempted", "step": 4}')  # Of an earlier launch: it must not count
+    # Of an earlier launch: it must not count
+    (tmp_path/'place/run.json').write_text('{"state": "preempted", "step": 4}')
     job = start(tmp_path, sbatch(BASE, '.'), code, SAY % state if state else 'true')
     said = job.communicate(timeout=20)[0]
     assert (job.returncode, len(requeues(tmp_path))) == wanted, said
@@ -124,7 +175,11 @@ def test_18_a_failed_preflight_ends_the_job_before_training(tmp_path):
     assert not (tmp_path/'seen/arguments').exists()
 
 
-@pytest.mark.parametrize('check', ['touch ready; exec sleep 30', "trap 'exit 0' USR1; touch ready; sleep 30 & wait", 'touch ready; sleep 2'])
+@pytest.mark.parametrize(
+    'check',
+    [
+        'touch ready; exec sleep 30', "trap 'exit 0' USR1; touch ready; sleep 30 & wait",
+        'touch ready; sleep 2'])
 def test_18_a_signal_during_the_preflight_brings_the_job_back_untrained(check, tmp_path):
     job = start(tmp_path, sbatch(BASE, '.'), check=check)
     assert wait_for((tmp_path/'place/ready').exists, 20)
@@ -137,23 +192,38 @@ def test_18_a_signal_during_the_preflight_brings_the_job_back_untrained(check, t
 def test_18_preflight_and_ranks_meet_at_the_same_node_on_ports_of_their_own(tmp_path):
     job = start(tmp_path, sbatch(BASE, '.'))
     job.communicate(timeout=20)
-    check, train = ((tmp_path/'seen'/name).read_text().split('\0') for name in ('preflight', 'arguments'))
+    check, train = (
+        (tmp_path/'seen'/name).read_text().split('\0') for name in ('preflight', 'arguments'))
     assert check[:5] == ['-m', 'llm_workbook', 'preflight', 'recipe.yaml', '--directory']
-    assert check[check.index('--head') + 1] == 'localhost' and check[check.index('--port') + 1] == '24711'
-    assert '--rdzv-endpoint=localhost:14711' in train and train[train.index('--step-timeout') + 1] == '1200'
+    assert check[check.index('--head') + 1] == 'localhost'
+    assert check[check.index('--port') + 1] == '24711'
+    assert '--rdzv-endpoint=localhost:14711' in train
+    assert train[train.index('--step-timeout') + 1] == '1200'
 
 
 def test_18_the_script_says_all_that_a_requeue_needs():
     script = sbatch(BASE, 'run', options={'time': '30', 'cpus-per-task': 8})
-    for line in '#SBATCH --requeue', '#SBATCH --open-mode=append', '#SBATCH --signal=B:USR1@300', '#SBATCH --cpus-per-task=8':
+    for line in (
+        '#SBATCH --requeue',
+        '#SBATCH --open-mode=append',
+        '#SBATCH --signal=B:USR1@300',
+        '#SBATCH --cpus-per-task=8',
+    ):
         assert line in script.splitlines()
     assert '--exclusive' not in script and '--mem' not in script
     assert {'#SBATCH --exclusive', '#SBATCH --mem=0'} <= {*sbatch(BASE, 'run').splitlines()}
-    assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {*sbatch(BASE, 'run', options={'mem': '80G'}).splitlines()}
-    assert '--rdzv-backend=c10d' in script and '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
-    assert script.index('trap forward') < script.index("llm_workbook preflight") < script.index("llm_workbook train")
+    assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {
+        *sbatch(BASE, 'run', options={'mem': '80G'}).splitlines()}
+    assert '--rdzv-backend=c10d' in script
+    assert '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
+    assert (
+        script.index('trap forward')
+        < script.index("llm_workbook preflight")
+        < script.index("llm_workbook train"))
     assert script.count('scontrol requeue') == 1
-    assert max(n for n, line in enumerate(script.splitlines()) if line.startswith('#SBATCH')) < script.splitlines().index('set -u')
+    assert max(
+        n for n, line in enumerate(script.splitlines()) if line.startswith('#SBATCH')
+    ) < script.splitlines().index('set -u')
 
 
 def test_18_a_secret_is_handed_on_by_name(tmp_path, monkeypatch):
@@ -163,20 +233,33 @@ def test_18_a_secret_is_handed_on_by_name(tmp_path, monkeypatch):
     assert canary not in script and 'export HF_TOKEN\n' in script
     job = start(tmp_path, script)
     assert canary not in job.communicate(timeout=20)[0] and job.returncode == 0
-    assert f'HF_TOKEN={canary}' in (tmp_path/'seen/environment').read_text() and files(tmp_path/'place') == set()
-    with pytest.raises(ValueError, match='never what is in them') as caught: sbatch(BASE, 'run', secrets=(canary,))
+    assert f'HF_TOKEN={canary}' in (tmp_path/'seen/environment').read_text()
+    assert files(tmp_path/'place') == set()
+    with pytest.raises(ValueError, match='never what is in them') as caught:
+        sbatch(BASE, 'run', secrets=(canary,))
     assert canary not in str(caught.value)
 
 
-@pytest.mark.parametrize('limit, warning_s', [
-    ('2', 30), ('2:00', 30), ('0:02:00', 30), ('5', 75), ('19:59', 299), ('20', 300), ('1:00:00', 300), ('0-1', 300), ('1-0:00', 300)])
+@pytest.mark.parametrize(
+    'limit, warning_s',
+    [
+        ('2', 30),
+        ('2:00', 30),
+        ('0:02:00', 30),
+        ('5', 75),
+        ('19:59', 299),
+        ('20', 300),
+        ('1:00:00', 300),
+        ('0-1', 300),
+        ('1-0:00', 300)])
 def test_18_the_warning_leaves_three_quarters_of_a_short_limit_for_training(limit, warning_s):
     assert f'#SBATCH --signal=B:USR1@{warning_s}\n' in sbatch(BASE, 'run', options={'time': limit})
 
 
 @pytest.mark.parametrize('limit', ['1', '0', '1:59', '0:01:59', '0-0', '0-0:01'])
 def test_18_a_limit_that_is_too_short_to_save_is_refused(limit):
-    with pytest.raises(ValueError, match='too short to start, train and save'): sbatch(BASE, 'run', options={'time': limit})
+    with pytest.raises(ValueError, match='too short to start, train and save'):
+        sbatch(BASE, 'run', options={'time': limit})
 
 
 def test_18_a_signal_that_comes_while_the_ranks_start_is_sent_again(tmp_path, monkeypatch):
@@ -193,7 +276,9 @@ def test_18_a_signal_that_comes_while_the_ranks_start_is_sent_again(tmp_path, mo
 
 
 @pytest.mark.parametrize('signals, wanted', [(1, (75, ['4711'])), (0, (138, []))])
-def test_18_a_launcher_that_the_signal_kills_comes_back_only_if_it_was_sent(signals, wanted, tmp_path):
+def test_18_a_launcher_that_the_signal_kills_comes_back_only_if_it_was_sent(
+    signals, wanted, tmp_path
+):
     job = start(tmp_path, sbatch(BASE, '.'), 138, f'touch ready; sleep {2 * signals}')
     assert wait_for((tmp_path/'place/ready').exists, 20)
     for _ in range(signals): job.send_signal(signal.SIGUSR1)
@@ -201,22 +286,34 @@ def test_18_a_launcher_that_the_signal_kills_comes_back_only_if_it_was_sent(sign
     assert (job.returncode, requeues(tmp_path)) == wanted, said
 
 
-@pytest.mark.parametrize('steps, wanted', [((4, 4, 4, 4, 4), 3), ((4, 4, 4, 5, 5), 5), (('',) * 4, 3)])
+@pytest.mark.parametrize(
+    'steps, wanted', [((4, 4, 4, 4, 4), 3), ((4, 4, 4, 5, 5), 5), (('',) * 4, 3)])
 def test_18_a_job_that_gets_no_further_does_not_come_back_forever(steps, wanted, tmp_path):
     for step in steps:
-        job = start(tmp_path, sbatch(BASE, '.'), 75, f'echo "{{\\"state\\": \\"preempted\\", \\"step\\": {step}}}" > run.json' if step else 'true')
+        job = start(
+            tmp_path,
+            sbatch(BASE, '.'),
+            75,
+            f'echo "{{\\"state\\": \\"preempted\\", \\"step\\": {step}}}" > run.json'
+            if step
+            else 'true')
         said = job.communicate(timeout=20)[0]
         assert job.returncode == 75
     assert len(requeues(tmp_path)) == wanted
     assert ('for the fourth time at step' in said) == (wanted == 3), said
 
 
-@pytest.mark.parametrize('shown, wanted', [(f'(sleep 2; {SAY % "preempted"}) &> /dev/null &', (75, ['4711'])), ('true', (1, []))])
-def test_18_a_file_that_the_network_shows_late_is_waited_for_when_the_job_was_asked(shown, wanted, tmp_path):
+@pytest.mark.parametrize(
+    'shown, wanted',
+    [(f'(sleep 2; {SAY % "preempted"}) &> /dev/null &', (75, ['4711'])), ('true', (1, []))])
+def test_18_a_file_that_the_network_shows_late_is_waited_for_when_the_job_was_asked(
+    shown, wanted, tmp_path
+):
     "torchrun ends with 1, and run.json is seen only afterwards, or never."
     script = sbatch(BASE, '.')
     assert '{1..19}' in script and 'sleep 5' in script
-    job = start(tmp_path, script.replace('sleep 5', 'sleep .25'), 1, f'touch ready; sleep 1; {shown}')
+    job = start(
+        tmp_path, script.replace('sleep 5', 'sleep .25'), 1, f'touch ready; sleep 1; {shown}')
     assert wait_for((tmp_path/'place/ready').exists, 20)
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=30)[0]

@@ -29,11 +29,13 @@ def look():
     return found
 
 
-@pytest.mark.parametrize('launch, served', [(run_ranks, 0), (notebook_ranks, 1)], ids=['run_ranks', 'notebook_ranks'])
+@pytest.mark.parametrize(
+    'launch, served', [(run_ranks, 0), (notebook_ranks, 1)], ids=['run_ranks', 'notebook_ranks'])
 def test_21_ranks_listen_on_this_machine_alone(launch, served):
     seen = launch(look, 2)
     assert all(host == '127.0.0.1' for found in seen for place in found for host, _ in place), seen
-    assert all(rank for rank, _ in seen) and [len(kernel) for _, kernel in seen] == [served] * 2, seen
+    assert all(rank for rank, _ in seen), seen
+    assert [len(kernel) for _, kernel in seen] == [served] * 2, seen
 
 
 def test_21_pages_are_executed_without_a_port():
@@ -43,16 +45,24 @@ def test_21_pages_are_executed_without_a_port():
 @pytest.mark.slow
 def test_21_make_lab_listens_on_this_machine_alone_and_asks_for_a_token(tmp_path):
     "The command of the Makefile, with a port of its own, no browser and empty settings."
-    command = re.search(r'^\t@\$\(BIN\)/jupyter (lab .*)$', (ROOT/'Makefile').read_text(), re.M)[1].split()
+    command = re.search(r'^\t@\$\(BIN\)/jupyter (lab .*)$', (ROOT/'Makefile').read_text(), re.M)[
+        1].split()
     more = ['--no-browser', '--ServerApp.port=0', '--ServerApp.port_retries=0', '--allow-root']
-    env = {name: str(tmp_path) for name in ('JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR', 'HOME', 'TMPDIR')}
+    env = {
+        name: str(tmp_path)
+        for name in (
+            'JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR', 'HOME', 'TMPDIR')}
     with open(tmp_path/'log', 'w') as log:
-        lab = subprocess.Popen([sys.executable, '-m', 'jupyter', *command, *more], cwd=ROOT, stdout=log, stderr=log,
-                               env=os.environ | env)
+        lab = subprocess.Popen(
+            [sys.executable, '-m', 'jupyter', *command, *more], cwd=ROOT, stdout=log, stderr=log,
+            env=os.environ | env)
     try:
         found = wait_for(lambda: ports(psutil.Process(lab.pid)), 40)
-        assert found and all(host == '127.0.0.1' for host, _ in found), (found, (tmp_path/'log').read_text()[-2000:])
-        with pytest.raises(HTTPError, match='403'): urlopen(f'http://127.0.0.1:{min(found)[1]}/api/contents', timeout=20)
+        assert found, (found, (tmp_path/'log').read_text()[-2000:])
+        assert all(host == '127.0.0.1' for host, _ in found), (
+            found, (tmp_path/'log').read_text()[-2000:])
+        with pytest.raises(HTTPError, match='403'):
+            urlopen(f'http://127.0.0.1:{min(found)[1]}/api/contents', timeout=20)
     finally:
         lab.terminate()
         lab.wait(20)

@@ -27,7 +27,8 @@ def curve(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__('sys').modules, 'ipykernel', object())
     curve = LossCurve(tmp_path/'metrics.jsonl', 12)
     curve.pictures = []
-    monkeypatch.setattr(curve, '_draw', lambda metrics: curve.pictures.append([row['step'] for row in metrics]))
+    monkeypatch.setattr(
+        curve, '_draw', lambda metrics: curve.pictures.append([row['step'] for row in metrics]))
     yield curve
     curve.bar.close()
 
@@ -44,7 +45,8 @@ def test_23_the_curve_keeps_going_through_half_lines_rotation_and_loss(curve):
     curve.path.write_text('')
     curve()
     assert curve.pictures[-1] == before
-    curve.path.write_text(''.join(TEXT.splitlines(keepends=True)[:2]))  # Cut back to the last checkpoint
+    # Cut back to the last checkpoint
+    curve.path.write_text(''.join(TEXT.splitlines(keepends=True)[:2]))
     curve()
     curve.path.write_text(TEXT)
     curve()

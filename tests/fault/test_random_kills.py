@@ -1,4 +1,5 @@
-"""Twenty kills at random points, seven inside a save and four during a resume: nothing committed is lost, and every run comes to its end."""
+"""Twenty kills at random points, seven inside a save and four during a resume: nothing committed is
+lost, and every run comes to its end."""
 import os
 import random
 import signal
@@ -13,7 +14,8 @@ from llm_workbook.training import rank_run
 from llm_workbook.checkpoint.manifest import check, latest_valid
 from llm_workbook.parallel.ranks import RankError
 
-SEED = int(os.environ.get('LLMW_SEED', random.SystemRandom().randrange(10**6)))  # Printed at the end; set it to see it again
+# Printed at the end; set it to see it again
+SEED = int(os.environ.get('LLMW_SEED', random.SystemRandom().randrange(10**6)))
 CHAINS = [['step', 'save', 'resume', 'step', 'save'], ['save', 'step', 'resume', 'save', 'step'],
           ['step', 'save', 'step', 'resume', 'save'], ['step', 'step', 'resume', 'step', 'save']]
 STEPS = 24
@@ -41,7 +43,8 @@ def in_a_step(patch, chance, victims, note, sure):
         if len(passes) == when: die(victims, note)
     def broken(*args, **how):
         trainer = make(*args, **how)
-        layer = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer'][chance.randrange(2)]
+        layer = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer'][
+            chance.randrange(2)]
         getattr(layer, where)(hook)
         return trainer
     patch.setattr(training, 'make_trainer', broken)
@@ -50,7 +53,8 @@ def in_a_step(patch, chance, victims, note, sure):
 
 def in_a_save(patch, chance, victims, note, sure):
     write, commit = checkpoint._write, checkpoint.commit
-    point = chance.choice(['files', 'files', 'before the commit', 'after the commit'] if 0 in victims else ['files'])
+    point = chance.choice(
+        ['files', 'files', 'before the commit', 'after the commit'] if 0 in victims else ['files'])
     if sure: point, victims = 'after the commit', {0, *victims}
     part = chance.random()
     def broken_write(folder, files, needed_b):
@@ -94,23 +98,35 @@ def newest(directory) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('chain', range(len(CHAINS)))
-def test_kills_at_random_points_lose_nothing_that_was_committed(chain, whole, tmp_path, monkeypatch):
-    monkeypatch.setenv('TMPDIR', str(tmp_path))  # A killed rank cannot take its temporary folders away
-    chance, run, done, kinds = random.Random(SEED + chain), tmp_path/'run', 0, [*CHAINS[chain]]
+def test_kills_at_random_points_lose_nothing_that_was_committed(
+    chain, whole, tmp_path, monkeypatch
+):
+    # A killed rank cannot take its temporary folders away
+    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    chance = random.Random(SEED + chain)
+    run = tmp_path/'run'
+    done = 0
+    kinds = [*CHAINS[chain]]
     for number in range(len(kinds)):
-        kind = kinds.pop(next(i for i, kind in enumerate(kinds) if done or kind != 'resume'))  # Nothing to resume: later
-        victims, note = chance.choice([[0], [1], [0, 1]]), tmp_path/f'note-{number}'
+        # Nothing to resume: later
+        kind = kinds.pop(next(i for i, kind in enumerate(kinds) if done or kind != 'resume'))
+        victims = chance.choice([[0], [1], [0, 1]])
+        note = tmp_path/f'note-{number}'
         with pytest.MonkeyPatch.context() as patch:
             where = BREAK[kind](patch, chance, victims, note, not done and 'resume' in kinds)
-            with pytest.raises(RankError, match='SIGKILL'): fine_tune(whole.recipe, run, resume=True)
+            with pytest.raises(RankError, match='SIGKILL'):
+                fine_tune(whole.recipe, run, resume=True)
         assert note.exists()
         now = newest(run)
-        SAID.append(f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; committed {done} -> {now}')
+        SAID.append(
+            f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; committed {done} -> {now}'
+        )
         assert done <= now < STEPS
         if kind == 'resume': assert now == done > 0
         done = now
     fine_tune(whole.recipe, run, resume=True)
-    assert losses(run) == pytest.approx(losses(whole.directory), abs=1e-6) and len(losses(run)) == STEPS
+    assert losses(run) == pytest.approx(losses(whole.directory), abs=1e-6)
+    assert len(losses(run)) == STEPS
 
 
 def test_there_are_twenty_kills():

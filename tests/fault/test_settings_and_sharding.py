@@ -13,47 +13,67 @@ from llm_workbook.config.recipe import Recipe
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding
 
-SILENT = {  # Two of the three settings that DeepSpeed and accelerate pass over without a word; the third is fault 15
-    'zero_optimizaton: {stage: 3}': ({'zero_optimizaton': {'stage': 3}}, 'zero_optimizaton', 'unknown key; known: version, name, model'),
-    'reshard_after_foward': ({'sharding.reshard_after_foward': False}, 'sharding.reshard_after_foward', "did you mean 'reshard_after_forward'")}
+# Two of the three settings that DeepSpeed and accelerate pass over without a word; the third is
+# fault 15
+SILENT = {
+    'zero_optimizaton: {stage: 3}': (
+        {'zero_optimizaton': {'stage': 3}}, 'zero_optimizaton',
+        'unknown key; known: version, name, model'),
+    'reshard_after_foward': (
+        {'sharding.reshard_after_foward': False}, 'sharding.reshard_after_foward',
+        "did you mean 'reshard_after_forward'")}
 IMPOSSIBLE = {
-    'QLoRA kept in float32 under ZeRO-3': ({'method.storage': 'float32', 'sharding.strategy': 'zero3'}, 'method.storage', 'uint8'),
-    'an 8-bit base under FSDP2': ({'method.quant': 'int8'}, 'method.quant', 'use nf4, or sharding.strategy'),
+    'QLoRA kept in float32 under ZeRO-3': (
+        {'method.storage': 'float32', 'sharding.strategy': 'zero3'}, 'method.storage', 'uint8'),
+    'an 8-bit base under FSDP2': (
+        {'method.quant': 'int8'}, 'method.quant', 'use nf4, or sharding.strategy'),
     'uint8 under FSDP2': ({'method.storage': 'uint8'}, 'method.storage', 'precision.compute'),
-    'ZeRO-3 that loads shares of a packed base': ({'sharding.strategy': 'zero3', 'sharding.loading': 'sharded'}, 'sharding.loading', 'every_rank')}
+    'ZeRO-3 that loads shares of a packed base': (
+        {'sharding.strategy': 'zero3', 'sharding.loading': 'sharded'}, 'sharding.loading',
+        'every_rank')}
 
 
 @pytest.mark.usefixtures('no_weights')
 @pytest.mark.parametrize('field, value, words', WRONG, ids=lambda v: str(v)[:24])
-def test_14_a_wrong_field_is_named_with_what_to_write_before_a_weight_is_loaded(field, value, words, tmp_path):
+def test_14_a_wrong_field_is_named_with_what_to_write_before_a_weight_is_loaded(
+    field, value, words, tmp_path
+):
     import yaml
     (tmp_path/'r.yaml').write_text(yaml.safe_dump(plain(**{field: value})))
-    with pytest.raises(RecipeError, match=field.split('.')[0]) as caught: fine_tune(Recipe.load(tmp_path/'r.yaml'), tmp_path/'run')
-    assert words in str(caught.value) and caught.value.problems[0].line and not (tmp_path/'run').exists()
+    with pytest.raises(RecipeError, match=field.split('.')[0]) as caught:
+        fine_tune(Recipe.load(tmp_path/'r.yaml'), tmp_path/'run')
+    assert words in str(caught.value)
+    assert caught.value.problems[0].line
+    assert not (tmp_path/'run').exists()
 
 
 @pytest.mark.usefixtures('no_weights')
-@pytest.mark.parametrize('changes, field, words', [*SILENT.values(), *IMPOSSIBLE.values()], ids=[*SILENT, *IMPOSSIBLE])
+@pytest.mark.parametrize(
+    'changes, field, words', [*SILENT.values(), *IMPOSSIBLE.values()], ids=[*SILENT, *IMPOSSIBLE])
 def test_14_what_others_pass_over_and_what_cannot_work_is_refused(changes, field, words):
-    good = Recipe(name='good', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'})
+    good = Recipe(
+        name='good', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'})
     with pytest.raises(RecipeError) as caught: training.check_recipe(good.changed(changes))
     assert any(p.path == field and words in p.reason for p in caught.value.problems), caught.value
 
 
-def test_14_there_are_thirty_cases_and_more(): assert len(WRONG) + len(SILENT) + len(IMPOSSIBLE) + len(REFUSED) > 80
+def test_14_there_are_thirty_cases_and_more():
+    assert len(WRONG) + len(SILENT) + len(IMPOSSIBLE) + len(REFUSED) > 80
 
 
 def test_14_a_typo_on_the_command_line_is_refused(tmp_path, capsys):
     for words in (['r.yaml', '--directroy', 'x'], ['r.yaml'], []):
         with pytest.raises(SystemExit) as caught: command(['train', *words])
         assert caught.value.code == 2
-    with pytest.raises(RecipeError, match='No such file'): command(['train', str(tmp_path/'none.yaml'), '--directory', str(tmp_path)])
+    with pytest.raises(RecipeError, match='No such file'):
+        command(['train', str(tmp_path/'none.yaml'), '--directory', str(tmp_path)])
 
 
 # 15: the sharding that was asked for is not there
 
 def prepare(recipe, tamed):
-    "Prepare the base with accelerate's FSDP settings on the CPU, with our switch and without it; look at what came of it."
+    """Prepare the base with accelerate's FSDP settings on the CPU, with our switch and without it;
+    look at what came of it."""
     from contextlib import nullcontext
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -64,12 +84,17 @@ def prepare(recipe, tamed):
     except ShardingMismatch as error: return str(error)
 
 
-OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}  # With DETAIL, DistributedDataParallel of torch 2.13 ends in a segmentation fault
+# With DETAIL, DistributedDataParallel of torch 2.13 ends in a segmentation fault
+OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}
 
 
 def test_15_accelerate_s_silent_ddp_is_a_sharding_mismatch(recipe):
     said = notebook_ranks(prepare, 2, (recipe, False), 100, fsdp_env(recipe) | OFF)
-    assert all('fsdp2 over 2 ranks was asked for' in text and 'are not DTensors' in text and 'cpu_fsdp()' in text for text in said), said
+    assert all(
+        'fsdp2 over 2 ranks was asked for' in text
+        and 'are not DTensors' in text
+        and 'cpu_fsdp()' in text
+        for text in said), said
     held = notebook_ranks(prepare, 2, (recipe, True), 100, fsdp_env(recipe))
     assert all(isinstance(here_b, int) for here_b in held), held
 
@@ -84,19 +109,28 @@ def sharded(strategy, forgotten, ranks):
     except ShardingMismatch as error: return str(error)
 
 
-@pytest.mark.parametrize('strategy, forgotten, ranks, words', [
-    ('fsdp2', 0, 2, 'fine'), ('fsdp2', 1, 2, '2 of 4 parameters are not DTensors'), ('fsdp2', 2, 2, '4 of 4 parameters'),
-    ('ddp', 2, 2, 'nothing joins the ranks'), ('none', 2, 2, 'each rank trains its own model'), ('ddp', 0, 2, 'are DTensors'),
-    ('fsdp2', 0, 3, '3 ranks were asked for, and there are 2')])
+@pytest.mark.parametrize(
+    'strategy, forgotten, ranks, words',
+    [
+        ('fsdp2', 0, 2, 'fine'),
+        ('fsdp2', 1, 2, '2 of 4 parameters are not DTensors'),
+        ('fsdp2', 2, 2, '4 of 4 parameters'),
+        ('ddp', 2, 2, 'nothing joins the ranks'),
+        ('none', 2, 2, 'each rank trains its own model'),
+        ('ddp', 0, 2, 'are DTensors'),
+        ('fsdp2', 0, 3, '3 ranks were asked for, and there are 2')])
 def test_15_what_is_there_is_compared_with_what_was_asked(strategy, forgotten, ranks, words):
     said = run_ranks(sharded, 2, (strategy, forgotten, ranks))
     assert all(words in text for text in said), said
 
 
 @pytest.mark.slow
-def test_15_a_fine_tune_that_is_not_sharded_stops_before_its_first_step(recipe, tmp_path, monkeypatch):
+def test_15_a_fine_tune_that_is_not_sharded_stops_before_its_first_step(
+    recipe, tmp_path, monkeypatch
+):
     from contextlib import nullcontext
     monkeypatch.setattr(training, 'cpu_fsdp', nullcontext)
     monkeypatch.setenv(*next(iter(OFF.items())))
-    with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for'): fine_tune(recipe, tmp_path/'run')
+    with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for'):
+        fine_tune(recipe, tmp_path/'run')
     assert files(tmp_path/'run') <= {'recipe.yaml', 'run.json', '.llmw.lock'}

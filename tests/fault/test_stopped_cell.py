@@ -28,11 +28,18 @@ CELLS = '''
 
 @pytest.mark.slow
 def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeypatch):
-    nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
+    nbformat = pytest.importorskip('nbformat')
+    nbclient = pytest.importorskip('nbclient')
     for name in TOKENS: monkeypatch.setenv(name, CANARY)
     recipe.changed({'optimizer.steps': 80, 'intervals.saving': 5}).save(tmp_path/'recipe.yaml')
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in textwrap.dedent(CELLS).strip().split('\n# %%\n')])
-    client = nbclient.NotebookClient(nb, timeout=120, kernel_name='python3', allow_errors=True, resources={'metadata': {'path': str(tmp_path)}})
+    nb = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell(c) for c in textwrap.dedent(CELLS).strip().split('\n# %%\n')
+        ]
+    )
+    client = nbclient.NotebookClient(
+        nb, timeout=120, kernel_name='python3', allow_errors=True,
+        resources={'metadata': {'path': str(tmp_path)}})
     seen = {}
     def stop():
         wait_for(lambda: (tmp_path/'run').is_dir() and len(losses(tmp_path/'run')) >= 12, 80)
@@ -44,7 +51,9 @@ def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeyp
     client.execute()
     errors = [[o.ename for o in cell.outputs if o.output_type == 'error'] for cell in nb.cells]
     assert errors == [[], ['Preempted'], [], []], [o for cell in nb.cells for o in cell.outputs]
-    said = [''.join(o.text for o in cell.outputs if o.output_type == 'stream' and o.name == 'stdout') for cell in nb.cells]
+    said = [
+        ''.join(o.text for o in cell.outputs if o.output_type == 'stream' and o.name == 'stdout')
+        for cell in nb.cells]
     assert 12 <= seen['step'] < 80 and seen['committed'] is not None
     left, committed = said[2].split()
     assert left == '[]' and seen['step'] <= int(committed.removeprefix('checkpoint-')) < 80, said

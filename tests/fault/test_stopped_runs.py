@@ -1,4 +1,5 @@
-"""Faults 1 to 4, 10, 17 and 20: signals, kills and numbers that are none, in runs as torchrun and a cell start them."""
+"""Faults 1 to 4, 10, 17 and 20: signals, kills and numbers that are none, in runs as torchrun and a
+cell start them."""
 import json
 import os
 import re
@@ -40,18 +41,24 @@ def ranks(process) -> dict:
 
 
 def signalled(long, directory, number, whom) -> str:
-    "Start a run, send a signal in the middle, and see that all ranks have saved one step; give back the log."
+    """Start a run, send a signal in the middle, and see that all ranks have saved one step; give
+    back the log."""
     before = steps(directory)
     job = torchrun(long.recipe, directory)
-    assert wait_for(lambda: steps(directory) >= before + 3 or job.poll() is not None, 80), (directory.parent/'log').read_text()
+    assert wait_for(lambda: steps(directory) >= before + 3 or job.poll() is not None, 80), (
+        directory.parent/'log').read_text()
     (job if whom is None else ranks(job)[whom]).send_signal(number)
     sent = steps(directory)
-    code, log = ended(job), (directory.parent/'log').read_text()
+    code = ended(job)
+    log = (directory.parent/'log').read_text()
     state = run_state(directory)
-    assert code not in (0, -signal.SIGKILL) and state['state'] == 'preempted', (code, state, log[-3000:])
-    assert sent <= state['step'] < STEPS, 'the run was over before the signal: more steps are needed here'
+    assert code not in (0, -signal.SIGKILL), (code, state, log[-3000:])
+    assert state['state'] == 'preempted', (code, state, log[-3000:])
+    assert sent <= state['step'] < STEPS, (
+        'the run was over before the signal: more steps are needed here')
     assert check(directory/f'checkpoint-{state["step"]}', deep=True).ranks == 2
-    assert losses(directory) == pytest.approx(losses(long.directory)[:state['step']], abs=1e-6)  # And no odd one
+    # And no odd one
+    assert losses(directory) == pytest.approx(losses(long.directory)[:state['step']], abs=1e-6)
     return log
 
 
@@ -86,9 +93,13 @@ def interrupted(monkeypatch, act, name='_write'):
 def test_03_a_kill_inside_a_save_leaves_the_checkpoint_before(recipe, kept, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupted(patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'): fine_tune(kept.recipe, tmp_path/'run')
-    assert [(found.step, found.state) for found in survey(tmp_path/'run').found] == [(4, 'interrupted'), (2, 'valid')]
-    assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(losses(kept.directory), abs=1e-6)
+        with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'):
+            fine_tune(kept.recipe, tmp_path/'run')
+    assert [(found.step, found.state) for found in survey(tmp_path/'run').found] == [
+        (4, 'interrupted'),
+        (2, 'valid')]
+    assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(
+        losses(kept.directory), abs=1e-6)
 
 
 @pytest.mark.slow
@@ -98,20 +109,28 @@ def test_03_a_second_signal_inside_a_save_changes_nothing(recipe, kept, tmp_path
     with monkeypatch.context() as patch:
         interrupted(patch, twice)
         with pytest.raises(Preempted) as told: fine_tune(kept.recipe, tmp_path/'run')
-    assert told.value.step in (4, 5) and check(latest_valid(tmp_path/'run'), deep=True).step == told.value.step
-    assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(losses(kept.directory), abs=1e-6)
+    assert told.value.step in (4, 5)
+    assert check(latest_valid(tmp_path/'run'), deep=True).step == told.value.step
+    assert losses(fine_tune(kept.recipe, tmp_path/'run', resume=True).directory) == pytest.approx(
+        losses(kept.directory), abs=1e-6)
 
 
 @pytest.mark.slow
-def test_04_a_killed_rank_is_started_again_and_goes_on_from_the_last_commit(long, tmp_path, monkeypatch):
-    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')  # With DETAIL its peer waits in a check, until torchrun kills it after 30 s
-    monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')  # Else started ranks may find the addresses of killed ones
+def test_04_a_killed_rank_is_started_again_and_goes_on_from_the_last_commit(
+    long, tmp_path, monkeypatch
+):
+    # With DETAIL its peer waits in a check, until torchrun kills it after 30 s
+    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')
+    # Else started ranks may find the addresses of killed ones
+    monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     job = torchrun(long.recipe, tmp_path/'run', '--max-restarts=1')
     assert wait_for(lambda: steps(tmp_path/'run') >= 14 or job.poll() is not None, 80)
     ranks(job)[1].kill()
     code = ended(job)
     log = (tmp_path/'log').read_text()
-    assert code == 0 and 'exitcode: -9' in log and run_state(tmp_path/'run') == {'state': 'finished', 'step': STEPS}, log[-3000:]
+    assert code == 0, log[-3000:]
+    assert 'exitcode: -9' in log, log[-3000:]
+    assert run_state(tmp_path/'run') == {'state': 'finished', 'step': STEPS}, log[-3000:]
     assert losses(tmp_path/'run') == pytest.approx(losses(long.directory), abs=1e-6)
 
 
@@ -128,10 +147,14 @@ def test_10_no_number_on_one_rank_stops_all_before_the_update(recipe, kept, tmp_
         if os.environ['RANK'] == '1': trainer.model.model.layers[1].register_forward_hook(spoil)
         return trainer
     monkeypatch.setattr(training, 'make_trainer', make_spoilt)
-    with pytest.raises(RankError, match=r'FloatingPointError: loss nan at step 3: nothing is saved, and no weight was updated \(rank 1, rows \d+\)'):
+    with pytest.raises(
+        RankError,
+        match=r'FloatingPointError: loss nan at step 3: nothing is saved, and no weight was updated \(rank 1, rows \d+\)'
+    ):
         fine_tune(kept.recipe, tmp_path/'run')
     assert losses(tmp_path/'run') == losses(kept.directory)[:2]
-    assert [found.step for found in survey(tmp_path/'run').found] == [2] and not (tmp_path/'run/model').exists()
+    assert [found.step for found in survey(tmp_path/'run').found] == [2]
+    assert not (tmp_path/'run/model').exists()
 
 
 # 17 and 18: the job script, three times
@@ -143,30 +166,53 @@ def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_pat
         (tmp_path/'bin'/name).write_text(f'#!/bin/bash\n{PROGRAMS[name]}\n')
         (tmp_path/'bin'/name).chmod(0o755)
     long.recipe.save(tmp_path/'recipe.yaml')
-    script, run = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=sys.executable), tmp_path/'run'
-    env = os.environ | {'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}', 'SEEN': str(tmp_path/'seen'), 'SLURM_JOB_ID': '4711',
-                        'SLURM_JOB_NODELIST': 'localhost', 'TMPDIR': str(tmp_path)} | {name: CANARY for name in TOKENS}
-    def submit(): return subprocess.Popen(['bash', '-c', script], env=env, cwd=tmp_path, stdout=log, stderr=log)
+    script = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=sys.executable)
+    run = tmp_path/'run'
+    env = (
+        os.environ
+        | {
+            'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}', 'SEEN': str(tmp_path/'seen'),
+            'SLURM_JOB_ID': '4711', 'SLURM_JOB_NODELIST': 'localhost', 'TMPDIR': str(tmp_path)}
+        | {name: CANARY for name in TOKENS})
+
+    def submit():
+        return subprocess.Popen(
+            ['bash', '-c', script], env=env, cwd=tmp_path, stdout=log, stderr=log)
+
     with open(tmp_path/'log', 'w') as log:
         job = submit()
         assert wait_for(lambda: steps(run) >= 3 or job.poll() is not None, 80)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(80) == 75 and requeues(tmp_path) == ['4711'], (tmp_path/'log').read_text()[-3000:]
+        assert job.wait(80) == 75, (tmp_path/'log').read_text()[-3000:]
+        assert requeues(tmp_path) == ['4711'], (tmp_path/'log').read_text()[-3000:]
         assert run_state(run)['state'] == 'preempted'
         assert [submit().wait(80), run_state(run)['state'], steps(run)] == [0, 'finished', STEPS]
-        before = {path: path.stat().st_mtime_ns for path in run.rglob('*') if path.is_file() and path.name != '.llmw.lock'}
+        before = {
+            path: path.stat().st_mtime_ns
+            for path in run.rglob('*')
+            if path.is_file() and path.name != '.llmw.lock'}
         assert submit().wait(80) == 0
-        assert {path: path.stat().st_mtime_ns for path in before} == before and requeues(tmp_path) == ['4711']
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+        assert requeues(tmp_path) == ['4711']
     assert losses(run) == pytest.approx(losses(long.directory), abs=1e-6)
     assert CANARY not in script and not spilt(tmp_path)
 
 
 # 20: a token stays where it is
 
-def spilt(folder) -> list: return [path for path in folder.rglob('*') if path.is_file() and CANARY.encode() in path.read_bytes()]
+def spilt(folder) -> list:
+    return [
+        path
+        for path in folder.rglob('*')
+        if path.is_file() and CANARY.encode() in path.read_bytes()]
 
 
 def test_20_a_token_in_the_environment_is_in_no_file_of_a_run(kept, capfd):
     assert len(files(kept.directory)) > 15 and spilt(kept.directory.parent) == []
-    said = repr(kept) + kept._repr_html_() + json.dumps(kept.to_dict()) + sbatch(kept.recipe, 'run') + kept.recipe.dump()
+    said = (
+        repr(kept)
+        + kept._repr_html_()
+        + json.dumps(kept.to_dict())
+        + sbatch(kept.recipe, 'run')
+        + kept.recipe.dump())
     assert CANARY not in said and not re.search('[Cc]anary', said)
