@@ -24,7 +24,9 @@ def alone(workers, tmp_path_factory):
     "The directory of the one process that a recipe is compared with."
     @cache
     def run(letter):
-        table.by_cell(table.single(table.toy(letter)), directory := tmp_path_factory.mktemp(letter)/'run', workers)
+        table.by_cell(
+            table.single(table.toy(letter)), directory := tmp_path_factory.mktemp(letter)/'run',
+            workers)
         return directory
     return run
 
@@ -32,7 +34,9 @@ def alone(workers, tmp_path_factory):
 ELSEWHERE = ('B2', 'torchrun'), ('B3', 'accelerate')  # In the record
 
 
-@pytest.mark.parametrize('letter, launcher', [pair for pair in product(table.RECIPES, table.LAUNCHERS[:3]) if pair not in ELSEWHERE])
+@pytest.mark.parametrize(
+    'letter, launcher',
+    [pair for pair in product(table.RECIPES, table.LAUNCHERS[:3]) if pair not in ELSEWHERE])
 def test_the_first_loss_is_that_of_one_process(letter, launcher, alone, workers, tmp_path):
     recipe, directory = table.run(letter, launcher, tmp_path, workers)
     assert table.well(cell := table.compare(recipe, directory, alone(letter))), cell

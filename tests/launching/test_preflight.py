@@ -1,4 +1,5 @@
-"""Each check of the doctor fails where it should and says so, on real processes; who does not come is named in time."""
+"""Each check of the doctor fails where it should and says so, on real processes; who does not come
+is named in time."""
 import json
 import os
 import socket
@@ -37,17 +38,24 @@ def attend(recipe, directory, port, disturb=None, late=()):
     "Be one of two nodes, node1 or node2, of which `disturb` spoils one."
     rank = int(os.environ['RANK'])
     if rank in late: return None
-    socket.getfqdn = lambda: f'10.83.0.{rank + 1}'  # A name that leads to another address, without any DNS
-    said = {'SLURM_PROCID': rank, 'SLURM_NTASKS': 2, 'SLURM_JOB_NODELIST': 'node[1-2]', 'SLURMD_NODENAME': f'node{rank + 1}'}
+    # A name that leads to another address, without any DNS
+    socket.getfqdn = lambda: f'10.83.0.{rank + 1}'
+    said = {
+        'SLURM_PROCID': rank, 'SLURM_NTASKS': 2, 'SLURM_JOB_NODELIST': 'node[1-2]',
+        'SLURMD_NODENAME': f'node{rank + 1}'}
     own = disturb(rank) if disturb else {}
     env = {k: str(v) for k, v in (said | own.get('env', {})).items()}
-    return preflight(own.get('recipe', recipe), own.get('directory', directory), env, 'localhost', port).to_dict()
+    return preflight(
+        own.get('recipe', recipe), own.get('directory', directory), env, 'localhost', port
+    ).to_dict()
 
 
 def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Flaw], dict]:
-    "Run the doctor on two processes that say they are two nodes; both must come to the same verdict."
+    """Run the doctor on two processes that say they are two nodes; both must come to the same
+    verdict."""
     start = time.monotonic()
-    first, second = run_ranks(attend, 2, (recipe, tmp_path/'run', free_port(), disturb), timeout_s=50)
+    first, second = run_ranks(
+        attend, 2, (recipe, tmp_path/'run', free_port(), disturb), timeout_s=50)
     assert time.monotonic() - start < 30
     assert first == second
     return [Flaw(**f) for f in first['findings']], first
@@ -72,7 +80,8 @@ def say(name, value):
 def test_two_nodes_that_are_alike_may_go(tmp_path):
     found, made = two(tmp_path)
     assert found == []
-    assert [m['host'] for m in made['members']] == ['node1', 'node2'] and made['members'][0]['free_b'] > 2**20
+    assert [m['host'] for m in made['members']] == ['node1', 'node2']
+    assert made['members'][0]['free_b'] > 2**20
     assert abs(made['members'][1]['clock_s']) <= made['members'][1]['error_s'] + 0.001 < 0.5
     link, = made['links']
     assert link['hosts'] == ['node1', 'node2'] and link['bps'] > 1e6 and not link['wrong']
@@ -97,15 +106,27 @@ def test_three_ranks_are_joined_in_a_ring(tmp_path):
 def test_a_clock_that_is_off(tmp_path):
     found, made = two(tmp_path, say('_now', lambda: time.time() + 90))
     finding = only(found, 'clock')
-    assert finding.host == 'node2' and 'its clock is +90.' in finding.what and '1 s is allowed' in finding.what and finding.stops
+    assert finding.host == 'node2'
+    assert 'its clock is +90.' in finding.what
+    assert '1 s is allowed' in finding.what
+    assert finding.stops
 
 
-@pytest.mark.parametrize('clock_s, error_s, wrong', [
-    (-90, 0.01, True), (90, 0.01, True), (-1.2, 0.1, True), (1.2, 0.1, True), (-1.2, 0.3, False), (1.2, 0.3, False)])
+@pytest.mark.parametrize(
+    'clock_s, error_s, wrong',
+    [
+        (-90, 0.01, True),
+        (90, 0.01, True),
+        (-1.2, 0.1, True),
+        (1.2, 0.1, True),
+        (-1.2, 0.3, False),
+        (1.2, 0.3, False)])
 def test_a_clock_that_is_behind_is_as_wrong_as_one_ahead(clock_s, error_s, wrong):
     found = assess(TWO, [FACT, OTHER | {'clock_s': clock_s, 'error_s': error_s}])
     assert bool(found) is wrong
-    if wrong: assert only(found, 'clock').host == 'node2' and f'its clock is {clock_s:+.2f} s off' in found[0].what
+    if wrong:
+        assert only(found, 'clock').host == 'node2'
+        assert f'its clock is {clock_s:+.2f} s off' in found[0].what
 
 
 def test_a_clock_is_not_blamed_for_slow_messages(tmp_path):
@@ -131,23 +152,30 @@ def test_sums_that_are_wrong(tmp_path):
 
 def test_other_software(tmp_path):
     def disturb(rank):
-        if rank: witness.version = lambda package: {'torch': '2.12.0'}.get(package) or software_version(package)
+        if rank:
+            witness.version = lambda package: (
+                {'torch': '2.12.0'}.get(package) or software_version(package))
         return {}
     software_version = witness.version
     finding = only(two(tmp_path, disturb)[0], 'software')
-    assert finding.host == 'node1, node2' and finding.what.startswith('torch is ') and '2.12.0 on node2' in finding.what
+    assert finding.host == 'node1, node2'
+    assert finding.what.startswith('torch is ')
+    assert '2.12.0 on node2' in finding.what
 
 
 def test_another_recipe(tmp_path):
-    finding = only(two(tmp_path, lambda rank: {'recipe': TWO.changed({'batch.micro': 1 + rank})})[0], 'recipe')
+    finding = only(
+        two(tmp_path, lambda rank: {'recipe': TWO.changed({'batch.micro': 1 + rank})})[0], 'recipe')
     assert finding.host == 'node1 and node2' and 'batch.micro is 1 and 2' in finding.what
 
 
 @pytest.mark.slow
 def test_a_directory_that_is_another(tmp_path):
     (tmp_path/'alone').mkdir()
-    finding = only(two(tmp_path, lambda rank: {'directory': tmp_path/'alone'} if rank else {})[0], 'directory')
-    assert finding.host == 'node2' and finding.what == 'the directory of the run is not the one that rank 0 writes to'
+    finding = only(
+        two(tmp_path, lambda rank: {'directory': tmp_path/'alone'} if rank else {})[0], 'directory')
+    assert finding.host == 'node2'
+    assert finding.what == 'the directory of the run is not the one that rank 0 writes to'
 
 
 def test_files_that_only_one_node_has_and_files_that_differ(tmp_path):
@@ -157,10 +185,15 @@ def test_files_that_only_one_node_has_and_files_that_differ(tmp_path):
         if not rank: (here/'b.txt').write_text('alone')
         os.chdir(here)
         return {}
-    recipe = TWO.changed({'data.source': 'a.txt', 'data.test': 'b.txt', 'data.format': 'text', 'data.text_column': 'text'})
+
+    recipe = TWO.changed(
+        {
+            'data.source': 'a.txt', 'data.test': 'b.txt', 'data.format': 'text',
+            'data.text_column': 'text'})
     differ, absent = sorted(two(tmp_path, disturb, recipe)[0], key=lambda f: f.host)
     assert (absent.host, absent.what) == ('node2', 'data.test b.txt is not there')
-    assert differ.host == 'node1, node2' and differ.what.startswith('data.source a.txt is 1 file, 10 bytes, digest ')
+    assert differ.host == 'node1, node2'
+    assert differ.what.startswith('data.source a.txt is 1 file, 10 bytes, digest ')
 
 
 def test_an_interface_that_is_not_there(tmp_path):
@@ -178,7 +211,9 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
             super().__init__(place, face, 15)
             self.began, self.until = self.began - 12, self.until - 12
     class Slow(doctor._PlannedSave):
-        def run(self): time.sleep(3), super().run()
+        def run(self):
+            time.sleep(3)
+            super().run()
     def disturb(rank):
         if rank: doctor.Talk = Earlier
         doctor._PlannedSave = Slow
@@ -189,15 +224,25 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('wait_s, known', [(8, True), (0.1, False)])
-def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monkeypatch, wait_s, known):
+def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(
+    tmp_path, monkeypatch, wait_s, known
+):
     class Late(doctor._PlannedSave):
-        def __init__(self, recipe): super().__init__(recipe), made.append(self)
-        def run(self): time.sleep(5), super().run()
+        def __init__(self, recipe):
+            super().__init__(recipe)
+            made.append(self)
+        def run(self):
+            time.sleep(5)
+            super().run()
     made, seen, links = [], [], doctor.time_links
-    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_PlannedSave', Late)
-    monkeypatch.setattr(doctor, 'time_links', lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
+    monkeypatch.setattr(doctor, '_PLAN_S', wait_s)
+    monkeypatch.setattr(doctor, '_PlannedSave', Late)
+    monkeypatch.setattr(
+        doctor, 'time_links',
+        lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
     env = {'RANK': '0', 'WORLD_SIZE': '1'}
-    found = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
+    found = preflight(
+        ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
     assert not found.findings and seen == [known] and 5 < found.seconds < 20  # It counts in the end
 
 
@@ -209,7 +254,8 @@ def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_pa
         doctor.report_node = lambda *args: (time.sleep(60 * rank), report_node(*args))[1]
         return {}
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
-    finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    finding, other = (
+        only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
     assert finding.host == 'node2' and 'looking at files' in finding.what
     assert other.what.startswith('still waiting for localhost') and second['seconds'] < 15
 
@@ -222,14 +268,16 @@ def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
     made, nothing = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (1,)), 50)
     finding, = made['findings']
     assert nothing is None and time.monotonic() - start < 25
-    assert finding['host'] == 'node2' and finding['what'] == f'did not come to localhost, port {port}, within 2 s; node1 did'
+    assert finding['host'] == 'node2'
+    assert finding['what'] == f'did not come to localhost, port {port}, within 2 s; node1 did'
 
 
 def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(talks, '_MEET_S', 2)
     nothing, made = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (0,)), 50)
     finding, = made['findings']
-    assert finding['host'] == 'localhost' and f'the head localhost does not answer on port {port} for 2 s' in finding['what']
+    assert finding['host'] == 'localhost'
+    assert f'the head localhost does not answer on port {port} for 2 s' in finding['what']
 
 
 @pytest.mark.slow
@@ -242,38 +290,45 @@ def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
         doctor.report_node = lambda *args: (time.sleep(6 * rank), report_node(*args))[1]
         return {}
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
-    finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    finding, other = (
+        only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
     assert other.host in ('node2', 'localhost') and other.stops  # It wakes when all is over
     assert (finding.host, finding.what) == ('node2', 'no answer for 2 s, looking at files')
 
 
 def test_two_that_are_both_rank_0(tmp_path):
     finding = only(two(tmp_path, lambda rank: {'env': {'SLURM_PROCID': 0}})[0], 'hosts')
-    assert sorted(finding.host.split(', ')) == ['node1', 'node2'] and 'both say that they are rank 0' in finding.what
+    assert sorted(finding.host.split(', ')) == ['node1', 'node2']
+    assert 'both say that they are rank 0' in finding.what
     assert 'srun' in finding.mend
 
 
 def test_two_nodes_that_are_one_host(tmp_path):
     finding = only(two(tmp_path, lambda rank: {'env': {'SLURMD_NODENAME': 'node1'}})[0], 'hosts')
-    assert (finding.host, finding.what) == ('node1', 'ranks 0, 1 are all on this node, and the recipe is for 2 nodes')
+    assert (finding.host, finding.what) == (
+        'node1', 'ranks 0, 1 are all on this node, and the recipe is for 2 nodes')
 
 
 def test_two_worlds_of_one_node(tmp_path):
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURMD_NODENAME': 'node1'}
     made = preflight(TWO, tmp_path/'run', env, 'localhost', free_port())
     finding = only(made.problems, 'world')
-    assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each' and '--nodes=2' in finding.mend
+    assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each'
+    assert '--nodes=2' in finding.mend
 
 
 @pytest.mark.slow
 def test_a_port_that_another_program_holds(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as server:
         start = time.monotonic()
-        made = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', {'RANK': '0', 'WORLD_SIZE': '1'}, 'localhost',
-                         server.getsockname()[1], limit_s=12)
+        made = preflight(
+            ONE.changed({'cluster.processes': 1}), tmp_path/'run', {'RANK': '0', 'WORLD_SIZE': '1'},
+            'localhost', server.getsockname()[1], limit_s=12)
         assert time.monotonic() - start < 14
     finding = only(made.problems, 'meeting')
-    assert 'cannot listen there itself: Address already in use' in finding.what or 'still looking for localhost' in finding.what
+    assert (
+        'cannot listen there itself: Address already in use' in finding.what
+        or 'still looking for localhost' in finding.what)
 
 
 def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
@@ -285,16 +340,20 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 # What one node says, judged by itself
 
-FACT = {'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(), 'interfaces': {'lo': '127.0.0.1'},
-        'own_address': '10.0.0.1', 'others': {}, 'sources': {}, 'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0,
-        'planned_b': 10**8}
+FACT = {
+    'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
+    'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
+    'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
 
 
-@pytest.mark.parametrize('free_b, stops', [(0, True), (10**8 - 1, True), (10**8, False), (2 * 10**8 - 1, False)])
+@pytest.mark.parametrize(
+    'free_b, stops', [(0, True), (10**8 - 1, True), (10**8, False), (2 * 10**8 - 1, False)])
 def test_little_room(free_b, stops):
     finding = only(assess(TWO, [FACT, OTHER | {'free_b': free_b}]), 'disk')
-    assert finding.host == 'node2' and finding.stops is stops and f'{free_b:,} bytes are free' in finding.what
+    assert finding.host == 'node2'
+    assert finding.stops is stops
+    assert f'{free_b:,} bytes are free' in finding.what
     assert 'checkpoints and result take 100,000,000' in finding.what
     assert assess(TWO, [FACT, OTHER | {'free_b': 2 * 10**8}]) == []
 
@@ -307,13 +366,20 @@ def test_what_is_saved_is_what_the_ledger_plans():
     assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
 
 
-@pytest.mark.parametrize('own, face, words', [('127.0.1.1', None, 'its own name leads to 127.0.1.1'), ('127.0.1.1', 'lo', None)])
+@pytest.mark.parametrize(
+    'own, face, words',
+    [('127.0.1.1', None, 'its own name leads to 127.0.1.1'), ('127.0.1.1', 'lo', None)])
 def test_a_name_that_leads_home(own, face, words):
     found = assess(TWO.changed({'cluster.interface': face}), [FACT, OTHER | {'own_address': own}])
-    assert words is None and not found or only(found, 'names').host == 'node2' and words in found[0].what
+    assert (
+        words is None
+        and not found
+        or only(found, 'names').host == 'node2'
+        and words in found[0].what)
 
 
-@pytest.mark.parametrize('there, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')])
+@pytest.mark.parametrize(
+    'there, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')])
 def test_a_neighbour_whose_name_leads_nowhere(there, words):
     finding = only(assess(TWO, [FACT, OTHER | {'others': {'node1': there}}]), 'names')
     assert (finding.host, finding.what) == ('node2', words)
@@ -325,7 +391,9 @@ def test_too_few_gpus():
     assert (finding.host, finding.what) == ('node2', 'torch sees 3 GPUs for 4 processes')
 
 
-LINK = {'hosts': ['node1', 'node2'], 'backend': 'gloo', 'bps': 1e9, 'wrong': 0, 'error': '', 'planned': None}
+LINK = {
+    'hosts': ['node1', 'node2'], 'backend': 'gloo', 'bps': 1e9, 'wrong': 0, 'error': '',
+    'planned': None}
 
 
 @pytest.mark.parametrize('change, words, stops', [
@@ -349,7 +417,8 @@ def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
 
 
 def test_a_driver_may_differ():
-    finding = only(assess(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
+    finding = only(
+        assess(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
     assert not finding.stops and finding.what == 'driver is absent on node1 and 550 on node2'
 
 
@@ -361,7 +430,8 @@ def test_a_directory_without_the_right_to_write(tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path/'file').write_text('')
-    assert same_folder(tmp_path/'file'/'run', 'ab', True) == {'error': 'cannot be used: Not a directory', 'free_b': None}
+    assert same_folder(tmp_path/'file'/'run', 'ab', True) == {
+        'error': 'cannot be used: Not a directory', 'free_b': None}
     made = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'file'/'run')
     finding = only([f for f in made.problems if f.check == 'directory'], 'directory')
     assert finding.what == 'the directory of the run cannot be used: Not a directory'
@@ -375,12 +445,18 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', True)
     assert describe_source('owner/name') == {'error': 'is not in the cache of the Hub'}
     place = tmp_path/'models--owner--name'
-    (place/'snapshots/0123456789abcdef').mkdir(parents=True), (place/'refs').mkdir()
+    (place/'snapshots/0123456789abcdef').mkdir(parents=True)
+    (place/'refs').mkdir()
     (place/'refs/main').write_text('0123456789abcdef')
-    assert describe_source('owner/name') == describe_source('owner/name', '0123456789abcdef') == {'content': 'commit 0123456789ab'}
+    assert (
+        describe_source('owner/name')
+        == describe_source('owner/name', '0123456789abcdef')
+        == {'content': 'commit 0123456789ab'})
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
     assert describe_source('owner/name', kind='datasets')['later']
-    there, absent = ({'sources': {'data': one}} for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
+    there, absent = (
+        {'sources': {'data': one}}
+        for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
     finding = only(assess(TWO, [FACT | there, OTHER | absent]), 'files')
     assert (finding.host, finding.stops) == ('node2', False) and 'hf download' in finding.mend
 
@@ -388,9 +464,12 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
 def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
     (file := tmp_path/'a.bin').write_bytes(bytes(300_000))
     before = describe_source(str(tmp_path))
-    assert before == describe_source(str(tmp_path)) and before['content'].startswith('1 file, 300,000 bytes')
+    assert before == describe_source(str(tmp_path))
+    assert before['content'].startswith('1 file, 300,000 bytes')
     for place, byte in ((0, b'x'), (299_999, b'y')):
-        with open(file, 'r+b') as out: out.seek(place), out.write(byte)
+        with open(file, 'r+b') as out:
+            out.seek(place)
+            out.write(byte)
         before, was = describe_source(str(tmp_path)), before
         assert before != was
     assert describe_source(str(tmp_path/'*.bin'))['content'].startswith('1 file,')
@@ -400,17 +479,27 @@ def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
 
 # Where a process stands
 
-@pytest.mark.parametrize('text, names', [
-    ('node1', ['node1']), ('node[1-3]', ['node1', 'node2', 'node3']), ('a[01-02,10],b', ['a01', 'a02', 'a10', 'b']),
-    ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']), ('', [])])
+@pytest.mark.parametrize(
+    'text, names',
+    [
+        ('node1', ['node1']),
+        ('node[1-3]', ['node1', 'node2', 'node3']),
+        ('a[01-02,10],b', ['a01', 'a02', 'a10', 'b']),
+        ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']),
+        ('', [])])
 def test_names_of_nodes_are_read_as_slurm_writes_them(text, names):
     assert talks.node_names(text) == names
 
 
 def test_the_place_of_a_process():
-    slurm = {'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_JOB_ID': '20007'}
-    assert place_of(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
-    torchrun = {'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7', 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
+    slurm = {
+        'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]',
+        'SLURM_JOB_ID': '20007'}
+    assert place_of(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(
+        1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
+    torchrun = {
+        'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7',
+        'TORCHELASTIC_USE_AGENT_STORE': 'True'}
     assert place_of(torchrun)[:2] == (3, 4) and place_of(torchrun)[4:] == ('m', 7, True)
     assert place_of(torchrun, 'x', 9)[4:] == ('x', 9, False)
 
@@ -418,14 +507,23 @@ def test_the_place_of_a_process():
 def test_the_head_listens_on_one_address_alone(tmp_path):
     talk = Talk(Place(0, 1, (), 'node1', 'localhost', port := free_port()))
     talk.join()
-    here = {line.split()[1] for line in Path('/proc/net/tcp').read_text().splitlines()[1:] if line.split()[3] == '0A'}
+    here = {
+        line.split()[1]
+        for line in Path('/proc/net/tcp').read_text().splitlines()[1:]
+        if line.split()[3] == '0A'}
     assert f'0100007F:{port:04X}' in here and f'{0:08X}:{port:04X}' not in here
 
 
 # GPUs
 
-@pytest.mark.parametrize('env, gpus, card', [({'LOCAL_RANK': '3'}, 4, 3), ({'SLURM_LOCALID': '2'}, 4, 2), ({}, 4, 0),
-                                             ({'SLURM_LOCALID': '2'}, 1, 0), ({'LOCAL_RANK': '1', 'SLURM_LOCALID': '0'}, 2, 1)])
+@pytest.mark.parametrize(
+    'env, gpus, card',
+    [
+        ({'LOCAL_RANK': '3'}, 4, 3),
+        ({'SLURM_LOCALID': '2'}, 4, 2),
+        ({}, 4, 0),
+        ({'SLURM_LOCALID': '2'}, 1, 0),
+        ({'LOCAL_RANK': '1', 'SLURM_LOCALID': '0'}, 2, 1)])
 def test_every_process_of_a_node_takes_its_own_card(monkeypatch, env, gpus, card):
     import torch
     taken = []
@@ -441,13 +539,17 @@ def test_a_torch_without_cuda_is_a_finding_of_the_link(monkeypatch):
     import torch
     def refuse(card): raise AssertionError('Torch not compiled with CUDA enabled')
     monkeypatch.setattr(torch.cuda, 'set_device', refuse)
-    assert talks._probe(None, 'nccl', (0, 1), 0) == {'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
+    assert talks._probe(None, 'nccl', (0, 1), 0) == {
+        'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
 
 
 def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeypatch):
     import torch
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    with pytest.raises(RuntimeError, match='CUDA is initialised in this kernel.*python -m llm_workbook preflight recipe.yaml'):
+    with pytest.raises(
+        RuntimeError,
+        match='CUDA is initialised in this kernel.*python -m llm_workbook preflight recipe.yaml'
+    ):
         preflight(ONE.changed({'cluster.device': 'cuda'}), tmp_path/'run')
     assert not preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run').problems
 
@@ -456,15 +558,18 @@ def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeyp
 
 def program(recipe, tmp_path, *words, **env):
     recipe.save(tmp_path/'recipe.yaml')
-    clean = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE')} | {'OMP_NUM_THREADS': '1'}
+    clean = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE')} | {
+        'OMP_NUM_THREADS': '1'}
     asked = 'llm_workbook', 'preflight', tmp_path/'recipe.yaml', '--directory', tmp_path/'run'
-    return subprocess.run([sys.executable, *words, '-m', *asked], cwd=ROOT, env=clean | env, capture_output=True, text=True,
-                          timeout=60)
+    return subprocess.run(
+        [sys.executable, *words, '-m', *asked], cwd=ROOT, env=clean | env, capture_output=True,
+        text=True, timeout=60)
 
 
 @pytest.mark.slow
 def test_the_program_on_the_ranks_of_torchrun(tmp_path):
-    words = '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split()
+    words = (
+        '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split())
     done = program(ONE, tmp_path, *words, f'127.0.0.1:{free_port()}', GLOO_SOCKET_IFNAME='lo')
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('preflight of reviews-qlora, ') and ': go\n' in done.stdout
@@ -472,7 +577,9 @@ def test_the_program_on_the_ranks_of_torchrun(tmp_path):
 
 
 def test_the_program_says_stop_by_its_exit_code(tmp_path):
-    env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost', 'SLURM_JOB_ID': str(free_port())}
+    env = {
+        'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost',
+        'SLURM_JOB_ID': str(free_port())}
     done = program(TWO, tmp_path, **env)
     assert done.returncode == 1 and 'STOP world' in done.stdout and 'Traceback' not in done.stderr
 
@@ -480,13 +587,21 @@ def test_the_program_says_stop_by_its_exit_code(tmp_path):
 def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
     "A call into a dead network may never come back; the verdict must."
     ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
-    code = ('import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
-            'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; runpy.run_module("llm_workbook", run_name="__main__")')
-    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')} | {'PYTHONPATH': str(ROOT)}
-    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    code = (
+        'import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
+        'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; runpy.run_module("llm_workbook", run_name="__main__")'
+    )
+    env = {
+        k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')
+    } | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True,
+        timeout=60)
     assert done.returncode == 0 and ': go' in done.stdout, done.stderr
 
 
 def test_a_word_that_is_no_command_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True,
+        text=True, timeout=60)
     assert done.returncode == 2 and "did you mean 'preflight'" in done.stderr
