@@ -54,8 +54,9 @@ def test_its_tests_exist(row):
 
 # The tool
 
-ROW = {'name': 'a-1', 'module': 'llm_workbook/training/watchdog.py', 'find': 'nowhere', 'replace': '',
-       'harm': '', 'tests': []}
+ROW = {
+    'name': 'a-1', 'module': 'llm_workbook/training/watchdog.py', 'find': 'nowhere', 'replace': '',
+    'harm': '', 'tests': []}
 
 
 def test_a_row_at_fault_is_named():

@@ -1,4 +1,5 @@
-"""What tests of faults share: waiting, looking at processes, and a model and rows small enough to be broken often."""
+"""What tests of faults share: waiting, looking at processes, and a model and rows small enough to
+be broken often."""
 import json
 import os
 import subprocess
@@ -24,10 +25,13 @@ def wait_for(condition, seconds=10):
     return found
 
 
-def variables() -> dict: return {key: value for key, value in os.environ.items() if key != 'PYTEST_CURRENT_TEST'}
+def variables() -> dict:
+    return {key: value for key, value in os.environ.items() if key != 'PYTEST_CURRENT_TEST'}
 
 
-def children() -> list: return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+def children() -> list:
+    return [
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def ports(process=None) -> set:
@@ -53,22 +57,26 @@ def small_base(folder: Path) -> Path:
     torch.manual_seed(0)
     AutoTokenizer.from_pretrained(asset('tiny-base')).save_pretrained(folder)
     config = json.loads((asset('tiny-base')/'config.json').read_text())
-    config |= {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4,
-               'num_key_value_heads': 2, 'head_dim': 16}
+    config |= {
+        'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2,
+        'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 16}
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
     return folder
 
 
 def small_recipe(folder: Path, rows=24, **changes) -> Recipe:
-    "Full training of the small base over two ranks, 6 steps of 2 rows; dotted changes as `changed` takes them."
+    """Full training of the small base over two ranks, 6 steps of 2 rows; dotted changes as
+    `changed` takes them."""
     (folder/'rows').mkdir(parents=True, exist_ok=True)
     for split in 'train', 'test':
-        lines = (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True)
+        lines = (
+            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
         (folder/'rows'/f'{split}.jsonl').write_text(''.join(lines[:rows]))
-    plain = Recipe(name='small', model={'source': str(small_base(folder/'base'))},
-                   data={'source': str(folder/'rows'), 'format': 'messages'}, method={'kind': 'full'},
-                   precision={'compute': 'float32'}, batch={'micro': 1, 'length': 64},
-                   optimizer={'steps': 6, 'learning_rate': 1e-3})
+    plain = Recipe(
+        name='small', model={'source': str(small_base(folder/'base'))},
+        data={'source': str(folder/'rows'), 'format': 'messages'}, method={'kind': 'full'},
+        precision={'compute': 'float32'}, batch={'micro': 1, 'length': 64},
+        optimizer={'steps': 6, 'learning_rate': 1e-3})
     return plain.changed(changes)
 
 
@@ -98,15 +106,21 @@ def disturb(monkeypatch, act, rank=1, passes=3):
     monkeypatch.setattr(training, 'make_trainer', make_disturbed)
 
 
-def torchrun(recipe, directory: Path, *options, program=('-m', 'llm_workbook', 'train'), words=()) -> subprocess.Popen:
-    "Start two ranks by torchrun, as the job script does; what they say goes into `log` beside the directory."
+def torchrun(
+    recipe, directory: Path, *options, program=('-m', 'llm_workbook', 'train'), words=()
+) -> subprocess.Popen:
+    """Start two ranks by torchrun, as the job script does; what they say goes into `log` beside the
+    directory."""
     directory.parent.mkdir(exist_ok=True)
     recipe.save(directory.parent/'recipe.yaml')
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', *options, *program,
-               directory.parent/'recipe.yaml', '--directory', directory, *words]
+    command = [
+        sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2',
+        *options, *program, directory.parent/'recipe.yaml', '--directory', directory, *words]
     with open(directory.parent/'log', 'a') as log:
-        env = os.environ | {'TMPDIR': str(directory.parent)} | {name: CANARY for name in TOKENS}  # torchrun leaves a folder there
-        return subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, cwd=directory.parent, env=env)
+        # torchrun leaves a folder there
+        env = os.environ | {'TMPDIR': str(directory.parent)} | {name: CANARY for name in TOKENS}
+        return subprocess.Popen(
+            list(map(str, command)), stdout=log, stderr=log, cwd=directory.parent, env=env)
 
 
 def steps(directory) -> int: return len(losses(directory)) if directory.is_dir() else 0
@@ -115,14 +129,21 @@ def steps(directory) -> int: return len(losses(directory)) if directory.is_dir()
 def ended(process, seconds=90) -> int:
     try: return process.wait(seconds)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []: child.kill()
+        for child in (
+            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        ):
+            child.kill()
         process.kill()
 
 
 def launched(recipe, kind):
-    "Render, and run the commands of one kind; it begins with the loss that one process has for the same rows."
+    """Render, and run the commands of one kind; it begins with the loss that one process has for
+    the same rows."""
     from bench.shared.launches import by_command, single
     by_command(recipe, Path('runs/a b'), kind)
     fine_tune(single(recipe), Path('runs/alone'))
-    found, alone = losses(Path('runs/a b')), losses(Path('runs/alone'))
-    assert len(found) == 2 and found[0] == pytest.approx(alone[0], abs=1e-5) and found[1] != found[0]
+    found = losses(Path('runs/a b'))
+    alone = losses(Path('runs/alone'))
+    assert len(found) == 2
+    assert found[0] == pytest.approx(alone[0], abs=1e-5)
+    assert found[1] != found[0]
