@@ -62,16 +62,16 @@ class Hub:
 
     def preupload(self, name, body):
         if name not in self.repos: return 404, {'error': 'Repository not found'}
-        mode = lambda path: 'lfs' if path.endswith(self.large) else 'regular'
+        def mode(path): return 'lfs' if path.endswith(self.large) else 'regular'
         return 200, {
             'files': [
                 {'path': f['path'], 'uploadMode': mode(f['path']), 'shouldIgnore': False}
                 for f in body['files']]}
 
     def batch(self, body):
-        put = lambda o: {
-            'oid': o['oid'], 'size': o['size'],
-            'actions': {'upload': {'href': f"{self.url}/put/{o['oid']}"}}}
+        def put(o):
+            upload = {'href': f"{self.url}/put/{o['oid']}"}
+            return {'oid': o['oid'], 'size': o['size'], 'actions': {'upload': upload}}
         return 200, {'transfer': 'basic', 'objects': [put(o) for o in body['objects']]}
 
     def put(self, oid, data):
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         allowed = self.headers.get('Authorization') == f'Bearer {hub.token}'
         hub.requests.append((self.command, path, bool(self.headers.get('Authorization'))))
-        match = lambda pattern: re.fullmatch(pattern, path)
+        def match(pattern): return re.fullmatch(pattern, path)
         if m := match(r'/put/(\w+)'): return self.answer(*hub.put(m[1], data))
         if not allowed: return self.answer(401, {'error': 'Invalid username or password.'})
         if match('/api/repos/create'): return self.answer(*hub.create(json.loads(data)))

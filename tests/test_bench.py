@@ -106,7 +106,7 @@ def test_luck_is_counted_exactly():
 def test_rows_that_settings_were_tuned_on_are_never_held_out():
     try: source = real_data.folder()/real_data.FILES[0]
     except Skip as reason: pytest.skip(str(reason))
-    asked = lambda rows: {row['messages'][0]['content'] for row in rows}
+    def asked(rows): return {row['messages'][0]['content'] for row in rows}
     tuning, _ = real_data.pool(real_data.review_recipe(source))
     for seed in real_data.SEEDS:
         train, test = real_data.review_rows(source, seed)

@@ -31,7 +31,8 @@ ROOMS = {
     'report': 'config model plan training rehearsal',
     '__main__': 'config model plan parallel checkpoint training rehearsal launching release report'}
 HEAVY = (
-    'torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas numpy fastcore nbdev '
+    'torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas '
+    'numpy fastcore nbdev '
     'IPython ipywidgets').split()
 MODULES = sorted(p for p in (ROOT/'llm_workbook').rglob('*.py') if p.name != '_modidx.py')
 BENCH = sorted((ROOT/'bench').rglob('*.py'))
@@ -519,7 +520,8 @@ BANNED = {
     'a task left open': r'\b(TO' + r'DO|FIX' + r'ME)\b',
     'a path of one machine': r'(?<![\w.~])/(home|root|work|Users)' + '/'}
 WHERE = (
-    'llm_workbook/**/*.py llm_workbook/assets/**/*.yaml llm_workbook/assets/**/*.md tests/**/*.py tests/**/*.md tools/*.py bench/**/*.py '
+    'llm_workbook/**/*.py llm_workbook/assets/**/*.yaml llm_workbook/assets/**/*.md '
+    'tests/**/*.py tests/**/*.md tools/*.py bench/**/*.py '
     '.github/**/*.yml .ci/* *.md *.ini *.py *.toml Makefile').split()
 TEXTS = sorted(p for pattern in WHERE for p in ROOT.glob(pattern))
 

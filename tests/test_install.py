@@ -68,7 +68,8 @@ def test_the_wheel_works_from_another_place(archives, tmp_path):
     program = (
         "import llm_workbook, pathlib, sys; from llm_workbook import Recipe, asset, recipe_names; "
         "assert 'torch' not in sys.modules; [Recipe.named(n) for n in recipe_names()]; "
-        "assert (asset('tiny-base')/'config.json').read_bytes(); print(pathlib.Path(llm_workbook.__file__).parent)"
+        "assert (asset('tiny-base')/'config.json').read_bytes(); "
+        "print(pathlib.Path(llm_workbook.__file__).parent)"
     )
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {
         'PYTHONPATH': str(tmp_path/'site')}

@@ -38,7 +38,8 @@ def both(path, *arguments):
     'text, status, said',
     [
         (
-            'import sys; print(__name__, sys.argv[1:], sys.path[0] == sys.argv[0].rpartition("/")[0])',
+            'import sys; print(__name__, sys.argv[1:], sys.path[0] == '
+            'sys.argv[0].rpartition("/")[0])',
             0, "__main__ ['a', '-b'] True"),
         ('import os; print(os.getcwd(), flush=True); os.system("echo below")', 0, 'below'),
         ('raise SystemExit(3)', 3, ''),
@@ -47,7 +48,8 @@ def both(path, *arguments):
         ('print(1); 1 / 0', 1, 'ZeroDivisionError: division by zero'),
         ('import atexit; atexit.register(print, "at the end")', 0, 'at the end'),
         (
-            'import threading, time; threading.Thread(target=lambda: (time.sleep(.2), print("late"))).start()',
+            'import threading, time; threading.Thread(target=lambda: (time.sleep(.2), '
+            'print("late"))).start()',
             0, 'late'),
         ('import os, signal; os.kill(os.getpid(), signal.SIGKILL)', -signal.SIGKILL, '')])
 def test_a_fork_ends_and_speaks_as_the_program_does(tmp_path, text, status, said):
@@ -103,7 +105,8 @@ def test_a_page_is_tested_as_nbdev_tests_it(tmp_path, flags, cells, status):
 def test_no_more_than_asked_run_at_once(tmp_path):
     text = (
         f'import os, time\nfrom pathlib import Path\nhere = Path({str(tmp_path)!r})\n'
-        'mine = here/f"{os.getpid()}.pid"\nmine.touch()\ntime.sleep(.2)\nprint(len(list(here.glob("*.pid"))))\nmine.unlink()'
+        'mine = here/f"{os.getpid()}.pid"\nmine.touch()\ntime.sleep(.2)\n'
+        'print(len(list(here.glob("*.pid"))))\nmine.unlink()'
     )
     done = list(run_all([Job(str(i), str(program(tmp_path, text)), ()) for i in range(5)], 2))
     assert len(done) == 5 and {int(one.said) for one in done} <= {1, 2}

@@ -185,7 +185,7 @@ def saved(how, folder):
 
 def whole(live):
     "All tensors of model and optimizer, whole, by name."
-    full = lambda t: (t.full_tensor() if hasattr(t, 'full_tensor') else t).detach().clone()
+    def full(t): return (t.full_tensor() if hasattr(t, 'full_tensor') else t).detach().clone()
     names = {p: name for name, p in named(live[0]).items()}
     states = {
         f'{names[p]}.{key}': full(v)
@@ -395,7 +395,8 @@ def test_training_waits_for_the_copy_and_no_longer():
 
 def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
     program = (
-        'import sys, time, torch; from llm_workbook.checkpoint import save_load as checkpoint; plain = checkpoint.write_slices; '
+        'import sys, time, torch; from llm_workbook.checkpoint import save_load as checkpoint; '
+        'plain = checkpoint.write_slices; '
         'checkpoint.write_slices = lambda *parts: (time.sleep(0.5), plain(*parts))[1]; '
         'checkpoint.save_checkpoint(sys.argv[1], torch.nn.Linear(3, 3), wait=False); print("left")')
     done = subprocess.run(
@@ -656,7 +657,7 @@ def test_slices_of_a_tensor_meet(tmp_path):
     slices.write_slices(tmp_path / 'rank.safetensors', slices_here(tensors))
     empty = {name: torch.zeros_like(t) for name, t in tensors.items()}
     read_slices(tmp_path, empty)
-    as_bytes = lambda t: t.contiguous().flatten().view(torch.uint8)
+    def as_bytes(t): return t.contiguous().flatten().view(torch.uint8)
     assert all(as_bytes(t).equal(as_bytes(empty[name])) for name, t in tensors.items())
     with pytest.raises(CheckpointError, match='complex64 is no type that safetensors knows'):
         slices.write_slices(

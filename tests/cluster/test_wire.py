@@ -18,7 +18,8 @@ def test_the_wire_carries_what_the_plan_says(strategy, base, slurm, tmp_path):
     made = compare(
         recipe := recipe_for(strategy, base), start(recipe, tmp_path, NODES, head='node1'))
     print(
-        f'{strategy}: {made["sent_b"][0]:,} bytes sent per step, {made["planned_b"]:,} planned for gloo, '
+        f'{strategy}: {made["sent_b"][0]:,} bytes sent per step, {made["planned_b"]:,} planned '
+        f'for gloo, '
         f'{made["planned_nccl_b"]:,} for NCCL; {made["ratios"]}')
     assert min(made['sent_b'] + made['received_b']) >= 50e6
     assert all(LOWEST <= ratio <= HIGHEST for ratio in made['ratios']), made

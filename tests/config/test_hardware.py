@@ -165,7 +165,8 @@ def test_differing_machines_are_named():
     b = node('8x-a100-80').changed(name='old')
     with pytest.raises(ValueError) as caught: same_nodes([a, a, b])
     assert (
-        "8x-h100 and old differ in gpu.name ('h100' and 'a100-80'), link.name ('nvlink4' and 'nvlink3')"
+        "8x-h100 and old differ in gpu.name ('h100' and 'a100-80'), link.name ('nvlink4' and "
+        "'nvlink3')"
         in str(caught.value))
     assert 'bf16_flops' not in str(caught.value)
     with pytest.raises(ValueError, match='network.name'):

@@ -248,8 +248,8 @@ def test_adafactor_has_nothing_to_factor_under_zero():
     def run():
         from transformers.optimization import Adafactor
 
-        make = lambda trained: Adafactor(
-            trained, lr=1e-3, scale_parameter=False, relative_step=False)
+        def make(trained):
+            return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
         engine, optimizer, *_ = zero3(base(), make)
         engine.backward(loss(engine))
         engine.step()

@@ -73,7 +73,8 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
     assert states.count('finished') >= 16
     assert states.count('preempted') >= 30
     SAID.append(
-        f'50 starts and stops in {time.monotonic() - begin:.0f} s: {states.count("finished") + 1} finished, '
+        f'50 starts and stops in {time.monotonic() - begin:.0f} s: '
+        f'{states.count("finished") + 1} finished, '
         f'{states.count("preempted")} stopped or killed; nothing is left')
 
 

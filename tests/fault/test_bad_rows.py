@@ -101,7 +101,7 @@ def test_13_long_rows_are_counted_or_named_and_a_megabyte_is_a_row(tmp_path):
 
 
 def test_13_copies_stay_on_one_side_and_test_rows_are_not_training_rows(tmp_path):
-    asked = lambda n: {'messages': [{'role': 'user', 'content': f'{n}'}, GOOD['messages'][1]]}
+    def asked(n): return {'messages': [{'role': 'user', 'content': f'{n}'}, GOOD['messages'][1]]}
     rows = [turns(content=f'Answer {n}') for n in range(5)] + [asked(n) for n in range(15)]
     train, test = load_rows(
         write(tmp_path/'rows.jsonl', rows).model_copy(update={'test_share': 0.5}))

@@ -112,7 +112,8 @@ def test_07_when_none_is_left_the_error_lists_all(copy):
     for step, damage in (6, truncate), (4, os.remove): damage(copy/f'checkpoint-{step}/facts.json')
     with pytest.raises(
         DamagedCheckpoint,
-        match='(?s)none of its checkpoints can be used.*checkpoint-6.*facts.json.*checkpoint-4.*facts.json'
+        match='(?s)none of its checkpoints can be used.*checkpoint-6.*facts.json.*checkpoint-4.*'
+              'facts.json'
     ):
         latest_valid(copy)
 
@@ -180,7 +181,8 @@ def test_16_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(recipe, tmp_
         start = time.monotonic()
         with pytest.raises(
             RunLocked,
-            match=f"'run' is taken by process {first.pid} on .*: wait for it, stop it, or name another"
+            match=f"'run' is taken by process {first.pid} on .*: wait for it, stop it, or name "
+                  f"another"
         ):
             fine_tune(recipe, tmp_path/'run')
         assert time.monotonic() - start < 30 and files(tmp_path/'run') == {'.llmw.lock'}

@@ -185,6 +185,6 @@ def test_12_collectives_that_differ_are_an_error_at_once_that_shows_both(call):
 
 def test_12_the_check_can_be_asked_for_after_torch_was_imported(monkeypatch):
     monkeypatch.delenv('TORCH_DISTRIBUTED_DEBUG')
-    seen = lambda: (os.environ.get('TORCH_DISTRIBUTED_DEBUG'), dist.get_debug_level().name)
+    def seen(): return (os.environ.get('TORCH_DISTRIBUTED_DEBUG'), dist.get_debug_level().name)
     assert run_ranks(seen) == [(None, 'OFF')] * 2
     assert run_ranks(seen, env={'TORCH_DISTRIBUTED_DEBUG': 'DETAIL'}) == [('DETAIL', 'DETAIL')] * 2

@@ -119,7 +119,8 @@ def test_kills_at_random_points_lose_nothing_that_was_committed(
         assert note.exists()
         now = newest(run)
         SAID.append(
-            f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; committed {done} -> {now}'
+            f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; committed '
+            f'{done} -> {now}'
         )
         assert done <= now < STEPS
         if kind == 'resume': assert now == done > 0

@@ -149,7 +149,8 @@ def test_10_no_number_on_one_rank_stops_all_before_the_update(recipe, kept, tmp_
     monkeypatch.setattr(training, 'make_trainer', make_spoilt)
     with pytest.raises(
         RankError,
-        match=r'FloatingPointError: loss nan at step 3: nothing is saved, and no weight was updated \(rank 1, rows \d+\)'
+        match=r'FloatingPointError: loss nan at step 3: nothing is saved, and no weight was '
+              r'updated \(rank 1, rows \d+\)'
     ):
         fine_tune(kept.recipe, tmp_path/'run')
     assert losses(tmp_path/'run') == losses(kept.directory)[:2]

@@ -134,7 +134,8 @@ def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(run):
 
 def test_long_decimals_of_a_log_are_shortened(run):
     run.texts = [
-        '{"loss": 2.7182818284590452, "seconds": 1.5, "rate": 3.0000000000000001e-05, "version": "1.23456789.4"}',
+        '{"loss": 2.7182818284590452, "seconds": 1.5, "rate": 3.0000000000000001e-05, "version": '
+        '"1.23456789.4"}',
         '']
     html = console_state(run)._repr_html_()
     assert '2.71828,' in html and '1.5,' in html and '3e-05,' in html and '1.23456789.4' in html

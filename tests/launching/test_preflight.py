@@ -589,7 +589,8 @@ def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
     ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
     code = (
         'import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
-        'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; runpy.run_module("llm_workbook", run_name="__main__")'
+        'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; '
+        'runpy.run_module("llm_workbook", run_name="__main__")'
     )
     env = {
         k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')

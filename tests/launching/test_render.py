@@ -79,7 +79,8 @@ def test_the_files_are_the_golden_ones(name):
         if (GOLDEN/name).is_dir()
         else {})
     assert texts == kept, (
-        'if the change is meant: GOLDEN=renew python -m pytest tests/launching/test_render.py -k golden, and read git diff'
+        'if the change is meant: GOLDEN=renew python -m pytest tests/launching/test_render.py -k '
+        'golden, and read git diff'
     )
 
 
@@ -282,7 +283,8 @@ def test_an_index_names_nothing_but_rendered_files(name):
 def test_the_preflight_is_one_process_on_each_node():
     first, second = put(WAYS['full']).commands['preflight']
     assert ' '.join(second) == (
-        'python3 -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 '
+        'python3 -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 '
+        '--master-port=29500 '
         '--nproc-per-node=1 -m llm_workbook preflight runs/x/recipe.yaml --directory runs/x')
     assert first == [word.replace('rank=1', 'rank=0') for word in second]
     assert put(PLAIN, 'runs/y').commands['preflight'][0][3:5] == [

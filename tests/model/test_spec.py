@@ -137,7 +137,7 @@ def test_adapters_are_those_peft_makes(name, targets):
         task_type='CAUSAL_LM')
     try: real = get_peft_model(skeleton(TOYS[name]), config)
     except ValueError: real = None
-    ask = lambda: coverage(spec(TOYS[name]), Method(kind='lora', rank=4, targets=targets))
+    def ask(): return coverage(spec(TOYS[name]), Method(kind='lora', rank=4, targets=targets))
     if real is None or (targets, name) in IGNORED: return pytest.raises(ValueError, ask) and None
     mine = ask()
     shapes = sorted(tuple(p.shape) for p in real.parameters() if p.requires_grad)

@@ -352,7 +352,8 @@ def test_bad_checkpoints_are_refused_on_every_rank(change, words, tmp_path):
 def test_what_has_to_be_whole_is_refused(bases, tmp_path):
     said = run_ranks(refused, 2, (make_base(MORE['gpt2'], bases/'gpt2'),))
     assert all(
-        "c_attn.weight lies transposed on disk, so no part of it can be packed: set sharding.loading to"
+        "c_attn.weight lies transposed on disk, so no part of it can be packed: set "
+        "sharding.loading to"
         in s
         for s in said)
     narrow = make_base(_config('llama', 30, 45, 3, 1, 10, 101), bases/'narrow')

@@ -138,7 +138,8 @@ def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():
 
 def test_every_kind_is_one_of_the_ledger():
     kinds = set(
-        'activations logits gradients unsharded prefetch collective dequantised buffers zero_buckets optimizer'.split()
+        'activations logits gradients unsharded prefetch collective dequantised buffers '
+        'zero_buckets optimizer'.split()
     )
     llama = spec('llama-3.2-1b')
     for strategy in ('none', 'ddp', 'fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3'):

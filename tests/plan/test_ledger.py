@@ -198,7 +198,7 @@ def test_offloaded_tensors_are_rounded_to_powers_of_two():
         'sharding.offload_optimizer': 'cpu'}
     pinned = lines(away)
     paged = lines(away | {'sharding.pin_memory': False})
-    up = lambda b: 2**math.ceil(math.log2(b))
+    def up(b): return 2**math.ceil(math.log2(b))
     shards = [
         4 * math.prod((math.ceil(w.shape[0] / 2), *w.shape[1:]))
         for u in TINY.units
@@ -326,10 +326,9 @@ def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
 
 def test_deepspeed_copies_nothing_and_neither_does_a_run_without_checkpoints():
     saving = {'intervals.saving': 2, 'method.kind': 'full', 'cluster.processes': 2}
-    copies = lambda changes: [
-        x
-        for x in memory(BASE.changed(changes)).lines
-        if x.place == 'host' and x.moment == 'checkpoint']
+    def copies(changes):
+        lines = memory(BASE.changed(changes)).lines
+        return [x for x in lines if x.place == 'host' and x.moment == 'checkpoint']
     assert copies(saving)
     assert not copies(saving | {'intervals.saving': 0})
     assert not copies(saving | {'sharding.strategy': 'zero3'})

@@ -58,7 +58,7 @@ def loads(made, seed=None):
     libc.mallinfo2.restype = type(
         'Counts', (ctypes.Structure,), {'_fields_': [(str(i), ctypes.c_size_t) for i in range(10)]})
     libc.mallopt(-3, 2**14)  # Each tensor from 16 KiB on gets pages of its own, and gives them back
-    mapped = lambda: getattr(libc.mallinfo2(), '4')
+    def mapped(): return getattr(libc.mallinfo2(), '4')
     gc.collect()
     start = mapped()
     # What earlier tests left free in the heap would be given out first
@@ -87,7 +87,8 @@ def test_a_rank_reads_and_holds_what_is_planned(base, kind, ranks):
             + ledger.total('load', 'host', 'allocated')
             - adapters)
         print(
-            f'{kind}, rank {rank} of {ranks}: {read:,} bytes read; {peak:,} held, {planned:,} planned ({planned / peak - 1:+.2%})'
+            f'{kind}, rank {rank} of {ranks}: {read:,} bytes read; {peak:,} held, {planned:,} '
+            f'planned ({planned / peak - 1:+.2%})'
         )
         assert -.02 * peak < planned - peak < 2**22  # Not all is there yet when most is on its way
     assert sum(read for read, *_ in found) < found[0][1] * 1.001 + ranks * 256 * 21
@@ -107,7 +108,8 @@ def test_the_recipe_of_two_cards_needs_an_eighth_of_what_its_author_saw():
     assert host / 2 <= share + largest + 2e9 and host < 180e9 / 3.5
     assert ledger.total('load', 'disk') == 2 * ledger.spec.parameters
     print(
-        f'{host / 2e9:.2f} GB a rank: a share of {share / 1e9:.2f}, {rounding / 1e9:.2f} of rounding'
+        f'{host / 2e9:.2f} GB a rank: a share of {share / 1e9:.2f}, {rounding / 1e9:.2f} of '
+        f'rounding'
     )
 
 

@@ -95,13 +95,13 @@ def test_an_even_model_sends_the_textbook_bytes():
 
 
 def test_accumulation_gathers_again_and_reduces_once():
-    count = lambda recipe, kind: sum(c.count for c in sent(recipe) if c.kind == kind)
+    def count(recipe, kind): return sum(c.count for c in sent(recipe) if c.kind == kind)
     more = LARGE.changed({'batch.accumulation': 4})
     assert count(more, 'all_gather') == 4 * count(LARGE, 'all_gather')
     assert count(more, 'reduce_scatter') == count(LARGE, 'reduce_scatter')
-    zero = lambda stage, steps: count(
-        LARGE.changed({'sharding.strategy': f'zero{stage}', 'batch.accumulation': steps}),
-        'all_reduce')
+    def zero(stage, steps):
+        changes = {'sharding.strategy': f'zero{stage}', 'batch.accumulation': steps}
+        return count(LARGE.changed(changes), 'all_reduce')
     assert zero(1, 4) == zero(1, 1) < zero(2, 4)
 
 
@@ -139,10 +139,9 @@ def test_qlora_gathers_the_payload_and_reduces_adapters():
     lora = LARGE.changed({'method.kind': 'qlora', 'method.rank': 16})
     reduced = sum(c.count * c.tensor_b for c in sent(lora) if c.kind == 'reduce_scatter')
     assert reduced == 4 * 41_943_040  # Adapters of rank 16 on all linear layers, float32
-    gathered = lambda recipe: sum(
-        c.count * c.tensor_b
-        for c in sent(recipe)
-        if c.moment == 'backward' and c.kind == 'all_gather')
+    def gathered(recipe):
+        gathers = [c for c in sent(recipe) if c.moment == 'backward' and c.kind == 'all_gather']
+        return sum(c.count * c.tensor_b for c in gathers)
     assert gathered(lora) < 0.3 * gathered(LARGE)
 
 
@@ -307,7 +306,7 @@ def test_a_plan_is_quick():
 
 def test_fp8_speeds_up_products_alone():
     box, pair = node('8x-h100'), {'cluster.nodes': 1, 'cluster.hardware': '8x-h100'}
-    parts = lambda **more: dict(step_traffic(LARGE.changed(pair | more), node=box).parts)
+    def parts(**more): return dict(step_traffic(LARGE.changed(pair | more), node=box).parts)
     plain = parts()
     quick = parts(**{'precision.compute': 'fp8'})
     assert quick['matmul'] < 0.6 * plain['matmul'] and quick['attention'] == plain['attention']

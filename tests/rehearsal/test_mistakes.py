@@ -184,7 +184,8 @@ def test_a_parameter_that_no_optimizer_has_is_named(page):
         return [p for name, p in model.named_parameters() if 'norm' not in name]
 
     assert causes(page, most) == [
-        'optimizer: 9 of 39 trainable parameters are not in it, first model.layers.0.input_layernorm.weight'
+        'optimizer: 9 of 39 trainable parameters are not in it, first '
+        'model.layers.0.input_layernorm.weight'
     ]
 
 
@@ -196,7 +197,8 @@ def test_a_weight_that_was_left_out_is_named(page):
         return list(model.parameters())
 
     assert causes(page, left) == [
-        'weights: 2,097,152 bytes on every rank where a share of 1,048,576 was expected: 1 of 39 weights '
+        'weights: 2,097,152 bytes on every rank where a share of 1,048,576 was expected: 1 of 39 '
+        'weights '
         'are not sharded, stored as float32']
 
 

@@ -164,7 +164,7 @@ def test_what_lives_on_after_the_recorder_changes_no_block():
 
 def cases():
     "Operations of all kinds, as functions of fresh arguments; each is called twice."
-    t = lambda *shape, dtype=torch.float32: torch.ones(shape, dtype=dtype)
+    def t(*shape, dtype=torch.float32): return torch.ones(shape, dtype=dtype)
     i, b, h = torch.int64, torch.bool, torch.bfloat16
     return {
         'add': lambda: OPS.add.Tensor(t(2, 3), t(3)),
@@ -266,7 +266,7 @@ def test_memory_gives_what_torch_gives(name):
         kept = second
         case()
     with watched(tell(real)): case()
-    plain = lambda rows: [row for row in rows if row[0] != 'prim.device.default']
+    def plain(rows): return [row for row in rows if row[0] != 'prim.device.default']
     assert plain(without) == first == second
     if name not in ('attention', 'layer norm', 'dropout'): assert first == real
 
@@ -467,7 +467,7 @@ def test_the_backward_pass_is_given_to_its_modules(checkpointing):
     assert len(layers) == 14
     again = 3 if checkpointing == 'full' else 2
     # What comes last need not be run again
-    early = lambda name: checkpointing == 'full' and name.endswith('down_proj')
+    def early(name): return checkpointing == 'full' and name.endswith('down_proj')
     assert all(
         by['backward'][name] == (2 if early(name) else again) * by['forward'][name]
         for name in layers)

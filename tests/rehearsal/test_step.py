@@ -139,7 +139,8 @@ def test_a_process_that_is_a_rank_already_is_told_so(plain):
 @pytest.mark.slow
 def test_no_fake_tensor_outlives_a_rehearsal():
     code = (
-        'import gc; from llm_workbook import Recipe, rehearse, shrink; rehearse(shrink(Recipe.named("70b-2x24gb-qlora"))); '
+        'import gc; from llm_workbook import Recipe, rehearse, shrink; '
+        'rehearse(shrink(Recipe.named("70b-2x24gb-qlora"))); '
         'gc.collect(); from torch._subclasses.fake_tensor import FakeTensor; '
         'print(sum(isinstance(thing, FakeTensor) for thing in gc.get_objects()))')
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)

@@ -77,7 +77,8 @@ def test_nf4_is_what_transformers_saves_and_loads(double, storage, adapters, tmp
     out = export(recipe, adapters, tmp_path / 'out', 'nf4', NO, False)
     load_nf4('tiny-base', method, device='cpu').save_pretrained(tmp_path / 'theirs')
     ours, theirs = Weights(out.directory).tensors, Weights(tmp_path / 'theirs').tensors
-    kind = lambda found: {n: (e.dtype, e.shape) for n, e in found.items() if 'quant_state' not in n}
+    def kind(found):
+        return {n: (e.dtype, e.shape) for n, e in found.items() if 'quant_state' not in n}
     assert ours.keys() == theirs.keys() and kind(ours) == kind(theirs)
     loaded = AutoModelForCausalLM.from_pretrained(out.directory)
     assert fingerprint(loaded) == fingerprint(merged('tiny-base', adapters, 'nf4', method))
@@ -335,8 +336,8 @@ def test_what_may_not_be_pushed_is_refused(published, tmp_path):
         taken.repos['me/model'], taken.private['me/model'] = {'README.md': b'mine'}, True
         public.repos['me/model'], public.private['me/model'] = {}, False
         (other / 'optimizer.pt').write_bytes(b'moments')
-        case = lambda hub, **changes: (
-            {'directory': published.directory, 'endpoint': hub.url} | changes)
+        def case(hub, **changes):
+            return {'directory': published.directory, 'endpoint': hub.url} | changes
         home = tmp_path / 'home'
         home.mkdir()
         found = pushes(

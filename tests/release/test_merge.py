@@ -178,7 +178,8 @@ def test_half_a_pair_and_other_shapes_are_refused(tampered):
         file)
     with pytest.raises(
         ValueError,
-        match=r"1 of 28 adapters do not fit 'tiny-base': .*q_proj.*\(256, 256\), its adapter 255 x 256"
+        match=r"1 of 28 adapters do not fit 'tiny-base': .*q_proj.*\(256, 256\), its adapter 255 "
+              r"x 256"
     ):
         merged('tiny-base', folder)
     save_file({n.replace('layers.3', 'layers.9'): t for n, t in tensors.items()}, file)
@@ -228,7 +229,8 @@ def test_the_gate_measures_what_it_says():
     assert math.isclose(found.worst, .25 * math.log(2), rel_tol=1e-5)
     with pytest.raises(
         ValueError,
-        match=r"50.00% of 2 tokens .*budget 95.00%.*KL 0.087 nats \(budget 0.02\): refused; merge into 'dequ"
+        match=r"50.00% of 2 tokens .*budget 95.00%.*KL 0.087 nats \(budget 0.02\): refused; "
+              r"merge into 'dequ"
     ):
         gate(given, wanted, 'nf4')
     with pytest.raises(ValueError, match='1 predictions are NaN'):
@@ -268,7 +270,7 @@ def drawn(folder, source, rank=2):
     from safetensors.torch import save_file
     from llm_workbook.model.weight_files import Weights
     shapes = {n: e.shape for n, e in Weights(source).tensors.items() if n.endswith('q_proj.weight')}
-    name = lambda n, side: f"base_model.model.{n.removesuffix('weight')}lora_{side}.weight"
+    def name(n, side): return f"base_model.model.{n.removesuffix('weight')}lora_{side}.weight"
     folder.mkdir()
     save_file(
         {name(n, 'A'): torch.randn(rank, i) for n, (_, i) in shapes.items()}

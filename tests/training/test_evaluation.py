@@ -37,8 +37,8 @@ def test_lines_come_for_the_first_step_every_third_and_the_last(recipe, whole, t
         recipe.changed({'intervals.logging': 1, 'intervals.evaluation': 0}), tmp_path/'every'
     ).metrics
     losses = [row['loss'] for row in every]
-    mean = lambda first, last: pytest.approx(
-        sum(losses[first - 1 : last])/(last - first + 1), rel=1e-12)
+    def mean(first, last):
+        return pytest.approx(sum(losses[first - 1:last])/(last - first + 1), rel=1e-12)
     assert [(row['step'], row['loss']) for row in whole.metrics] == [
         (1, losses[0]),
         (3, mean(2, 3)),

@@ -233,8 +233,9 @@ def test_the_optimizer_and_the_attention_are_the_recipe_s(
 
 def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
     run, _ = healthy
-    times = lambda: {
-        path: path.stat().st_mtime_ns for path in run.directory.rglob('*') if path.name != LOCK}
+    def times():
+        paths = [path for path in run.directory.rglob('*') if path.name != LOCK]
+        return {path: path.stat().st_mtime_ns for path in paths}
     before = times()
     with pytest.raises(
         ValueError,

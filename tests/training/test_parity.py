@@ -183,7 +183,8 @@ def test_every_loss_is_that_of_one_process(fine_tuned, kind, ranks, record_prope
     worst = deviation(many, one)
     record_property('relative_loss', worst)
     print(
-        f'{kind}, {ranks} ranks: loss {one[0]:.4f} to {one[-1]:.4f}, largest relative difference {worst:.1e}'
+        f'{kind}, {ranks} ranks: loss {one[0]:.4f} to {one[-1]:.4f}, largest relative difference '
+        f'{worst:.1e}'
     )
     assert worst <= LOSS[kind]
     assert one[-1] < one[0] - 0.1, 'a model that learns nothing would agree as well'
@@ -223,7 +224,8 @@ def test_every_way_trains_what_one_process_trains(fine_tuned, how, ranks, record
     for name, value in ('relative_loss', loss), ('relative_norm', norm), ('weights', moved):
         record_property(name, value)
     print(
-        f'{how}, {ranks} ranks: largest relative difference {loss:.1e} in the loss, {norm:.1e} in the norm, weights {moved:.1e}'
+        f'{how}, {ranks} ranks: largest relative difference {loss:.1e} in the loss, {norm:.1e} '
+        f'in the norm, weights {moved:.1e}'
     )
     assert loss <= LOSS['rows'] and norm <= NORM['rows'] and a.keys() <= b.keys() and moved <= 1e-4
     assert one.metrics[-1]['loss'] < one.metrics[0]['loss'] - 0.1
@@ -268,7 +270,8 @@ def test_saved_adapters_give_the_logits_of_the_trained_model(
     learned = (after - before).abs().max().item()
     record_property('logits', worst)
     print(
-        f'{kind}, {ranks} ranks: logits differ by {worst:.1e} at most, training moved them by {learned:.1f}'
+        f'{kind}, {ranks} ranks: logits differ by {worst:.1e} at most, training moved them by '
+        f'{learned:.1f}'
     )
     # of the largest logit
     assert worst <= {'qlora': 2**-7, 'qlora-float32': 1e-5}[kind] * after.abs().max().item()

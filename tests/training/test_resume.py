@@ -379,8 +379,10 @@ def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, num
     long = recipe.changed(PLAIN | {'optimizer.steps': 2000, 'optimizer.warmup': 0.0})
     long.save(tmp_path/'recipe.yaml')
     script = (
-        'from llm_workbook import Recipe, fine_tune\nfrom llm_workbook.training.resume import Preempted\n'
-        f'try: fine_tune(Recipe.load({str(tmp_path/"recipe.yaml")!r}), {str(tmp_path/"run")!r}, live=False)\n'
+        'from llm_workbook import Recipe, fine_tune\n'
+        'from llm_workbook.training.resume import Preempted\n'
+        f'try: fine_tune(Recipe.load({str(tmp_path/"recipe.yaml")!r}), {str(tmp_path/"run")!r}, '
+        f'live=False)\n'
         'except Preempted as told: print("step", told.step)\n')
     env = os.environ | {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
     with subprocess.Popen(
@@ -407,7 +409,8 @@ def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, num
 def test_a_script_whose_ranks_know_no_signal_ends_of_it(tmp_path):
     script = (
         'import time\nfrom pathlib import Path\nfrom llm_workbook.parallel.ranks import run_ranks\n'
-        f'run_ranks(lambda: (Path({str(tmp_path/"there")!r}).touch(), time.sleep(100)), 2, (), 90)\n'
+        f'run_ranks(lambda: (Path({str(tmp_path/"there")!r}).touch(), time.sleep(100)), 2, (), '
+        f'90)\n'
     )
     with subprocess.Popen(
         [sys.executable, '-c', script], env=os.environ | {'TMPDIR': str(tmp_path)}
