@@ -78,7 +78,8 @@ def test_what_stands_in_a_recipe_is_not_evaluated(text):
 TEMPLATES = {
     'class': "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     'globals': '{{ cycler.__init__.__globals__.' + CALL + ' }}',
-    'import': "{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch planted') }}",
+    'import': "{{ self.__init__.__globals__.__builtins__."
+              "__import__('os').system('touch planted') }}",
     'function': "{{ lipsum.__globals__['os'].popen('touch planted').read() }}",
     'file': "{% include '/etc/passwd' %}", 'change': "{{ messages.append('x') }}",
     'endless': '{% for i in range(10**9) %}x{% endfor %}'}

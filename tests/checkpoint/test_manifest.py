@@ -252,8 +252,10 @@ while True:
     time.sleep(0.01)
     step += 1
     folder = begin_save(directory, step)
-    for rank in range(2): (folder/f'rank-{rank}.safetensors').write_bytes(bytes([step % 256]) * 200_000)
-    commit(folder, dict(step=step, ranks=2, strategy='ddp', method='full', recipe_hash='', versions={}))
+    data = bytes([step % 256]) * 200_000
+    for rank in range(2): (folder/f'rank-{rank}.safetensors').write_bytes(data)
+    facts = dict(step=step, ranks=2, strategy='ddp', method='full', recipe_hash='', versions={})
+    commit(folder, facts)
     prune(directory, 2)
 """
 

@@ -30,7 +30,8 @@ def repeats(*ids):
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs; forks share it."
-    import accelerate, bitsandbytes, peft, torch.distributed.fsdp, torch.distributed.tensor, transformers  # noqa: E401, F401
+    import accelerate, bitsandbytes, peft, transformers  # noqa: E401, F401
+    import torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
     transformers.logging.disable_progress_bar()
 
 

@@ -17,19 +17,23 @@ from llm_workbook.config.recipe import Recipe, shrink
 RECIPE = shrink(Recipe.named('reviews-qlora'))
 LINE = (
     'JobId={id} JobName=reviews-qlora-shrunk UserId=me(1000) GroupId=me(1000) MCS_label=N/A '
-    'Priority=4294901759 Nice=0 '
-    'Account=(null) QOS=(null) JobState={state} Reason={reason} Dependency=(null) '
-    'Requeue={requeue} Restarts={restarts} BatchFlag=1 '
-    'Reboot=0 ExitCode={code} RunTime=00:00:03 TimeLimit=01:00:00 ReqNodeList=(null) '
-    'ExcNodeList=(null) NodeList={nodes} '
-    'BatchHost=node1 NumNodes=2 NumCPUs=2 Command={script} WorkDir=/x JobState=COMPLETED '
-    'Reason=y StdErr=/z StdOut=/z Power='
+    'Priority=4294901759 Nice=0 Account=(null) QOS=(null) JobState={state} Reason={reason} '
+    'Dependency=(null) Requeue={requeue} Restarts={restarts} BatchFlag=1 Reboot=0 '
+    'ExitCode={code} RunTime=00:00:03 TimeLimit=01:00:00 ReqNodeList=(null) '
+    'ExcNodeList=(null) NodeList={nodes} BatchHost=node1 NumNodes=2 NumCPUs=2 '
+    'Command={script} WorkDir=/x JobState=COMPLETED Reason=y StdErr=/z StdOut=/z Power='
 )
 PROGRAMS = {
-    'sbatch': 'printf "%s\\n" "$@" > "$SEEN/submitted"; env > "$SEEN/environment"; echo '
-    '"${NUMBER:-17}"',
-    'scontrol': """case "$*" in *"show job"*) [ -e "$SEEN/job" ] && exec cat "$SEEN/job"
-echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; *) echo "scontrol $*" >> "$SEEN/asked";; esac""",
+    'sbatch': """printf "%s\\n" "$@" > "$SEEN/submitted"
+env > "$SEEN/environment"
+echo "${NUMBER:-17}\"""",
+    'scontrol': """case "$*" in
+*"show job"*)
+    [ -e "$SEEN/job" ] && exec cat "$SEEN/job"
+    echo 'slurm_load_jobs error: Invalid job id specified' >&2
+    exit 1;;
+*) echo "scontrol $*" >> "$SEEN/asked";;
+esac""",
     'scancel': 'echo "scancel $*" >> "$SEEN/asked"',
 }
 

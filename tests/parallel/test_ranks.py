@@ -287,7 +287,8 @@ def test_ranks_compute_with_many_threads_after_the_kernel_has(launch):
             return torch.get_num_threads()
         work()
         for threads in 1, 4, 4, 4:
-            assert {launch.__name__}(work, timeout_s=30, env={{'OMP_NUM_THREADS': threads}}) == [threads] * 2
+            found = {launch.__name__}(work, timeout_s=30, env={{'OMP_NUM_THREADS': threads}})
+            assert found == [threads] * 2
     '''
     subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, timeout=180)
 
@@ -406,7 +407,8 @@ def test_the_kernel_survives_kill_hang_and_interrupt():
         print('interrupt me')
         notebook_ranks(work, args=(lambda: time.sleep(1000),))
         # %%
-        assert os.getpid() == kernel and run_ranks(work, args=(int,)) == notebook_ranks(work, args=(int,)) == [0, 1]
+        assert os.getpid() == kernel
+        assert run_ranks(work, args=(int,)) == notebook_ranks(work, args=(int,)) == [0, 1]
         print('alive')
     '''
     nb = nbformat.v4.new_notebook(

@@ -24,10 +24,26 @@ MODELS = {
         'model_type': 'gemma2', 'hidden_size': 44, 'intermediate_size': 76, 'num_hidden_layers': 2,
         'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 18, 'vocab_size': 109,
         'sliding_window': 64, 'tie_word_embeddings': True}}
-SMALL = Recipe.parse('''{version: 2, name: small, model: {source: tiny-base, attention: eager}, method: {kind: full},
-  data: {source: sample-conversations}, cluster: {processes: 1, hardware: cpu}, sharding: {strategy: none}, batch: {micro: 2, length: 32}}''')
-LARGE = Recipe.parse('''{version: 2, name: large, model: {source: llama-3.1-8b}, method: {kind: full}, data: {source: sample-conversations},
-  cluster: {processes: 8, nodes: 2, device: cuda, hardware: p4de}, sharding: {activation_checkpointing: full}, batch: {length: 4096}}''')
+SMALL = Recipe.parse('''
+version: 2
+name: small
+model: {source: tiny-base, attention: eager}
+method: {kind: full}
+data: {source: sample-conversations}
+cluster: {processes: 1, hardware: cpu}
+sharding: {strategy: none}
+batch: {micro: 2, length: 32}
+''')
+LARGE = Recipe.parse('''
+version: 2
+name: large
+model: {source: llama-3.1-8b}
+method: {kind: full}
+data: {source: sample-conversations}
+cluster: {processes: 8, nodes: 2, device: cuda, hardware: p4de}
+sharding: {activation_checkpointing: full}
+batch: {length: 4096}
+''')
 
 
 def sent(recipe, **more) -> list:
@@ -120,11 +136,13 @@ def test_zero_gathers_updated_weights_in_the_type_that_computes(strategy, comput
 
 @pytest.mark.parametrize('group', [2, 4, 8])
 def test_copies_of_slices_share_the_network(group):
-    """Each node puts the gradients of a layer, all slices of one copy, through its network once, in and out at the same time.
+    """Each node puts the gradients of a layer, all slices of one copy, through its network once, in
+    and out at the same time.
 
-    A layer of Llama 3.1 8B: 4096 x (4096 + 1024 + 1024 + 4096) attention, 3 x 4096 x 14336 MLP, 2 x 4096 norms are 218,112,000
-    numbers, 436,224,000 bytes in bfloat16. Two nodes of 8 ranks hold 16 / group copies; the sets that reduce one slice are
-    `group` many, each of 1 / group of the layer, and both factors cancel: whatever the group, a layer passes once."""
+    A layer of Llama 3.1 8B: 4096 x (4096 + 1024 + 1024 + 4096) attention, 3 x 4096 x 14336 MLP,
+    2 x 4096 norms are 218,112,000 numbers, 436,224,000 bytes in bfloat16. Two nodes of 8 ranks hold
+    16 / group copies; the sets that reduce one slice are `group` many, each of 1 / group of the
+    layer, and both factors cancel: whatever the group, a layer passes once."""
     layer_b, network = 436_224_000, node('p4de').network
     reduced = [
         c
@@ -254,11 +272,13 @@ def test_parts_add_up_and_utilisation_is_below_one():
 
 @pytest.mark.parametrize('each, exposed', [(False, 11.0), (True, 9.0)])
 def test_what_hides_in_the_early_and_in_the_last_backward_pass(each, exposed):
-    """Four passes, by hand. Half of a message can hide behind arithmetic, and no more than there is arithmetic.
+    """Four passes, by hand. Half of a message can hide behind arithmetic, and no more than there is
+    arithmetic.
 
     Forward passes: 4 x 1 s of gathers beside 4 x 1 s of arithmetic: 2 s hide, 2 s show.
-    Gradients after the last pass alone: three early backward passes gather 3 x 2 s beside 3 x 2 s: 3 hide, 3 show; the last
-    gathers 2 s and reduces 6 s beside 2 s: at most 2 hide, 6 show. Together 2 + 3 + 6 = 11 s.
+    Gradients after the last pass alone: three early backward passes gather 3 x 2 s beside 3 x 2 s:
+    3 hide, 3 show; the last gathers 2 s and reduces 6 s beside 2 s: at most 2 hide, 6 show.
+    Together 2 + 3 + 6 = 11 s.
     Gradients after every pass: 8 + 6 s beside 8 s: 7 hide, 7 show. Together 2 + 7 = 9 s."""
     def message(kind, seconds): return (Collective(kind, 'backward', 1, 1, 1, 16, seconds),)
     recipe = LARGE.changed({'batch.accumulation': 4})

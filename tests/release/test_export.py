@@ -270,7 +270,9 @@ from llm_workbook.release.export import push
 for case in json.loads(sys.argv[1]):
     os.environ.pop('HF_TOKEN', None)
     if case['token']: os.environ['HF_TOKEN'] = case['token']
-    try: print(json.dumps(['done', push(case['directory'], 'me/model', case['private'], case['endpoint'])]))
+    try:
+        place = push(case['directory'], 'me/model', case['private'], case['endpoint'])
+        print(json.dumps(['done', place]))
     except Exception as error: print(json.dumps([type(error).__name__, str(error)]))
 '''
 

@@ -254,10 +254,13 @@ PROGRAM = '''
 import sys, torch
 from pathlib import Path
 from llm_workbook.release.merge import Merge
-def peak_b(): return int(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1]) * 1024
+def peak_b():
+    status = open('/proc/self/status').read().splitlines()
+    peak = next(line for line in status if line.startswith('VmHWM'))
+    return int(peak.split()[1]) * 1024
 for into in ('dequantised', 'nf4'):
     merge = Merge(sys.argv[1], sys.argv[2], into)
-    for name in list(merge.weights.tensors)[:8]: merge.parts(name)  # allocators and threads are awake
+    for name in list(merge.weights.tensors)[:8]: merge.parts(name)  # Wakes allocators and threads
     Path('/proc/self/clear_refs').write_text('5')
     before = peak_b()
     for name in merge.weights.tensors: merge.parts(name)

@@ -1,7 +1,9 @@
-"""What two and three ranks train is what one process trains, and what they save is what they have trained.
+"""What two and three ranks train is what one process trains, and what they save is what they have
+trained.
 
-The process that is compared with takes the same micro-batches, by accumulation: 6 or 3 of them make every step. Under the other
-strategies (`OTHERS`) it takes the 6 rows of a step in one pass, and the ranks their part of them.
+The process that is compared with takes the same micro-batches, by accumulation: 6 or 3 of them make
+every step. Under the other strategies (`OTHERS`) it takes the 6 rows of a step in one pass, and the
+ranks their part of them.
 """
 import functools
 import os
