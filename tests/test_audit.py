@@ -62,10 +62,12 @@ def verdicts(page: str) -> list[list[str]]:
 @pytest.mark.parametrize('page', PAGES)
 def test_every_claim_has_its_verdict(page):
     rows = verdicts(page)
-    assert len(rows) >= len(VERDICTS[page]) and all(len(row) == 5 and all(row) for row in rows)
+    assert len(rows) >= len(VERDICTS[page])
+    assert all(len(row) == 5 and all(row) for row in rows)
     for part, begins in VERDICTS[page]:
         found = [row for row in rows if part in row[1]]
-        assert found and found[0][-1].startswith(begins), (part, found)
+        assert found, (part, found)
+        assert found[0][-1].startswith(begins), (part, found)
 
 
 def test_accelerate_still_takes_packed_layers_for_linear_ones():
@@ -75,6 +77,7 @@ def test_accelerate_still_takes_packed_layers_for_linear_ones():
     bitsandbytes = pytest.importorskip('bitsandbytes')
     from accelerate.utils import ao
     with torch.device('meta'): layer = bitsandbytes.nn.Linear4bit(64, 64)
-    assert isinstance(layer, torch.nn.Linear) and ao.filter_linear_layers(layer, 'layer', [])
+    assert isinstance(layer, torch.nn.Linear)
+    assert ao.filter_linear_layers(layer, 'layer', [])
     with torch.device('meta'): layer = bitsandbytes.nn.Linear4bit(64, 2)
     assert not ao.filter_linear_layers(layer, 'layer', [])

@@ -84,7 +84,8 @@ def test_a_record_without_a_date_is_not_written(tmp_path):
 def test_committed_records_are_valid(path):
     made = json.loads(path.read_text())
     assert faults(made) == []
-    assert made['line'] == path.stem and made['line'] in LINES
+    assert made['line'] == path.stem
+    assert made['line'] in LINES
     if 'peer' in made:
         assert isclose(made['ratio'], made['value'] / made['peer_value'], abs_tol=1e-3)
 
@@ -100,7 +101,8 @@ def test_luck_is_counted_exactly():
     rows = [
         {'messages': [{}, {'content': word}]}
         for word in ('positive', 'positive', 'positive', 'negative')]
-    assert real_data.chance(rows) == 0.75 and real_data.chance(rows[2:]) == 0.5
+    assert real_data.chance(rows) == 0.75
+    assert real_data.chance(rows[2:]) == 0.5
 
 
 def test_rows_that_settings_were_tuned_on_are_never_held_out():
@@ -111,4 +113,5 @@ def test_rows_that_settings_were_tuned_on_are_never_held_out():
     for seed in real_data.SEEDS:
         train, test = real_data.review_rows(source, seed)
         assert (len(train), len(test)) == (800, 200)
-        assert not asked(test) & asked(train) and asked(tuning) <= asked(train)
+        assert not asked(test) & asked(train)
+        assert asked(tuning) <= asked(train)

@@ -36,7 +36,8 @@ def test_a_page_uses_what_its_modules_use():
     assert used_modules(cell('import llm_workbook.plan.ledger')) >= {'plan.ledger', 'config.recipe'}
     assert used_modules(cell('from llm_workbook.training import data')) >= {'training.data'}
     assert used_modules(cell('#| default_exp files\n%matplotlib inline')) == {'files', 'display'}
-    assert used_modules(cell('x = 1')) == set() and module_file('plan') is None
+    assert used_modules(cell('x = 1')) == set()
+    assert module_file('plan') is None
 
 
 def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_path):
@@ -59,9 +60,11 @@ def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_pat
     assert hashes() == before
     with (copy/'plan/ledger.py').open('a') as file: file.write('\nCHANGED = 1\n')
     changed = hashes()
-    assert changed[0] != before[0] and changed[1] == before[1]
+    assert changed[0] != before[0]
+    assert changed[1] == before[1]
     with (copy/'assets/hardware.yaml').open('a') as file: file.write('# A comment\n')
-    assert hashes()[0] != changed[0] and hashes()[1] == before[1]
+    assert hashes()[0] != changed[0]
+    assert hashes()[1] == before[1]
     monkeypatch.undo()
     hashes()
 

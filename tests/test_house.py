@@ -204,7 +204,8 @@ def test_measures_count_what_they_say(tmp_path):
     assert (found.code_lines, found.most_walruses, found.named_lambdas, found.tuple_statements) == (
         6, 2, 1, 1)
     assert (found.one_child_bases, found.forwarding_methods) == (('_Base',), ('Child.verdict',))
-    assert found.longest_line == max(map(len, source.splitlines())) and found.nodes_median > 1
+    assert found.longest_line == max(map(len, source.splitlines()))
+    assert found.nodes_median > 1
 
 
 def test_ruff_finds_nothing():
@@ -294,7 +295,8 @@ def test_a_title_stands_alone(page):
     titles = [
         source for kind, source, _ in cells(page) if kind == 'markdown' and source.startswith('# ')
     ]
-    assert len(titles) == 1 and re.fullmatch(r'# .+(\n+(> .+\n?)+)?\s*', titles[0]), titles
+    assert len(titles) == 1, titles
+    assert re.fullmatch(r'# .+(\n+(> .+\n?)+)?\s*', titles[0]), titles
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)

@@ -28,7 +28,8 @@ def test_the_table_is_long_and_names_are_unique():
 def test_a_row_can_be_carried_out(row):
     "The line is there once, in module and cell, and what takes its place is read by Python."
     assert FIELDS <= row.keys() <= FIELDS | {'slow', 'equivalent'}
-    assert 1 <= len(row['find'].splitlines()) <= 3 and row['find'] != row['replace']
+    assert 1 <= len(row['find'].splitlines()) <= 3
+    assert row['find'] != row['replace']
     assert row['harm'].endswith('.')
     made = mutants.edits(row, mutants.ROOT)
     for path, new in made.items():
@@ -123,7 +124,8 @@ def test_a_mistake_is_caught_by_the_first_test_that_fails_and_taken_out_again(pr
 
 def test_a_mistake_that_nobody_sees_survives(project, tmp_path):
     found, _ = ran(tmp_path, 'blind')
-    assert found.by == '' and 'SURVIVED' in mutants.line(found)
+    assert found.by == ''
+    assert 'SURVIVED' in mutants.line(found)
     caught = mutants.Caught('a', 'tests/test_b.py -m slow', 1.0)
     hidden = mutants.Caught('c', '', 1.0, True)
     assert mutants.summary([found, caught, hidden]) == (

@@ -271,7 +271,8 @@ def test_without_a_run_nothing_is_written(ledger, rehearsal, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     report = reconcile(ledger, rehearsal)
     assert (report.path, list(tmp_path.iterdir())) == (None, [])
-    assert report.save('here.json') and Report.load('here.json') == report
+    assert report.save('here.json')
+    assert Report.load('here.json') == report
 
 
 def test_a_run_whose_directory_is_gone_says_so(ledger, rehearsal, run, tmp_path):

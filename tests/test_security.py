@@ -29,7 +29,8 @@ def nothing_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr('builtins.input', lambda *asked: 'yes')
     yield
-    assert not Path('planted').exists() and not list(tmp_path.rglob('planted'))
+    assert not Path('planted').exists()
+    assert not list(tmp_path.rglob('planted'))
 
 
 @pytest.fixture

@@ -106,7 +106,8 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_it_is_used(
     assert said.startswith('skipped checkpoint-10')
     assert file in said or file == MANIFEST and 'no manifest' in said
     with pytest.raises(DamagedCheckpoint) as caught: check(run/'checkpoint-10', deep=True)
-    assert not caught.value.interrupted and caught.value.folder == run/'checkpoint-10'
+    assert not caught.value.interrupted
+    assert caught.value.folder == run/'checkpoint-10'
     damage(run/'checkpoint-5'/file)
     with pytest.raises(
         DamagedCheckpoint, match='none of its checkpoints.*checkpoint-10:.*checkpoint-5:'
@@ -167,7 +168,8 @@ def test_of_a_very_large_file_the_head_alone_is_hashed_unless_asked(tmp_path, mo
         write(folder, big)
         manifest = commit(folder, FACTS | {'step': step}, deep=deep)
         assert manifest.files['model.safetensors'].hashed_b == (5000 if deep else 100)
-        assert manifest.files['small.json'].hashed_b == 2 and manifest.total_b == 5002
+        assert manifest.files['small.json'].hashed_b == 2
+        assert manifest.total_b == 5002
         flip(folder/'model.safetensors')
     assert survey(tmp_path, deep=True).to_dict() == {
         'checkpoint-2': {
@@ -211,7 +213,8 @@ def assert_nothing_is_lost(directory):
     "After a kill: at least two valid checkpoints, none damaged, and the next save works."
     seen = survey(directory, deep=True)
     assert {f.state for f in seen.found} <= {'valid', 'interrupted'}, seen.to_dict()
-    assert len(seen.valid) >= 2 and seen.newest.name in ('checkpoint-10', 'checkpoint-15')
+    assert len(seen.valid) >= 2
+    assert seen.newest.name in ('checkpoint-10', 'checkpoint-15')
     assert latest_valid(directory, deep=True) == seen.newest
     step = 20 if seen.newest.name == 'checkpoint-15' else 15
     assert latest_valid(save(directory, step, FEW).parent, deep=True).name == f'checkpoint-{step}'
@@ -273,7 +276,8 @@ def test_a_kill_at_a_random_moment_loses_nothing(run, seed):
         process.kill()
     seen = survey(run, deep=True)
     assert {f.state for f in seen.found} <= {'valid', 'interrupted'}, seen.to_dict()
-    assert len(seen.valid) >= 2 and latest_valid(run, deep=True).name != 'checkpoint-10'
+    assert len(seen.valid) >= 2
+    assert latest_valid(run, deep=True).name != 'checkpoint-10'
 
 
 def test_the_manifest_appears_after_everything_else_is_on_the_disk(tmp_path, monkeypatch):
@@ -292,7 +296,8 @@ def test_the_manifest_appears_after_everything_else_is_on_the_disk(tmp_path, mon
     before = done[:(at := done.index('replace'))]
     after = done[at + 1:]
     assert {*FILES, 'model', 'optimizer', 'state', '.', f'.{MANIFEST}.part'} == {*before}
-    assert before[-1] == f'.{MANIFEST}.part' and after == ['.', '..']
+    assert before[-1] == f'.{MANIFEST}.part'
+    assert after == ['.', '..']
 
 
 # The disk
@@ -502,7 +507,8 @@ def test_programs_are_kept_out(run, name, monkeypatch):
     with pytest.raises(ValueError, match=f'{name}.*can carry a program'):
         commit(folder, FACTS | {'step': 15})
     commit(folder, FACTS | {'step': 15, 'strategy': 'zero3'})
-    assert latest_valid(run, deep=True) == folder and not (run/'planted').exists()
+    assert latest_valid(run, deep=True) == folder
+    assert not (run/'planted').exists()
 
 
 def test_links_and_devices_are_refused(run, tmp_path_factory):
@@ -583,7 +589,8 @@ def test_a_file_that_changes_while_it_is_committed_is_noticed(tmp_path, monkeypa
         DamagedCheckpoint, match='rank-0.json. has 11 bytes where 10 were committed'
     ):
         commit(folder, FACTS | {'step': 5})
-    assert not (folder/MANIFEST).exists() and latest_valid(tmp_path) is None
+    assert not (folder/MANIFEST).exists()
+    assert latest_valid(tmp_path) is None
 
 
 # Retention
@@ -605,7 +612,8 @@ def test_retention_counts_only_what_is_valid(run):
 def test_the_last_valid_one_is_never_deleted(run):
     for step in (15, 20): cut(save(run, step)/'state/rank-0.json')
     delete(run/'checkpoint-10/state/rank-0.json')
-    assert prune(run, 1) == [] and latest_valid(run) == run/'checkpoint-5'
+    assert prune(run, 1) == []
+    assert latest_valid(run) == run/'checkpoint-5'
 
 
 def test_retention_survives_a_deletion_that_fails(run, monkeypatch, caplog):
@@ -619,7 +627,8 @@ def test_retention_survives_a_deletion_that_fails(run, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(
             os, 'rename', lambda *args: (_ for _ in ()).throw(PermissionError(errno.EACCES, 'no')))
-        assert prune(run, 1) == [] and 'checkpoint-15 is not deleted' in caplog.text
+        assert prune(run, 1) == []
+        assert 'checkpoint-15 is not deleted' in caplog.text
     assert prune(run, 1) == [run/'checkpoint-15']
     assert [p.name for p in run.iterdir()] == ['checkpoint-20']
 
@@ -634,10 +643,12 @@ def test_pruning_and_looking_at_the_same_time(run):
         try:
             while time.monotonic() < end:
                 steps.append(int(latest_valid(run).name.split('-')[1]))
-                assert prune(run, 1) is not None and survey(run) is not None
+                assert prune(run, 1) is not None
+                assert survey(run) is not None
         finally: process.kill()
     print(f'{len(steps)} looks, {len(set(steps))} different answers')
-    assert steps == sorted(steps) and len(set(steps)) > 5
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 5
 
 
 def test_a_commit_that_ends_while_somebody_looks_is_no_damage(run, monkeypatch):
@@ -656,7 +667,8 @@ def test_a_commit_that_ends_while_somebody_looks_is_no_damage(run, monkeypatch):
     (folder/'.llmw_saving').touch()
     with monkeypatch.context() as patch:
         patch.setattr(os, 'scandir', scandir)
-        assert latest_valid(run) == folder and not (folder/'.llmw_saving').exists()
+        assert latest_valid(run) == folder
+        assert not (folder/'.llmw_saving').exists()
     (folder/'.llmw_saving').touch()
     with monkeypatch.context() as patch:
         patch.setattr(os, 'open', late)
@@ -698,7 +710,8 @@ def test_a_lock_waits_and_belongs_to_one_process(tmp_path):
         except RunLocked: return 0
 
     with run_lock(tmp_path) as held:
-        assert held == tmp_path and child(refused) == 0
+        assert held == tmp_path
+        assert child(refused) == 0
         start = time.monotonic()
         with pytest.raises(RunLocked), run_lock(tmp_path, wait_s=0.2): pass
         assert 0.2 <= time.monotonic() - start < 2
@@ -721,7 +734,8 @@ def test_a_fork_that_leaves_the_block_keeps_its_parents_lock(tmp_path):
 
     lock = run_lock(tmp_path)
     lock.__enter__()
-    assert child(leave) == 0 and child(refused) == 0
+    assert child(leave) == 0
+    assert child(refused) == 0
     lock.__exit__(None, None, None)
     assert child(refused) == 1
 

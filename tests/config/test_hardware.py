@@ -23,16 +23,19 @@ FIGURES = {
 def test_a_gpu_has_sources_and_sane_ratios(card):
     needed = {'memory_b', 'flops', 'bandwidth_bps', 'power_w', 'price_hour'} | (
         {'ceiling'} if card.ceiling else set())
-    assert needed == set(dict(card.sources)) and all(dict(card.sources).values())
+    assert needed == set(dict(card.sources))
+    assert all(dict(card.sources).values())
     assert card.bf16_flops >= card.fp16_flops >= card.fp32_flops
     assert card.fp8_flops is None or 1.99 <= card.fp8_flops / card.bf16_flops <= 2.05
-    assert card.flops() <= card.bf16_flops and 0 < card.price_hour < 20
+    assert card.flops() <= card.bf16_flops
+    assert 0 < card.price_hour < 20
     assert card.link in links()
     assert card.host_link in links()
     assert (card.nvlink or 'nvlink4') in links()
     assert 30 < card.ridge < 500
     if card.name != 'cpu':
-        assert card.memory_b % 2**20 == 0 and 20 * 2**30 < card.memory_b < 200 * 2**30
+        assert card.memory_b % 2**20 == 0
+        assert 20 * 2**30 < card.memory_b < 200 * 2**30
         assert 3e10 < card.bf16_flops / card.power_w < 3e12
         assert card.driver_names
 
@@ -57,9 +60,11 @@ def test_peaks_are_dense_and_accumulate_in_fp32():
 
 @pytest.mark.parametrize('way', [link(name) for name in links()], ids=lambda way: way.name)
 def test_a_link_has_a_source_and_sane_ratios(way):
-    assert way.source and 0 < way.bps <= way.nominal_bps
+    assert way.source
+    assert 0 < way.bps <= way.nominal_bps
     assert way.measured_bps is None or way.bps == way.measured_bps
-    assert way.latency_s < 1e-3 and way.hop_s < 1e-3
+    assert way.latency_s < 1e-3
+    assert way.hop_s < 1e-3
 
 
 def test_a_slot_of_half_the_lanes_has_half_the_rate():
@@ -78,7 +83,8 @@ def test_a_slot_of_half_the_lanes_has_half_the_rate():
 def test_every_machine_reads_back_equal(name):
     machine = node(name)
     assert Node.parse(machine.dump()) == machine == Node(**machine.to_dict())
-    assert pickle.loads(pickle.dumps(machine)) == machine and hash(machine) == hash(node(name))
+    assert pickle.loads(pickle.dumps(machine)) == machine
+    assert hash(machine) == hash(node(name))
     assert machine.memory_b > 0
     assert machine.price_hour >= 0
     assert machine.total_gpu_b == machine.gpus * machine.gpu.memory_b
@@ -145,7 +151,8 @@ def test_mistakes_in_a_file_come_together_with_their_lines():
 def test_a_processor_is_shared_and_a_gpu_is_not():
     two = node('2x-cpu')
     one = two.using(1)
-    assert one.gpu.bf16_flops == 2 * two.gpu.bf16_flops and one.gpu.memory_b == two.memory_b
+    assert one.gpu.bf16_flops == 2 * two.gpu.bf16_flops
+    assert one.gpu.memory_b == two.memory_b
     for n in (1, 2, 3, 4):
         shared = two.using(n)
         assert shared.gpus * shared.gpu.fp32_flops == pytest.approx(2 * two.gpu.fp32_flops)
@@ -178,12 +185,14 @@ def test_differing_machines_are_named():
     with pytest.raises(ValueError, match='gpus'): same_nodes([a, a.changed(gpus=4)])
     with pytest.raises(ValueError, match='at least one'): same_nodes([])
     less = a.changed(name='b', memory_b=a.memory_b - 2**20)
-    assert same_nodes([a]) == a and same_nodes([a, less]) == a.changed(memory_b=less.memory_b)
+    assert same_nodes([a]) == a
+    assert same_nodes([a, less]) == a.changed(memory_b=less.memory_b)
 
 
 def test_a_machine_shows_itself():
     machine = node('p4d').changed(notes=['<b>'])
-    assert '&lt;b&gt;' in machine._repr_html_() and 'efa-400' in machine._repr_html_()
+    assert '&lt;b&gt;' in machine._repr_html_()
+    assert 'efa-400' in machine._repr_html_()
     assert machine.plot()._repr_png_()[:4] == b'\x89PNG'
 
 
@@ -263,10 +272,12 @@ def test_an_unknown_gpu_is_derived_and_says_so(monkeypatch):
     assert card.bandwidth_bps == pytest.approx(gpu('rtx-3090').bandwidth_bps, rel=.01)
     assert 'derived' in dict(card.sources)['flops']
     assert 'unknown' in dict(card.sources)['price_hour']
-    assert card.bf16 and card.fp8_flops is None
+    assert card.bf16
+    assert card.fp8_flops is None
     assert seen(monkeypatch, ['x'], 1024, able=(8, 9)).gpu.fp8_flops
     old = seen(monkeypatch, ['x'], 1024, able=(7, 5)).gpu
-    assert not old.bf16 and old.flops('float16') > 0
+    assert not old.bf16
+    assert old.flops('float16') > 0
     with pytest.raises(ValueError, match='x has no bfloat16 units: compute in float16'): old.flops()
     assert seen(monkeypatch, ['x', 'x'], 1024, nvlinks=6).link.nominal_bps == 150e9
 
@@ -319,7 +330,8 @@ def test_measuring_changes_speeds_only():
     machine = node('cpu')
     timed = measure(machine, 256)
     assert timed.changed({'gpu': 'cpu'}) == machine
-    assert timed.gpu.bf16_flops != machine.gpu.bf16_flops and timed.gpu.bandwidth_bps > 0
+    assert timed.gpu.bf16_flops != machine.gpu.bf16_flops
+    assert timed.gpu.bandwidth_bps > 0
 
 
 def test_the_shelf_is_read_once():

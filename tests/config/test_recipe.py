@@ -106,7 +106,8 @@ def test_one_wrong_field_is_named_with_its_value_and_line(path, value, words):
     error = refused(plain(**{path: value}))
     assert len(error.problems) == 1
     problem = error.problems[0]
-    assert problem.path.startswith(path) and words in problem.reason
+    assert problem.path.startswith(path)
+    assert words in problem.reason
     assert (
         yaml.safe_dump(plain(**{path: value}))
         .splitlines()[problem.line - 1]
@@ -194,7 +195,8 @@ def test_learning_rates_as_people_write_them(rate):
 
 def test_errors_survive_pickling():
     error = pickle.loads(pickle.dumps(refused(plain(seed=-1))))
-    assert error.problems[0].path == 'seed' and 'seed = -1' in str(error)
+    assert error.problems[0].path == 'seed'
+    assert 'seed = -1' in str(error)
 
 
 @pytest.mark.parametrize('storage', ['bfloat16', 'float16', 'float32', 'uint8', 'int8'])
@@ -230,7 +232,8 @@ def bites(*changes) -> set[str]:
 @pytest.mark.parametrize('rule', rules(), ids=lambda rule: rule.id)
 def test_a_rule_bites_where_it_says_and_nowhere_else(rule):
     found = bites(rule.breaks)
-    assert rule.id in found and rule.id not in bites({}) | bites(rule.breaks, rule.mends)
+    assert rule.id in found
+    assert rule.id not in bites({}) | bites(rule.breaks, rule.mends)
     others = [r for r in rules() if r.id in found - {rule.id} and r.level == 'refuse']
     assert not others, 'another rule would hide this one'
     planned = any(name.startswith('plan.') for name in rule.breaks)
@@ -238,7 +241,9 @@ def test_a_rule_bites_where_it_says_and_nowhere_else(rule):
         (problem,), mended = (
             planned_only(GOOD.changed(rule.breaks)),
             planned_only(GOOD.changed(rule.breaks | rule.mends)))
-        assert problem.path == rule.path and problem.reason.endswith(f'[{rule.id}]') and not mended
+        assert problem.path == rule.path
+        assert problem.reason.endswith(f'[{rule.id}]')
+        assert not mended
     elif rule.level == 'warn' or planned:
         assert GOOD.changed({k: v for k, v in rule.breaks.items() if not k.startswith('plan.')})
     else:
@@ -262,7 +267,8 @@ def test_rules_are_complete():
             for t in test.values()
             if str(t).startswith('=')]
         assert all(name in facts or name in rule.when for name in named), rule.id
-        assert not rule.reason.endswith('.') and not rule.fix.endswith('.')
+        assert not rule.reason.endswith('.')
+        assert not rule.fix.endswith('.')
 
 
 def test_rules_wait_for_facts_and_broken_rules_come_together():
@@ -303,9 +309,11 @@ def test_named_recipes_are_named_after_themselves_and_shrink(name):
         (r.sharding.offload_parameters, r.sharding.offload_optimizer) for r in (recipe, small)]
     assert offloads[1] == (
         offloads[0] if recipe.sharding.strategy.startswith('zero') else ('none', 'none'))
-    assert small.batch.packing is False and small.batch.loss_head == recipe.batch.loss_head
+    assert small.batch.packing is False
+    assert small.batch.loss_head == recipe.batch.loss_head
     assert not {'hardware', 'flash', 'float16'} & set(small.dump().split())
-    assert planned_only(small) == [] and shrink(small) == small
+    assert planned_only(small) == []
+    assert shrink(small) == small
     assert {field for field, _, _ in differences(recipe, small)} >= {'name'}
     assert not {rule.id for rule in broken(small.facts(), 'warn')} - {
         'packing-needs-a-mask', 'zero3-load-peak'}
@@ -325,7 +333,8 @@ def test_a_head_says_what_was_published_and_what_is_only_planned(name):
     from llm_workbook.plan.estimate import estimate
     head = HEADS[name]
     plan = estimate(Recipe.named(name))
-    assert plan.fits and 'Not yet run at full size' in head
+    assert plan.fits
+    assert 'Not yet run at full size' in head
     if 'Corrected:' in head: return
     peak = plan.ledger.peak() / 2**30
     memory = node(plan.recipe.cluster.hardware).gpu.memory_b / 2**30
@@ -370,7 +379,8 @@ def test_what_a_cpu_cannot_do_shrinks_to_what_it_can():
     assert (
         small.model.attention, small.sharding.offload_parameters,
         small.sharding.offload_optimizer) == ('sdpa', 'cpu', 'cpu')
-    assert small.sharding.strategy == 'zero3' and planned_only(small) == []
+    assert small.sharding.strategy == 'zero3'
+    assert planned_only(small) == []
     assert (small.zero.reduce_bucket, small.zero.persistence_threshold, small.zero.overlap) == (
         1_000_000, 1000, True)
     paged = GOOD.changed(
@@ -447,7 +457,8 @@ def test_a_source_means_package_then_disk_then_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'tiny-base').mkdir()
     assert resolve('tiny-base') == asset('tiny-base')
-    assert resolve('./tiny-base').is_dir() and resolve('./tiny-base') != asset('tiny-base')
+    assert resolve('./tiny-base').is_dir()
+    assert resolve('./tiny-base') != asset('tiny-base')
     assert resolve('owner/name') == 'owner/name'
     (tmp_path/'owner/name').mkdir(parents=True)
     assert resolve('owner/name').is_dir()

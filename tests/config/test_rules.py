@@ -112,8 +112,10 @@ def test_reentrant_checkpointing_inside_an_fsdp2_unit_loses_gradients():
     right, wrong = (run_ranks(norms, 2, args=(kind,), timeout_s=120)[0]
                     for kind in (CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT))
     lost = [name for name, norm in wrong[1].items() if norm == 0]
-    assert right[0] == pytest.approx(wrong[0], rel=1e-6) and 0 not in right[1].values()
-    assert lost and all('k_proj' in name or 'v_proj' in name for name in lost)
+    assert right[0] == pytest.approx(wrong[0], rel=1e-6)
+    assert 0 not in right[1].values()
+    assert lost
+    assert all('k_proj' in name or 'v_proj' in name for name in lost)
     whole = [sum(n**2 for n in found.values())**.5 for _, found in (right, wrong)]
     assert whole == pytest.approx([33.65, 21.09], abs=.02)
 
@@ -213,7 +215,9 @@ def test_zero3_checkpoints_adapters_either_way():
                 if p.requires_grad}
             engine.step()
             losses += [value.item(), float(engine.get_global_grad_norm() or 0)]
-        assert len(gradients) == 56 and 0 not in gradients.values() and torch.is_grad_enabled()
+        assert len(gradients) == 56
+        assert 0 not in gradients.values()
+        assert torch.is_grad_enabled()
         return losses, gradients
 
     plain, checkpointed, reentrant = (
@@ -299,7 +303,8 @@ def test_packing_without_flash_builds_the_whole_mask(monkeypatch):
     positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
     packed = model(input_ids=torch.cat([a, b], 1), position_ids=positions, use_cache=False).logits[
         :, 20:]
-    assert masks[-1].shape[-2:] == (50, 50) and torch.allclose(packed, alone, atol=1e-4)
+    assert masks[-1].shape[-2:] == (50, 50)
+    assert torch.allclose(packed, alone, atol=1e-4)
 
 
 def test_fp8_passes_packed_layers_by(monkeypatch):

@@ -87,7 +87,8 @@ def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
             time.sleep(i // 2 * 0.4)
             (run.stop if i % 2 else run.kill)()
             with pytest.raises(Preempted): run.wait(60)
-            assert below(workers._box.process) == [] and os.listdir(workers._box.temp) == []
+            assert below(workers._box.process) == []
+            assert os.listdir(workers._box.temp) == []
             steps = len(run.metrics) + 1
             again = launch(
                 recipe.changed(STEADY | {'optimizer.steps': steps}), tmp_path/f'run-{i}', workers,
@@ -101,13 +102,15 @@ def test_a_run_that_waits_for_the_imports_is_withdrawn(recipe, tmp_path):
     run = launch(recipe, tmp_path/'run', workers)
     run.stop()
     with pytest.raises(Preempted, match='before its first step'): run.wait(5)
-    assert repr(workers).startswith('Workers(importing') and not (tmp_path/'run').exists()
+    assert repr(workers).startswith('Workers(importing')
+    assert not (tmp_path/'run').exists()
     start, temp = time.monotonic(), workers._box.temp
     alone = launch(recipe, tmp_path/'run')
     alone.stop()
     with pytest.raises(Preempted): alone.wait(5)
     workers.close()
-    assert time.monotonic() - start < 5 and not os.path.exists(temp)
+    assert time.monotonic() - start < 5
+    assert not os.path.exists(temp)
 
 
 @pytest.mark.slow
@@ -117,7 +120,8 @@ def test_two_workers_do_not_share_a_directory(recipe, tmp_path):
         assert wait_for(lambda: first.metrics, 120)
         with pytest.raises(RunLocked, match='is taken by'):
             launch(first.recipe, first.directory, two, resume=True).wait(60)
-    assert first.state == 'preempted' and run_state(first.directory)['state'] == 'preempted'
+    assert first.state == 'preempted'
+    assert run_state(first.directory)['state'] == 'preempted'
 
 
 KERNEL = '''
@@ -152,7 +156,8 @@ def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
     others = [child for child in psutil.Process(kernel.pid).children() if child != nursery]
     if then: kernel.kill()
     kernel.wait(60)
-    assert len(family) >= 4 and gone(family)
+    assert len(family) >= 4
+    assert gone(family)
     for other in others: other.kill()
     assert list((tmp_path/'temp').iterdir()) == []
     assert run_state(tmp_path/'run')['state'] == 'preempted'
@@ -168,7 +173,8 @@ def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tm
     workers._box.process.kill()
     with pytest.raises(RuntimeError, match='the workers have ended'): run.wait(30)
     assert gone(ranks)
-    assert run.state == 'failed' and not os.path.exists(workers._box.temp)
+    assert run.state == 'failed'
+    assert not os.path.exists(workers._box.temp)
     with pytest.raises(RuntimeError, match='make new ones'):
         launch(recipe, tmp_path/'other', workers)
     workers.close()

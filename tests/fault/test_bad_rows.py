@@ -45,7 +45,8 @@ def write(path, rows) -> Data:
 def test_13_a_bad_row_is_named_with_its_number_and_reason(good, bad, words, tmp_path):
     data = write(tmp_path/'rows.jsonl', [good, bad, good, good, bad])
     with pytest.raises(DatasetError) as caught: load_rows(data)
-    assert [number for number, _ in caught.value.problems] == [2, 5] and words in str(caught.value)
+    assert [number for number, _ in caught.value.problems] == [2, 5]
+    assert words in str(caught.value)
     assert all(f'line {number}: ' in str(caught.value) for number in (2, 5))
 
 
@@ -56,7 +57,9 @@ def test_13_bad_rows_are_left_out_on_demand_and_counted(good, bad, words, tmp_pa
     data = write(tmp_path/'rows.jsonl', [good, bad, good, good, bad])
     with pytest.warns(UserWarning, match='2 of 5 rows are left out') as said:
         rows, _ = load_rows(data, on_bad='skip')
-    assert len(rows) == 3 and words in str(said[0].message) and 'line 5' in str(said[0].message)
+    assert len(rows) == 3
+    assert words in str(said[0].message)
+    assert 'line 5' in str(said[0].message)
     with pytest.raises(ValueError, match="must be 'error' or 'skip'"):
         load_rows(data, on_bad='ignore')
 
@@ -93,9 +96,11 @@ def test_13_long_rows_are_counted_or_named_and_a_megabyte_is_a_row(tmp_path):
     ask = GOOD['messages'][0] | {'content': 'word ' * 300}
     long, longer = answer
     rows, _ = load_rows(write(tmp_path/'rows.jsonl', [long, longer, GOOD]))
-    assert len(json.dumps(long)) > 1_000_000 and rows[0] == long
+    assert len(json.dumps(long)) > 1_000_000
+    assert rows[0] == long
     report = check_rows(rows, tokenizer, 32)
-    assert (report.rows, report.cut) == (3, 2) and report.longest > 200_000
+    assert (report.rows, report.cut) == (3, 2)
+    assert report.longest > 200_000
     with pytest.raises(DatasetError, match='row 2: trains none of its first 32 tokens'):
         check_rows([GOOD, {'messages': [ask, GOOD['messages'][1]]}], tokenizer, 32)
 
@@ -106,7 +111,8 @@ def test_13_copies_stay_on_one_side_and_test_rows_are_not_training_rows(tmp_path
     train, test = load_rows(
         write(tmp_path/'rows.jsonl', rows).model_copy(update={'test_share': 0.5}))
     first, second = ({row['messages'][0]['content'] for row in part} for part in (train, test))
-    assert len(train) + len(test) == 20 and not first & second
+    assert len(train) + len(test) == 20
+    assert not first & second
     both = write(tmp_path/'rows.jsonl', rows).model_copy(
         update={'test': str(tmp_path/'rows.jsonl')})
     with pytest.raises(DatasetError, match='row 1: has a prompt that is in the training rows too'):

@@ -72,7 +72,8 @@ def test_06_and_24_no_room_and_no_entries_are_refused_before_anything_is_written
 ):
     monkeypatch.setattr(os, 'statvfs', lambda path: disk)
     with pytest.raises(OSError, match=words) as caught: room(tmp_path, 1_000_000)
-    assert caught.value.errno == errno.ENOSPC and files(tmp_path) == set()
+    assert caught.value.errno == errno.ENOSPC
+    assert files(tmp_path) == set()
     model = torch.nn.Linear(500, 500)
     with pytest.raises(OSError, match='checkpoint'): save_checkpoint(tmp_path/'checkpoint-1', model)
     assert latest_valid(tmp_path) is None
@@ -165,7 +166,8 @@ def test_08_a_checkpoint_without_a_part_is_refused_unless_weights_are_all_that_i
 def test_08_a_part_that_was_deleted_is_damage(part, copy, caplog):
     os.remove(copy/'checkpoint-6'/part)
     with caplog.at_level(logging.WARNING): assert latest_valid(copy) == copy/'checkpoint-4'
-    assert part in caplog.text and 'is missing' in caplog.text
+    assert part in caplog.text
+    assert 'is missing' in caplog.text
 
 
 # 16: two runs in one directory
@@ -185,7 +187,8 @@ def test_16_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(recipe, tmp_
                   f"another"
         ):
             fine_tune(recipe, tmp_path/'run')
-        assert time.monotonic() - start < 30 and files(tmp_path/'run') == {'.llmw.lock'}
+        assert time.monotonic() - start < 30
+        assert files(tmp_path/'run') == {'.llmw.lock'}
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -223,7 +226,8 @@ def test_19_a_pickle_in_a_checkpoint_is_refused_unread(name, copy, tmp_path, cap
     (evil := Payload()).trace = tmp_path/'planted'
     (copy/'checkpoint-6'/name).write_bytes(pickle.dumps(evil))
     with caplog.at_level(logging.WARNING): assert latest_valid(copy) == copy/'checkpoint-4'
-    assert name in caplog.text and not (tmp_path/'planted').exists()
+    assert name in caplog.text
+    assert not (tmp_path/'planted').exists()
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,8 @@ def test_24_a_directory_without_the_right_to_write_is_an_early_clear_error(tmp_p
     (tmp_path/'run').mkdir()
     (tmp_path/'run').chmod(0o555)
     kind, said = as_nobody(lambda: run_lock(tmp_path/'run').__enter__())
-    assert kind == 'PermissionError' and "'run' cannot be written to" in said
+    assert kind == 'PermissionError'
+    assert "'run' cannot be written to" in said
 
 
 @pytest.mark.slow

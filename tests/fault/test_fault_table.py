@@ -14,4 +14,5 @@ def test_every_fault_has_a_test_of_its_number_and_the_table_says_where():
             path.name
             for path in HERE.glob('test_*.py')
             if re.search(pattern, path.read_text(), re.M)}
-        assert there == set(re.findall(r'test_\w+\.py', said)) and there, (number, said, there)
+        assert there == set(re.findall(r'test_\w+\.py', said)), (number, said, there)
+        assert there, (number, said, there)

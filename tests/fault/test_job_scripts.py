@@ -117,7 +117,8 @@ def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
         folder.mkdir()
         job = start(folder, script)
         said = job.communicate(timeout=20)[0]
-        assert files(folder/'place') == set() and requeues(folder) == [], (text, said)
+        assert files(folder/'place') == set(), (text, said)
+        assert requeues(folder) == [], (text, said)
         if place != 'python': assert job.returncode == 0, (text, said)
         if place == 'paths':
             for seen in 'arguments', 'preflight':
@@ -186,7 +187,8 @@ def test_18_a_signal_during_the_preflight_brings_the_job_back_untrained(check, t
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=20)[0]
     assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
-    assert 'asked to stop before training' in said and not (tmp_path/'seen/arguments').exists()
+    assert 'asked to stop before training' in said
+    assert not (tmp_path/'seen/arguments').exists()
 
 
 def test_18_preflight_and_ranks_meet_at_the_same_node_on_ports_of_their_own(tmp_path):
@@ -210,7 +212,8 @@ def test_18_the_script_says_all_that_a_requeue_needs():
         '#SBATCH --cpus-per-task=8',
     ):
         assert line in script.splitlines()
-    assert '--exclusive' not in script and '--mem' not in script
+    assert '--exclusive' not in script
+    assert '--mem' not in script
     assert {'#SBATCH --exclusive', '#SBATCH --mem=0'} <= {*sbatch(BASE, 'run').splitlines()}
     assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {
         *sbatch(BASE, 'run', options={'mem': '80G'}).splitlines()}
@@ -230,9 +233,11 @@ def test_18_a_secret_is_handed_on_by_name(tmp_path, monkeypatch):
     canary = 'hf' + '_' + 'canary' * 5
     monkeypatch.setenv('HF_TOKEN', canary)
     script = sbatch(BASE, 'run')
-    assert canary not in script and 'export HF_TOKEN\n' in script
+    assert canary not in script
+    assert 'export HF_TOKEN\n' in script
     job = start(tmp_path, script)
-    assert canary not in job.communicate(timeout=20)[0] and job.returncode == 0
+    assert canary not in job.communicate(timeout=20)[0]
+    assert job.returncode == 0
     assert f'HF_TOKEN={canary}' in (tmp_path/'seen/environment').read_text()
     assert files(tmp_path/'place') == set()
     with pytest.raises(ValueError, match='never what is in them') as caught:
@@ -311,7 +316,8 @@ def test_18_a_file_that_the_network_shows_late_is_waited_for_when_the_job_was_as
 ):
     "torchrun ends with 1, and run.json is seen only afterwards, or never."
     script = sbatch(BASE, '.')
-    assert '{1..19}' in script and 'sleep 5' in script
+    assert '{1..19}' in script
+    assert 'sleep 5' in script
     job = start(
         tmp_path, script.replace('sleep 5', 'sleep .25'), 1, f'touch ready; sleep 1; {shown}')
     assert wait_for((tmp_path/'place/ready').exists, 20)

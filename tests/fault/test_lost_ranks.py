@@ -115,7 +115,8 @@ def test_11_a_rank_that_sleeps_is_named_with_its_stack_at_the_limit():
         run_ranks(steps, args=(lambda: time.sleep(1000),), timeout_s=3)
     assert time.monotonic() - start < 8
     assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0])
-    assert 'in steps' in caught.value.stacks[1] and 'all_reduce' in caught.value.stacks[0]
+    assert 'in steps' in caught.value.stacks[1]
+    assert 'all_reduce' in caught.value.stacks[0]
 
 
 def test_11_a_monitored_barrier_names_the_missing_rank():

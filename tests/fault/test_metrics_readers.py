@@ -15,7 +15,8 @@ def test_23_half_a_line_is_left_for_the_next_look(tmp_path):
     for end in range(0, len(TEXT) + 1, 7):
         path.write_text(TEXT[:end])
         found = read_metrics(path)
-        assert found == ROWS[:TEXT[:end].count('\n')] and len(found) >= len(seen)
+        assert found == ROWS[:TEXT[:end].count('\n')]
+        assert len(found) >= len(seen)
         seen = found
     path.write_text(TEXT)
     assert read_metrics(path) == ROWS
@@ -39,7 +40,8 @@ def test_23_the_curve_keeps_going_through_half_lines_rotation_and_loss(curve):
         curve.path.write_text(TEXT[:end])
         curve()
     before = curve.pictures[-1]
-    assert before == [row['step'] for row in ROWS[:len(before)]] and len(before) >= 4
+    assert before == [row['step'] for row in ROWS[:len(before)]]
+    assert len(before) >= 4
     curve.path.unlink()
     curve()
     curve.path.write_text('')
@@ -50,7 +52,8 @@ def test_23_the_curve_keeps_going_through_half_lines_rotation_and_loss(curve):
     curve()
     curve.path.write_text(TEXT)
     curve()
-    assert curve.pictures[-2:] == [[1, 2], list(range(1, 13))] and curve.bar.n == 12
+    assert curve.pictures[-2:] == [[1, 2], list(range(1, 13))]
+    assert curve.bar.n == 12
 
 
 def test_23_a_file_that_vanishes_between_two_calls_is_no_error(curve, monkeypatch):

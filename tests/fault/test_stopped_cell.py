@@ -54,8 +54,10 @@ def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeyp
     said = [
         ''.join(o.text for o in cell.outputs if o.output_type == 'stream' and o.name == 'stdout')
         for cell in nb.cells]
-    assert 12 <= seen['step'] < 80 and seen['committed'] is not None
+    assert 12 <= seen['step'] < 80
+    assert seen['committed'] is not None
     left, committed = said[2].split()
-    assert left == '[]' and seen['step'] <= int(committed.removeprefix('checkpoint-')) < 80, said
+    assert left == '[]', said
+    assert seen['step'] <= int(committed.removeprefix('checkpoint-')) < 80, said
     assert said[3] == '80\n', said
     assert CANARY not in nbformat.writes(nb)

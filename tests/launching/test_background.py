@@ -75,10 +75,13 @@ def test_a_run_gives_what_fine_tune_gives(done, recipe, tmp_path):
 
 
 def test_it_tells_how_it_stands(done, endless):
-    assert done.state == 'finished' and '2 of 2 steps' in repr(done)
-    assert endless.state == 'running' and 'running' in repr(endless)
+    assert done.state == 'finished'
+    assert '2 of 2 steps' in repr(done)
+    assert endless.state == 'running'
+    assert 'running' in repr(endless)
     for run in done, endless:
-        assert 'rank' in run._repr_html_() and '<script' not in run._repr_html_()
+        assert 'rank' in run._repr_html_()
+        assert '<script' not in run._repr_html_()
     with pytest.raises(TimeoutError, match="'run' is still running after 0.01 s"):
         endless.wait(0.01)
 
@@ -86,14 +89,17 @@ def test_it_tells_how_it_stands(done, endless):
 def test_logs_stay_in_the_directory_and_are_read_from_their_end(done):
     assert sorted(path.name for path in (done.directory/'logs').iterdir()) == [
         'rank-0.log', 'rank-1.log']
-    assert 'rank 1 of 2' in done.log(1) and 'rank 1 has returned' in done.log(1)
-    assert all(f'"step": {step}' in done.log() for step in (1, 2)) and 'Warning' not in done.log()
+    assert 'rank 1 of 2' in done.log(1)
+    assert 'rank 1 has returned' in done.log(1)
+    assert all(f'"step": {step}' in done.log() for step in (1, 2))
+    assert 'Warning' not in done.log()
     with open(done.directory/'logs/rank-1.log', 'ab') as log:
         log.truncate(2**30)  # A sparse gigabyte
         log.seek(0, os.SEEK_END)
         log.write(b'\nthe last line\n')
     start = time.process_time()
-    assert done.log(1) == 'the last line\n' and time.process_time() - start < 0.5
+    assert done.log(1) == 'the last line\n'
+    assert time.process_time() - start < 0.5
     for rank in -1, 2, 0.5:
         with pytest.raises(ValueError, match=f'rank {rank} is none of 0 to 1'): done.log(rank)
 
@@ -136,7 +142,8 @@ def test_the_next_run_has_the_variables_and_the_folder_of_the_moment(
     monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'MUCH')
     with pytest.raises(RankError, match='TORCH_DISTRIBUTED_DEBUG'):
         launch(recipe.changed({'data.source': 'rows'}), 'run', workers).wait(120)
-    assert (tmp_path/'run/logs').is_dir() and not (tmp_path/'elsewhere').exists()
+    assert (tmp_path/'run/logs').is_dir()
+    assert not (tmp_path/'elsewhere').exists()
 
 
 # Refused
@@ -150,7 +157,9 @@ def test_the_next_run_has_the_variables_and_the_folder_of_the_moment(
 def test_a_bad_recipe_is_refused_in_the_kernel(change, words, recipe, workers, tmp_path):
     with pytest.raises(ValueError, match=words):
         launch(recipe.changed(change), tmp_path/'run', workers)
-    assert not (tmp_path/'run').exists() and workers._box.run is None and below(workers) == []
+    assert not (tmp_path/'run').exists()
+    assert workers._box.run is None
+    assert below(workers) == []
 
 
 def test_without_workers_a_bad_recipe_starts_none(recipe, tmp_path, monkeypatch):
@@ -182,7 +191,9 @@ def test_the_error_of_a_rank_arrives_as_it_is(recipe, workers, tmp_path):
             recipe.changed(
                 {'optimizer.learning_rate': 1e30, 'optimizer.clip': 1e30, 'optimizer.steps': 6}),
             tmp_path/'run', workers).wait(120)
-    assert found.value.traceback and '--- 20' not in found.value.log and workers._box.run is None
+    assert found.value.traceback
+    assert '--- 20' not in found.value.log
+    assert workers._box.run is None
 
 
 # Stop, go on, interrupt
@@ -193,14 +204,18 @@ def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     endless.stop()
     endless.stop()
     with pytest.raises(Preempted) as told: endless.wait(60)
-    assert time.monotonic() - start < 5 and endless.state == 'preempted' and below(workers) == []
+    assert time.monotonic() - start < 5
+    assert endless.state == 'preempted'
+    assert below(workers) == []
     step = told.value.step
-    assert 3 <= step < 5000 and check(latest_valid(endless.directory), deep=True).step == step
+    assert 3 <= step < 5000
+    assert check(latest_valid(endless.directory), deep=True).step == step
     assert run_state(endless.directory) == {'state': 'preempted', 'step': step}
     run = launch(
         recipe.changed({'optimizer.steps': step + 2}), endless.directory, workers, resume=True
     ).wait(120)
-    assert len(run.metrics) == step + 2 and endless.log(0).count('rank 0 of 2') == 2
+    assert len(run.metrics) == step + 2
+    assert endless.log(0).count('rank 0 of 2') == 2
 
 
 def interrupt(after_s, times=1):
@@ -215,7 +230,9 @@ def test_an_interrupt_saves_and_frees_everything(endless, workers):
     interrupt(0.2)
     start = time.monotonic()
     with pytest.raises(Preempted) as told: endless.wait(60)
-    assert time.monotonic() - start < 5 and told.value.step >= 3 and below(workers) == []
+    assert time.monotonic() - start < 5
+    assert told.value.step >= 3
+    assert below(workers) == []
 
 
 def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeypatch):
@@ -224,7 +241,9 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
     interrupt(0.3, times=2)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt): endless.wait(60)
-    assert time.monotonic() - start < 5 and below(workers) == [] and endless.state == 'preempted'
+    assert time.monotonic() - start < 5
+    assert below(workers) == []
+    assert endless.state == 'preempted'
     with pytest.raises(Preempted, match='before its first step'): endless.wait()
     assert list(os.scandir(workers._box.temp)) == []
 
@@ -234,7 +253,8 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
 def test_a_run_whose_process_is_killed_says_so(endless, workers):
     below(workers)[0].kill()
     with pytest.raises(RuntimeError, match='exit code -9'): endless.wait(30)
-    assert endless.state == 'failed' and below(workers) == []
+    assert endless.state == 'failed'
+    assert below(workers) == []
 
 
 def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
@@ -253,7 +273,10 @@ def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
     monkeypatch.setattr(launching, '_end_run', end_late)
     (run := box.run).stop()
     ready.join(5)
-    assert run.state == 'preempted' and sent == [] and box.run is None and box.waits is None
+    assert run.state == 'preempted'
+    assert sent == []
+    assert box.run is None
+    assert box.waits is None
 
 
 def test_what_a_nursery_has_imported_is_not_collected_again_in_every_child(monkeypatch):

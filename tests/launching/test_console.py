@@ -58,7 +58,8 @@ def run():
 # Without a widget
 
 def test_a_moment_of_a_run_says_how_it_stands(run):
-    assert console_state(run).line == 'small: running, step 0 of 8' and not console_state(run).ended
+    assert console_state(run).line == 'small: running, step 0 of 8'
+    assert not console_state(run).ended
     run.metrics = METRICS
     state = console_state(run)
     assert state.line == 'small: running, step 4 of 8, loss 0.750, trained for 8 s, about 8 s left'
@@ -93,7 +94,9 @@ def test_what_ranks_print_cannot_become_part_of_the_page(run):
     assert '\x1b' not in html
     assert ' 10%' not in html
     assert '100%' in html
-    assert '\ntrl/x.py:1: Warning' in html and len(html) < 100_000 and html.count('<details>') == 2
+    assert '\ntrl/x.py:1: Warning' in html
+    assert len(html) < 100_000
+    assert html.count('<details>') == 2
     run.recipe.name = '<img src=x>'
     assert '<img' not in console_state(run)._repr_html_()
 
@@ -102,7 +105,9 @@ def test_what_ranks_print_cannot_become_part_of_the_page(run):
     'ended, colour', [('finished', '009E73'), ('failed', 'D55E00'), ('preempted', 'E69F00')])
 def test_the_state_is_a_word_and_a_colour(ended, colour):
     html = ConsoleState('small', ended, True, 8, (), {})._repr_html_()
-    assert ended in html and colour in html and 'role="status"' in html
+    assert ended in html
+    assert colour in html
+    assert 'role="status"' in html
 
 
 @pytest.mark.parametrize('wrong', [None, 'run', object()])
@@ -138,7 +143,10 @@ def test_long_decimals_of_a_log_are_shortened(run):
         '"1.23456789.4"}',
         '']
     html = console_state(run)._repr_html_()
-    assert '2.71828,' in html and '1.5,' in html and '3e-05,' in html and '1.23456789.4' in html
+    assert '2.71828,' in html
+    assert '1.5,' in html
+    assert '3e-05,' in html
+    assert '1.23456789.4' in html
 
 
 # The widget
@@ -154,7 +162,8 @@ def test_a_run_that_is_refused_shows_the_reason_in_the_widget(run):
 def test_the_console_follows_by_itself_until_the_end(run):
     pytest.importorskip('ipywidgets')
     console = Console(run)
-    assert console.tabs.titles == ('rank 0', 'rank 1') and console.curve.value == ''
+    assert console.tabs.titles == ('rank 0', 'rank 1')
+    assert console.curve.value == ''
     run.metrics, run.texts = METRICS, ['one', 'two']
     assert wait_for(
         lambda: (
@@ -189,7 +198,8 @@ def test_a_stop_that_fails_is_told_and_can_be_repeated(run):
     run.stop = fail
     console = Console(run)
     console.button.click()
-    assert 'scancel is not found' in console.line.value and not console.button.disabled
+    assert 'scancel is not found' in console.line.value
+    assert not console.button.disabled
 
 
 def test_the_button_of_a_job_cancels_it():
@@ -207,7 +217,8 @@ def test_a_cell_that_runs_again_leaves_one_thread(run):
     second = Console(run)
     assert wait_for(lambda: len([t for t in threading.enumerate() if t.name == 'console']) == 1)
     run.metrics = METRICS
-    assert wait_for(lambda: 'step 4' in second.line.value) and 'step 4' not in first.line.value
+    assert wait_for(lambda: 'step 4' in second.line.value)
+    assert 'step 4' not in first.line.value
 
 
 def test_a_run_that_nobody_holds_is_forgotten():
@@ -240,7 +251,8 @@ def test_a_look_that_takes_long_is_followed_by_a_pause(run):
     run.log = slow
     console = Console(run)
     assert wait_for(lambda: len(looks) >= 3, 20)
-    assert looks[2] - looks[1] > 1.8 and console.state.state == 'running'
+    assert looks[2] - looks[1] > 1.8
+    assert console.state.state == 'running'
 
 
 def test_the_console_travels_with_its_static_twin(run):

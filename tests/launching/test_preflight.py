@@ -84,21 +84,28 @@ def test_two_nodes_that_are_alike_may_go(tmp_path):
     assert made['members'][0]['free_b'] > 2**20
     assert abs(made['members'][1]['clock_s']) <= made['members'][1]['error_s'] + 0.001 < 0.5
     link, = made['links']
-    assert link['hosts'] == ['node1', 'node2'] and link['bps'] > 1e6 and not link['wrong']
+    assert link['hosts'] == ['node1', 'node2']
+    assert link['bps'] > 1e6
+    assert not link['wrong']
     assert not list((tmp_path/'run').iterdir())  # No token stays
 
 
 def test_one_machine_from_a_cell(tmp_path):
     made = preflight(ONE, tmp_path/'run')
-    assert not made.problems and len(made.members) == 2 and ': go' in repr(made)
-    assert 'all-reduce' in made._repr_html_() and json.dumps(made.to_dict())
+    assert not made.problems
+    assert len(made.members) == 2
+    assert ': go' in repr(made)
+    assert 'all-reduce' in made._repr_html_()
+    assert json.dumps(made.to_dict())
 
 
 def test_three_ranks_are_joined_in_a_ring(tmp_path):
     made = preflight(ONE.changed({'cluster.processes': 3}), tmp_path/'run')
-    assert not made.problems and len(made.links) == 3
+    assert not made.problems
+    assert len(made.links) == 3
     assert talks._rounds([0, 1, 2, 3]) == [[(0, 1), (2, 3)], [(1, 2), (0, 3)], [(0, 2)]]
-    assert talks._rounds([0, 1]) == [[(0, 1)]] and talks._rounds([0]) == []
+    assert talks._rounds([0, 1]) == [[(0, 1)]]
+    assert talks._rounds([0]) == []
 
 
 # What is wrong between two nodes
@@ -137,7 +144,8 @@ def test_a_clock_is_not_blamed_for_slow_messages(tmp_path):
         talks._TRIPS = 1
         return say('_now', slow)(rank)
     found, made = two(tmp_path, disturb)
-    assert found == [] and made['members'][1]['clock_s'] > 1
+    assert found == []
+    assert made['members'][1]['clock_s'] > 1
 
 
 def test_sums_that_are_wrong(tmp_path):
@@ -147,7 +155,8 @@ def test_sums_that_are_wrong(tmp_path):
         made[7] += 1
         return made
     finding = only(two(tmp_path, say('_numbers', numbers))[0], 'links')
-    assert finding.host == 'node1 - node2' and 'gave 1 wrong sums of 4,194,304' in finding.what
+    assert finding.host == 'node1 - node2'
+    assert 'gave 1 wrong sums of 4,194,304' in finding.what
 
 
 def test_other_software(tmp_path):
@@ -166,7 +175,8 @@ def test_other_software(tmp_path):
 def test_another_recipe(tmp_path):
     finding = only(
         two(tmp_path, lambda rank: {'recipe': TWO.changed({'batch.micro': 1 + rank})})[0], 'recipe')
-    assert finding.host == 'node1 and node2' and 'batch.micro is 1 and 2' in finding.what
+    assert finding.host == 'node1 and node2'
+    assert 'batch.micro is 1 and 2' in finding.what
 
 
 @pytest.mark.slow
@@ -219,7 +229,8 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
         doctor._PlannedSave = Slow
         return {}
     found, made = two(tmp_path, disturb)
-    assert found == [] and made['seconds'] > 3
+    assert found == []
+    assert made['seconds'] > 3
 
 
 @pytest.mark.slow
@@ -243,7 +254,9 @@ def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(
     env = {'RANK': '0', 'WORLD_SIZE': '1'}
     found = preflight(
         ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
-    assert not found.findings and seen == [known] and 5 < found.seconds < 20  # It counts in the end
+    assert not found.findings
+    assert seen == [known]
+    assert 5 < found.seconds < 20  # It counts in the end
 
 
 @pytest.mark.slow
@@ -256,8 +269,10 @@ def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_pa
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
     finding, other = (
         only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
-    assert finding.host == 'node2' and 'looking at files' in finding.what
-    assert other.what.startswith('still waiting for localhost') and second['seconds'] < 15
+    assert finding.host == 'node2'
+    assert 'looking at files' in finding.what
+    assert other.what.startswith('still waiting for localhost')
+    assert second['seconds'] < 15
 
 
 # Who is not there
@@ -267,7 +282,8 @@ def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
     start = time.monotonic()
     made, nothing = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (1,)), 50)
     finding, = made['findings']
-    assert nothing is None and time.monotonic() - start < 25
+    assert nothing is None
+    assert time.monotonic() - start < 25
     assert finding['host'] == 'node2'
     assert finding['what'] == f'did not come to localhost, port {port}, within 2 s; node1 did'
 
@@ -292,7 +308,8 @@ def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
     finding, other = (
         only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
-    assert other.host in ('node2', 'localhost') and other.stops  # It wakes when all is over
+    assert other.host in ('node2', 'localhost')
+    assert other.stops  # It wakes when all is over
     assert (finding.host, finding.what) == ('node2', 'no answer for 2 s, looking at files')
 
 
@@ -402,7 +419,9 @@ LINK = {
     ({'wrong': 5}, 'gave 5 wrong sums', True), ({'bps': None}, 'not timed', False)])
 def test_links_that_are_bad(change, words, stops):
     finding = only(assess(TWO, [FACT, OTHER], [LINK | change]), 'links')
-    assert finding.host == 'node1 - node2' and words in finding.what and finding.stops is stops
+    assert finding.host == 'node1 - node2'
+    assert words in finding.what
+    assert finding.stops is stops
     assert assess(TWO, [FACT, OTHER], [LINK | {'planned': 1.9e9}]) == []
 
 
@@ -419,7 +438,8 @@ def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
 def test_a_driver_may_differ():
     finding = only(
         assess(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
-    assert not finding.stops and finding.what == 'driver is absent on node1 and 550 on node2'
+    assert not finding.stops
+    assert finding.what == 'driver is absent on node1 and 550 on node2'
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
@@ -458,7 +478,8 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
         {'sources': {'data': one}}
         for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
     finding = only(assess(TWO, [FACT | there, OTHER | absent]), 'files')
-    assert (finding.host, finding.stops) == ('node2', False) and 'hf download' in finding.mend
+    assert (finding.host, finding.stops) == ('node2', False)
+    assert 'hf download' in finding.mend
 
 
 def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
@@ -500,7 +521,8 @@ def test_the_place_of_a_process():
     torchrun = {
         'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7',
         'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    assert place_of(torchrun)[:2] == (3, 4) and place_of(torchrun)[4:] == ('m', 7, True)
+    assert place_of(torchrun)[:2] == (3, 4)
+    assert place_of(torchrun)[4:] == ('m', 7, True)
     assert place_of(torchrun, 'x', 9)[4:] == ('x', 9, False)
 
 
@@ -511,7 +533,8 @@ def test_the_head_listens_on_one_address_alone(tmp_path):
         line.split()[1]
         for line in Path('/proc/net/tcp').read_text().splitlines()[1:]
         if line.split()[3] == '0A'}
-    assert f'0100007F:{port:04X}' in here and f'{0:08X}:{port:04X}' not in here
+    assert f'0100007F:{port:04X}' in here
+    assert f'{0:08X}:{port:04X}' not in here
 
 
 # GPUs
@@ -572,7 +595,8 @@ def test_the_program_on_the_ranks_of_torchrun(tmp_path):
         '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split())
     done = program(ONE, tmp_path, *words, f'127.0.0.1:{free_port()}', GLOO_SOCKET_IFNAME='lo')
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('preflight of reviews-qlora, ') and ': go\n' in done.stdout
+    assert done.stdout.startswith('preflight of reviews-qlora, ')
+    assert ': go\n' in done.stdout
     assert done.stdout.count('preflight') == 1
 
 
@@ -581,7 +605,9 @@ def test_the_program_says_stop_by_its_exit_code(tmp_path):
         'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost',
         'SLURM_JOB_ID': str(free_port())}
     done = program(TWO, tmp_path, **env)
-    assert done.returncode == 1 and 'STOP world' in done.stdout and 'Traceback' not in done.stderr
+    assert done.returncode == 1
+    assert 'STOP world' in done.stdout
+    assert 'Traceback' not in done.stderr
 
 
 def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
@@ -598,11 +624,13 @@ def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
     done = subprocess.run(
         [sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True,
         timeout=60)
-    assert done.returncode == 0 and ': go' in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert ': go' in done.stdout, done.stderr
 
 
 def test_a_word_that_is_no_command_is_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True,
         text=True, timeout=60)
-    assert done.returncode == 2 and "did you mean 'preflight'" in done.stderr
+    assert done.returncode == 2
+    assert "did you mean 'preflight'" in done.stderr

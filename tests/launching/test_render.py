@@ -170,7 +170,8 @@ def test_deepspeed_reads_every_key(name):
 
     said = json.loads(file.read_text())
     DeepSpeedConfig(Watched(said))
-    assert said == zero_config(recipe) and said.keys() <= asked
+    assert said == zero_config(recipe)
+    assert said.keys() <= asked
     assert read.zero_optimization_stage == int(recipe.sharding.strategy[-1])
     assert read.float16_config.enabled == (recipe.precision.compute == 'float16')
     for part in 'offload_param', 'offload_optimizer':
@@ -232,7 +233,8 @@ def test_an_edit_that_would_be_ignored_is_refused(what):
     put(WAYS[name])
     edit(f'runs/x/{file}', old, new)
     with pytest.raises(RecipeError) as caught: check_rendered('runs/x')
-    assert said in str(caught.value) and file in str(caught.value)
+    assert said in str(caught.value)
+    assert file in str(caught.value)
 
 
 @pytest.mark.parametrize('order', OWNED)
@@ -264,8 +266,10 @@ def test_an_option_after_the_first_command_is_refused():
 
 def test_what_this_version_does_not_run_is_rendered_with_a_warning():
     rendered = put(WAYS['70b-2x8-a100-80-full'])
-    assert len(rendered.warnings) == 1 and rendered.warnings[0].startswith('batch.packing')
-    assert 'batch.packing' in rendered._repr_html_() and 'batch.packing' in repr(rendered)
+    assert len(rendered.warnings) == 1
+    assert rendered.warnings[0].startswith('batch.packing')
+    assert 'batch.packing' in rendered._repr_html_()
+    assert 'batch.packing' in repr(rendered)
     assert check_rendered('runs/x').warnings == rendered.warnings
     assert put(PLAIN, 'runs/y').warnings == []
 
@@ -357,7 +361,8 @@ def test_a_change_by_hand_is_not_overwritten_in_silence(file):
         put(PLAIN, options={'time': '60'})
     assert path.read_text().endswith('# mine\n')
     put(PLAIN, options={'time': '60'}, replace=True)
-    assert 'mine' not in path.read_text() and '--time=60' in Path('runs/x/job.sbatch').read_text()
+    assert 'mine' not in path.read_text()
+    assert '--time=60' in Path('runs/x/job.sbatch').read_text()
 
 
 def test_files_that_are_not_ours_are_kept_and_those_of_a_run_are_known():

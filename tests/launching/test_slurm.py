@@ -112,8 +112,10 @@ def test_a_number_that_was_given_away_is_forgotten(slurm, tmp_path):
     say(slurm, job, script='/elsewhere/job.sbatch')
     assert (job.status().state, job.status().exit_code) == ('FORGOTTEN', None)
     (slurm/'job').unlink()
-    assert job.status().state == 'FORGOTTEN' and job.wait(1).ended
-    assert job.cancel().state == 'FORGOTTEN' and asked(slurm) == []
+    assert job.status().state == 'FORGOTTEN'
+    assert job.wait(1).ended
+    assert job.cancel().state == 'FORGOTTEN'
+    assert asked(slurm) == []
 
 
 def test_a_cluster_among_several_is_named_to_every_command(slurm, tmp_path, monkeypatch):
@@ -134,7 +136,8 @@ def test_a_cluster_among_several_is_named_to_every_command(slurm, tmp_path, monk
 def test_cancel_says_what_the_state_calls_for(slurm, tmp_path, state, save, commands):
     job = submit(RECIPE, tmp_path/'run')
     say(slurm, job, state)
-    assert job.cancel(save).state == state and asked(slurm) == commands
+    assert job.cancel(save).state == state
+    assert asked(slurm) == commands
 
 
 def test_one_directory_has_one_job(slurm, tmp_path):
@@ -157,7 +160,8 @@ def test_of_two_kernels_that_submit_at_once_one_gets_the_job(slurm, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         made = [pool.submit(submit, RECIPE, tmp_path/'run') for _ in range(2)]
     (error,) = [str(one.exception()) for one in made if one.exception()]
-    assert 'job 17 is PENDING' in error and (slurm/'count').read_text() == 'x\n'
+    assert 'job 17 is PENDING' in error
+    assert (slurm/'count').read_text() == 'x\n'
 
 
 def test_a_job_that_cannot_be_recorded_is_taken_back(slurm, tmp_path, monkeypatch):
@@ -172,7 +176,8 @@ def test_what_this_version_does_not_run_is_not_submitted(slurm, tmp_path):
         RecipeError, match=r'nothing was submitted\n  precision.reduce.*can be planned, not run'
     ):
         submit(RECIPE.changed({'precision.reduce': 'bfloat16'}), tmp_path/'run')
-    assert not (tmp_path/'run').exists() and not (slurm/'submitted').exists()
+    assert not (tmp_path/'run').exists()
+    assert not (slurm/'submitted').exists()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +224,8 @@ def test_logs_are_the_end_of_the_file(tmp_path):
     job = Job(tmp_path, '17', 'name', 1, '')
     assert job.logs() == ''
     job.file.write_bytes(b'first\n' * 400_000 + b'\xff second\nlast')
-    assert job.logs(2) == '\ufffd second\nlast' and len(job.logs(10**6)) < 2**20 + 1
+    assert job.logs(2) == '\ufffd second\nlast'
+    assert len(job.logs(10**6)) < 2**20 + 1
     with pytest.raises(ValueError, match='lines must be a whole number'): job.logs(0)
 
 

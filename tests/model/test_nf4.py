@@ -185,8 +185,11 @@ def test_blocks_hold_the_part_and_no_block_more():
     for start in range(0, 200, 7):
         for stop in range(start + 1, 201, 5):
             first, last = blocks(start, stop, 200)
-            assert first <= start < stop <= last and start - first < 64 and last - stop < 64
-            assert first % 64 == 0 and (last % 64 == 0 or last == 200)
+            assert first <= start < stop <= last
+            assert start - first < 64
+            assert last - stop < 64
+            assert first % 64 == 0
+            assert last % 64 == 0 or last == 200
 
 
 def sharded(payload, storage):

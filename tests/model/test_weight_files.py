@@ -70,7 +70,8 @@ def test_every_type_of_the_format(tmp_path):
                 weights.read(name, 1, 5)
                 .view(torch.uint8)
                 .equal(tensor.flatten()[1:5].view(torch.uint8)))
-        assert weights.read('none').shape == (0,) and weights.read('scalar').tolist() == [7]
+        assert weights.read('none').shape == (0,)
+        assert weights.read('scalar').tolist() == [7]
 
 
 def test_shards_with_an_index(tmp_path):
@@ -240,11 +241,13 @@ def test_reading_is_told_what_it_may(tmp_path):
     for part in ((-1, 2), (3, 2), (0, 257)):
         with pytest.raises(ValueError, match='model.norm.weight has 256 numbers'):
             weights.read('model.norm.weight', *part)
-    assert weights.read_b == 0 and weights.read('model.norm.weight', 5, 5).numel() == 0
+    assert weights.read_b == 0
+    assert weights.read('model.norm.weight', 5, 5).numel() == 0
     weights.close()
     assert weights.read('model.norm.weight', 0, 2).shape == (2,)
     weights.close()
-    assert prod((2, 3)) == 6 and '38 tensors' in repr(weights)
+    assert prod((2, 3)) == 6
+    assert '38 tensors' in repr(weights)
 
 
 def test_random_bytes_never_do_more_than_raise(tmp_path):

@@ -155,7 +155,8 @@ def test_odd_shapes_ties_biases_and_experts(name, kind, bases):
 def test_boundaries_cut_blocks():
     from llm_workbook.model.nf4 import share
     cut = [share(60 * 92, rank, 3)[0] for rank in (1, 2)]
-    assert all(start % 64 for start in cut) and all(start // 64 % 256 for start in cut)
+    assert all(start % 64 for start in cut)
+    assert all(start // 64 % 256 for start in cut)
 
 
 def test_a_piece_of_a_fused_tensor_is_read_from_its_own_begin_to_the_end_of_the_range(
@@ -266,8 +267,11 @@ def both_ways(recipe, folder):
             for how in ('sharded', 'every_rank'))
     grads = ours.pop('grads')
     peers = theirs.pop('grads')
-    assert grads.keys() == peers.keys() and all(grads[name].equal(peers[name]) for name in peers)
-    assert ours == theirs and ours['begin'] == ours['end'] and len(ours['losses']) == 2
+    assert grads.keys() == peers.keys()
+    assert all(grads[name].equal(peers[name]) for name in peers)
+    assert ours == theirs
+    assert ours['begin'] == ours['end']
+    assert len(ours['losses']) == 2
     return arrived, ours['begin'] and ours['begin'].digest
 
 
@@ -400,7 +404,8 @@ def test_the_record_meets_its_goals_and_a_rank_never_holds_more_than_its_share_a
     assert made['peak_ratio'] <= .5
     assert made['rest_ratio'] <= .55
     assert made['read_share'] <= .55
-    assert made['same_bytes'] and made['layers'] == 22
+    assert made['same_bytes']
+    assert made['layers'] == 22
     largest_b = 2 * CONFIG['vocab_size'] * CONFIG['hidden_size']
     for rank in (rank for run in made['per_rank']['ours'] for rank in run):
         assert rank['peak_b'] <= rank['here_b'] + rank['replicated_b'] + largest_b

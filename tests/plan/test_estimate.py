@@ -35,7 +35,8 @@ def test_an_estimate_joins_the_parts():
     assert e.margin_b == e.node.gpu.memory_b - e.rooms[0].need_b
     assert [room.place for room in e.rooms] == ['gpu', 'host', 'disk']
     assert json.loads(json.dumps(e.to_dict()))['fits'] is e.fits
-    assert e.verdict[:20] in e._repr_html_() and '<script' not in e._repr_html_()
+    assert e.verdict[:20] in e._repr_html_()
+    assert '<script' not in e._repr_html_()
 
 
 def test_the_items_of_a_place_add_up():
@@ -53,8 +54,10 @@ def test_a_place_that_is_too_small_is_enough_whichever_it_is():
     for place, field in fields.items():
         short = estimate(PAIR, made.node.changed(exact | {field: needed[place] - 1}))
         assert [room.place for room in short.rooms if room.spare_b < 0] == [place]
-        assert not short.fits and short.to_dict()['fits'] is False
-        assert short.verdict.startswith('Does not fit') and 'lacks 1 bytes' in short.verdict
+        assert not short.fits
+        assert short.to_dict()['fits'] is False
+        assert short.verdict.startswith('Does not fit')
+        assert 'lacks 1 bytes' in short.verdict
         assert short.ledger.fits(short.node) is False
 
 
@@ -66,7 +69,8 @@ def test_the_host_holds_the_lines_of_every_rank():
         line.size_b
         for line in one.ledger.lines
         if line.kind == 'payload' and line.phase == 'step' and line.place in ('host', 'pinned'))
-    assert own > 0 and host['payload'] == 2 * own
+    assert own > 0
+    assert host['payload'] == 2 * own
 
 
 @pytest.mark.parametrize('changes, said', [
@@ -106,15 +110,18 @@ def test_warnings_are_rules_and_coverage():
 
 def test_two_3090_and_70b_in_full_never_fit():
     full = search(PAIR, {'method.kind': 'full'})
-    assert not full.accepted and len(full.refused) > 100
+    assert not full.accepted
+    assert len(full.refused) > 100
     lacking = [r for r in full.refused if r.kind == 'memory']
-    assert lacking and all(r.short_b > 0 for r in lacking)
+    assert lacking
+    assert all(r.short_b > 0 for r in lacking)
     with pytest.raises(ValueError, match=r'lacks [\d,.]+ GiB'): full.best
 
 
 def test_two_3090_and_70b_by_qlora_fit_with_offload(found):
     good = [p for p in found.accepted if p.draft.method.kind == 'qlora']
-    assert good and any(p.settings['sharding.offload_parameters'] == 'cpu' for p in good)
+    assert good
+    assert any(p.settings['sharding.offload_parameters'] == 'cpu' for p in good)
     assert not any(p.draft.method.kind == 'full' for p in found.accepted)
 
 
@@ -128,7 +135,8 @@ def test_one_24_gb_card_and_8b():
 def test_two_nodes_of_eight_h100_train_a_70b_in_full():
     plans = search(
         draft('llama-3.1-70b', 'p5', nodes=2, rows=32, length=4096), {'method.kind': 'full'})
-    assert plans.accepted and plans.best.draft.sharding.strategy in ('fsdp2', 'zero3')
+    assert plans.accepted
+    assert plans.best.draft.sharding.strategy in ('fsdp2', 'zero3')
     assert {None, 8} == {p.settings['sharding.group'] for p in plans.accepted + plans.refused}
 
 
@@ -137,10 +145,13 @@ def test_two_nodes_of_eight_h100_train_a_70b_in_full():
 def test_every_accepted_plan_is_a_checked_recipe_with_the_figures_of_its_estimate(eight):
     for plan in sample(eight.accepted):
         e = estimate(plan.recipe)
-        assert e.fits and e.rooms[0].need_b == plan.gpu_b and e.margin_b == plan.spare_b
+        assert e.fits
+        assert e.rooms[0].need_b == plan.gpu_b
+        assert e.margin_b == plan.spare_b
         assert (e.traffic.tokens_per_s, e.traffic.hours, e.traffic.cost) == (
             plan.tokens_per_s, plan.hours, plan.usd)
-        assert plan.recipe == plan.draft and plan.recipe.global_batch == 64
+        assert plan.recipe == plan.draft
+        assert plan.recipe.global_batch == 64
 
 
 def test_a_refusal_for_a_rule_is_one_of_the_recipe_too(found):
@@ -178,13 +189,15 @@ def test_pruning_loses_no_plan(monkeypatch):
     quick = search(PAIR, SMALL)
     monkeypatch.setattr(plans, '_family_and_weight', lambda trial, changes: (object(), ()))
     slow = search(PAIR, SMALL)
-    assert not any(r.proved for r in slow.refused) and any(r.proved for r in quick.refused)
+    assert not any(r.proved for r in slow.refused)
+    assert any(r.proved for r in quick.refused)
     assert sorted(map(key, quick.accepted)) == sorted(map(key, slow.accepted))
 
 
 def test_no_combination_is_tried_twice(found):
     counts = Counter(map(key, found.accepted + found.refused))
-    assert max(counts.values()) == 1 and len(found) == len(counts)
+    assert max(counts.values()) == 1
+    assert len(found) == len(counts)
 
 
 def test_plans_are_ranked_by_time_or_by_money():
@@ -199,7 +212,8 @@ def test_plans_are_ranked_by_time_or_by_money():
     assert all(row == sorted(row) for row in ranks)
     for p in sample(quick.accepted):
         assert p.tight == any(w.startswith('tight') for w in estimate(p.recipe).warnings)
-    assert cheap.best.usd <= quick.best.usd and quick.best.hours <= cheap.best.hours
+    assert cheap.best.usd <= quick.best.usd
+    assert quick.best.hours <= cheap.best.hours
     assert {p.draft.cluster.processes for p in quick.accepted} == {1, 8}
     assert all(p.draft.global_batch == 64 for p in quick.accepted)
 
@@ -265,7 +279,8 @@ def test_fewer_processes_than_gpus_and_several_machines():
 
 def test_a_cpu_can_be_searched_too():
     plans = search(draft('tiny-base', 'cpu', rows=2, length=128))
-    assert plans.accepted and {p.draft.cluster.device for p in plans.accepted} == {'cpu'}
+    assert plans.accepted
+    assert {p.draft.cluster.device for p in plans.accepted} == {'cpu'}
 
 
 def test_a_whole_recipe_of_this_package_can_be_searched_around():
@@ -304,7 +319,8 @@ def test_the_shelf_has_every_recipe_of_the_package_and_plans_none_before_it_is_a
     assert list(shelf) == recipe_names()
     assert len(shelf) == len(recipe_names())
     assert repr(shelf).split() == recipe_names()
-    assert 'reviews-qlora' in shelf and 'reviews' not in shelf
+    assert 'reviews-qlora' in shelf
+    assert 'reviews' not in shelf
 
 
 @pytest.mark.parametrize('name', recipe_names())
@@ -327,7 +343,8 @@ def test_the_shelf_shows_itself_and_knows_what_it_lacks():
     shown = recipes()._repr_html_()
     rows = json.loads(json.dumps(recipes().to_dict()))
     for name, row in rows.items():
-        assert f'>{name}</td>' in shown and f'{row["host_need_b"] / 2**30:,.1f} GiB of' in shown
+        assert f'>{name}</td>' in shown
+        assert f'{row["host_need_b"] / 2**30:,.1f} GiB of' in shown
     with pytest.raises(RecipeError, match="did you mean '70b-2x24gb-qlora'"):
         recipes()['70b-2x24gb-qlra']
 
@@ -350,7 +367,8 @@ def test_a_second_look_at_the_shelf_is_free():
 def test_a_printed_plan_has_the_figures_of_its_table(recipe):
     plan = estimate(recipe)
     title, verdict, head, *rest = str(plan).splitlines()
-    assert title == f'{recipe.name} on 1 x {plan.node.name}' and head.split()[0] == 'GiB'
+    assert title == f'{recipe.name} on 1 x {plan.node.name}'
+    assert head.split()[0] == 'GiB'
     assert verdict.startswith('Fits' if plan.fits else 'Does not fit')
     assert verdict.rstrip('.') in plan.verdict
     for room, line in zip(plan.rooms, rest):
@@ -360,7 +378,8 @@ def test_a_printed_plan_has_the_figures_of_its_table(recipe):
         assert line.split()[-4:] == [f'{size_b / 2**30:,.1f}' for size_b in (*sizes, room.have_b)]
         assert max(sizes) == room.need_b
     speed, *warnings = rest[len(plan.rooms):]
-    assert f'{plan.traffic.hours:,.1f} hours' in speed and f'{plan.traffic.cost:,.2f} USD' in speed
+    assert f'{plan.traffic.hours:,.1f} hours' in speed
+    assert f'{plan.traffic.cost:,.2f} USD' in speed
     assert warnings == [f'- {warning}' for warning in plan.warnings]
 
 

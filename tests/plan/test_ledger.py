@@ -129,7 +129,8 @@ def test_small_parameters_stay_whole_under_zero3():
     full = {'method.kind': 'full', 'sharding.strategy': 'zero3', 'zero.persistence_threshold': 300}
     more = size(lines(full), 'weights') - size(
         lines(full | {'zero.persistence_threshold': 0}), 'weights')
-    assert small and more == 2 * sum(2 * math.ceil(n / 2) for n in small)
+    assert small
+    assert more == 2 * sum(2 * math.ceil(n / 2) for n in small)
 
 
 def test_buckets_follow_the_knobs_and_not_the_model():
@@ -344,7 +345,8 @@ def test_a_verdict_names_the_place_and_the_lines():
     tight = memory(
         Recipe.named('70b-2x24gb-qlora').changed(
             {'sharding.loading': 'rank0', 'cluster.hardware': '2x-rtx-3090'}))
-    assert not tight.fits() and tight.fits('8x-h100')
+    assert not tight.fits()
+    assert tight.fits('8x-h100')
     assert 'gpu is' in tight.why()
     assert 'whole on every rank' in tight.why()
     assert tight.why('8x-h100').startswith('it fits')
@@ -437,7 +439,8 @@ def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
     for module in (ledger, loading, model_states, step_memory):
         monkeypatch.setattr(module, 'Line', reworded)
     other = memory(BASE.changed(changes))
-    assert made and all(x.name.startswith('words') for x in other.lines)
+    assert made
+    assert all(x.name.startswith('words') for x in other.lines)
     assert verdicts(changes) == plain
     step_memory._lines.cache_clear()
 
@@ -448,7 +451,8 @@ def test_a_ledger_with_more_lines_leaves_the_first_as_it_was():
     more = first.with_lines((line,))
     assert (more.total('step') - first.total('step'), more.total('load') - first.total('load')) == (
         7, 0)
-    assert memory(BASE).total('step') == first.total('step') and more.lines == (*first.lines, line)
+    assert memory(BASE).total('step') == first.total('step')
+    assert more.lines == (*first.lines, line)
 
 
 def test_buffers_of_a_step_are_gone_while_loading_and_saving_and_so_is_their_rounding():

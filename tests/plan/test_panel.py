@@ -33,7 +33,8 @@ def test_a_state_is_a_recipe_and_its_estimate():
     assert state.recipe == BASE.changed({'batch.micro': 2})
     assert state.estimate.recipe == state.recipe
     assert Recipe.parse(state.yaml) == state.recipe
-    assert state.verdict == state.estimate.verdict and state.fits is state.estimate.fits
+    assert state.verdict == state.estimate.verdict
+    assert state.fits is state.estimate.fits
     assert json.loads(json.dumps(state.to_dict()))['settings']['batch.micro'] == 2
 
 
@@ -87,12 +88,15 @@ def test_whatever_goes_wrong_can_be_mended_in_the_panel():
         for x, y in product(rows[a][-3:], rows[b][-3:]):
             seen |= set(panel_state({a: x, b: y}).errors)
     paths = {found[1] for error in seen if (found := re.match(r'([a-z]+\.[a-z_]+) ', error))}
-    assert paths and not paths - set(rows)
+    assert paths
+    assert not paths - set(rows)
 
 
 def test_both_rules_that_are_broken_are_named():
     state = panel_state({'sharding.strategy': 'ddp', 'sharding.offload_parameters': 'cpu'})
-    assert state.recipe is None and not state.fits and state.yaml == ''
+    assert state.recipe is None
+    assert not state.fits
+    assert state.yaml == ''
     for rule in ('offload-needs-sharded-weights', 'sharded-loading-needs-shards'):
         assert any(rule in e for e in state.errors)
 
@@ -108,7 +112,8 @@ def test_the_bars_are_valid_svg_and_say_what_they_show():
     state = panel_state()
     text = re.search(r'<svg.*</svg>', state._repr_html_())[0]
     svg = ElementTree.fromstring(text)
-    assert svg.get('role') == 'img' and 'GPU, step' in svg.get('aria-label')
+    assert svg.get('role') == 'img'
+    assert 'GPU, step' in svg.get('aria-label')
     rooms = {room.place: room for room in state.estimate.rooms}
     assert f'{rooms["gpu"].have_b / 2**30:,.2f} GiB' in svg.get('aria-label')
     widths = [float(r.get('width')) for r in svg.iter('rect')]
@@ -150,13 +155,16 @@ def test_every_control_has_a_label_and_its_values(panel):
 def test_a_change_reaches_the_picture_and_the_recipe(panel):
     before = panel.picture.value
     panel.widgets['batch.length'].value = 8192
-    assert panel.picture.value != before and 'length: 8192' in panel.recipe_text.value
-    assert panel.adopt.batch.length == 8192 and panel.adopt == panel.state.recipe
+    assert panel.picture.value != before
+    assert 'length: 8192' in panel.recipe_text.value
+    assert panel.adopt.batch.length == 8192
+    assert panel.adopt == panel.state.recipe
 
 
 def test_a_contradiction_is_shown_and_left_again(panel):
     panel.widgets['sharding.strategy'].value = 'none'
-    assert 'none-is-one-process' in panel.picture.value and panel.recipe_text.value == ''
+    assert 'none-is-one-process' in panel.picture.value
+    assert panel.recipe_text.value == ''
     with pytest.raises(ValueError, match='none-is-one-process'): panel.adopt
     panel.widgets['sharding.strategy'].value = 'fsdp2'
     assert panel.adopt == panel.base
@@ -195,13 +203,15 @@ def test_twenty_changes_take_less_than_a_tenth_of_a_second_each(panel):
         panel.widgets[path].value = value
         spent.append(time.process_time() - start)
         assert panel.state.settings[path] == value
-    assert len(spent) == 20 and max(spent) < 0.1
+    assert len(spent) == 20
+    assert max(spent) < 0.1
 
 
 def test_no_control_is_blank_and_an_open_choice_has_a_name(panel):
     "A list of ipywidgets shows nothing for None, so no control may hold it."
     for path, widget in panel.widgets.items():
-        assert widget.index is not None and widget.value is not None, path
+        assert widget.index is not None, path
+        assert widget.value is not None, path
     assert panel.widgets['network'].label == 'its own, or none'
     assert panel.state.settings['network'] == ''
     assert panel_state({'network': None}).recipe == panel_state({'network': ''}).recipe

@@ -71,7 +71,8 @@ def test_ring_factors(ranks):
 def test_one_rank_sends_nothing():
     assert wire_bytes('all_reduce', 10**9, 1) == 0
     assert collective_s('all_reduce', 10**9, 1, node('p4de')) == 0
-    assert step_messages(SMALL)[1] == () and not sent(SMALL)
+    assert step_messages(SMALL)[1] == ()
+    assert not sent(SMALL)
     with pytest.raises(ValueError, match='over 0 ranks'): wire_bytes('all_gather', 8, 0)
 
 
@@ -81,7 +82,8 @@ def test_a_network_is_never_faster_than_the_node_and_an_all_reduce_crosses_it_on
     slow = box.changed(network={'name': 'slow', 'nominal_bps': 1e9})
     ring = 2 * 15 / 16 * 10**9 / slow.network.bps
     crossed = collective_s('all_reduce', 10**9, 16, slow, 2)
-    assert crossed == pytest.approx(10**9 / slow.network.bps, rel=0.01) and crossed < ring
+    assert crossed == pytest.approx(10**9 / slow.network.bps, rel=0.01)
+    assert crossed < ring
     assert collective_s('all_reduce', 10**9, 2, box, 2, crowd=8) > 7 * collective_s(
         'all_reduce', 10**9, 2, box, 2)
 
@@ -92,7 +94,8 @@ def test_hybrid_groups(group):
     whole = sent(LARGE)
     assert {c.group for c in made if c.kind in ('all_gather', 'reduce_scatter')} == {group}
     reduced = [c for c in made if c.kind == 'all_reduce' and c.moment == 'backward']
-    assert {c.group for c in reduced} == {16 // group} and len(reduced) == 2
+    assert {c.group for c in reduced} == {16 // group}
+    assert len(reduced) == 2
     scattered = {c.tensor_b for c in made if c.kind == 'reduce_scatter'}
     # The slices that one group is left with
     assert {group * c.tensor_b for c in reduced} == scattered
@@ -264,7 +267,8 @@ def test_parts_add_up_and_utilisation_is_below_one():
     parts = dict(made.parts)
     assert made.step_s == pytest.approx(sum(parts.values()))
     assert made.exposed_s <= made.comm_s + 1e-9
-    assert 0 < made.mfu < made.hfu < 1 and made.bound in parts
+    assert 0 < made.mfu < made.hfu < 1
+    assert made.bound in parts
     assert made.tokens_per_s == pytest.approx(made.tokens / made.step_s)
     assert made.cost == pytest.approx(2 * made.hours * node('p4de').price_hour)
     assert json.loads(json.dumps(made.to_dict()))['tokens'] == made.tokens
@@ -329,7 +333,8 @@ def test_fp8_speeds_up_products_alone():
     def parts(**more): return dict(step_traffic(LARGE.changed(pair | more), node=box).parts)
     plain = parts()
     quick = parts(**{'precision.compute': 'fp8'})
-    assert quick['matmul'] < 0.6 * plain['matmul'] and quick['attention'] == plain['attention']
+    assert quick['matmul'] < 0.6 * plain['matmul']
+    assert quick['attention'] == plain['attention']
 
 
 # The units of a plan
@@ -369,6 +374,7 @@ def test_a_new_head_under_adapters_is_gathered_twice():
     ranks, hidden = recipe.cluster.ranks, 8192
     large, _ = step_messages(recipe)
     padded = ranks * hidden  # Of fewer rows than ranks each has one, padded
-    assert recipe.model.classes <= ranks and large[-1].trained == recipe.model.classes * hidden
+    assert recipe.model.classes <= ranks
+    assert large[-1].trained == recipe.model.classes * hidden
     assert large[-1].ahead[0].tensor_b == padded * (4 + 2)  # The copy in float32, the other in bf16
     assert large[-1].grads[0].tensor_b == padded * 4

@@ -58,7 +58,8 @@ def test_three_ranks_the_last_of_them_and_another_length(page, name):
     bad, good = (page.play(trial.program, way, 3, 2, **how) for way in (wrong, right))
     _, real_bad, *more = page.perform(
         trial.program, right, wrong, *[right][: isinstance(bad, str)], ranks=3, **how)
-    assert good[2] == [] and page.same(bad, real_bad[2:], trial.label), (bad, real_bad)
+    assert good[2] == [], (bad, real_bad)
+    assert page.same(bad, real_bad[2:], trial.label), (bad, real_bad)
     if isinstance(bad, str): assert page.same(good, more[0][2:], trial.label), (good, more)
     else: assert len(bad[2]) == 1 and bad[2][0].size_b > 0 and bad[2][0].fix
 
@@ -145,7 +146,8 @@ def test_nothing_is_found_under_ddp(page, method):
         here.model = lambda dtype: page.transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype)
         model, optimizer = healthy(page, method, 'ddp')(here)
-    assert recorder.messages and page.findings(recorder, model, optimizer) == []
+    assert recorder.messages
+    assert page.findings(recorder, model, optimizer) == []
 
 
 def test_nothing_is_found_in_a_large_one(page):

@@ -133,7 +133,8 @@ def test_a_module_whose_error_is_caught_is_left():
         recorder.watch(torch.nn.ModuleDict({'layer': layer}))
         with pytest.raises(RuntimeError): layer(torch.ones(1, 3))
         torch.ones(7)
-    assert recorder.events[-1].where == '' and recorder.modules.stack == ['']
+    assert recorder.events[-1].where == ''
+    assert recorder.modules.stack == ['']
 
 
 def test_what_accelerate_knew_it_knows_again():
@@ -141,7 +142,8 @@ def test_what_accelerate_knew_it_knows_again():
     PartialState._reset_state()
     mine = PartialState(cpu=True)
     with recorded(ranks=8): assert PartialState(cpu=True).num_processes == 8
-    assert PartialState().num_processes == 1 and mine.initialized
+    assert PartialState().num_processes == 1
+    assert mine.initialized
     PartialState._reset_state()
 
 
@@ -277,7 +279,8 @@ def test_what_was_seen_is_not_worked_out_again():
         memo = Memo(mode)
         x = torch.ones(4, 4)
         outs = [memo(OPS.mm.default, (x, x), {}) for _ in range(5)]
-    assert len(memo.results) == 1 and len({id(out.untyped_storage()) for out in outs}) == 5
+    assert len(memo.results) == 1
+    assert len({id(out.untyped_storage()) for out in outs}) == 5
 
 
 def test_the_default_type_is_part_of_the_key():
@@ -295,7 +298,9 @@ def test_the_default_type_is_part_of_the_key():
 def test_complex_sparse_and_known_tensors_are_not_remembered():
     with fake_tensors():
         z = torch.zeros(3, dtype=torch.complex64)
-        assert z.conj().is_conj() and z.conj().is_conj() and not z.conj().resolve_conj().is_conj()
+        assert z.conj().is_conj()
+        assert z.conj().is_conj()
+        assert not z.conj().resolve_conj().is_conj()
         assert [torch.tensor(n).item() for n in (3, 4)] == [3, 4]
         total = torch.tensor(2.)
         total += 3
@@ -364,7 +369,8 @@ def test_two_recorders_give_the_same():
     first = blocks()
     # Moves the moments of Python's own collections
     rubbish = [[[] for _ in range(10)] for _ in range(3000)]
-    assert blocks() == first and rubbish
+    assert blocks() == first
+    assert rubbish
 
 
 def test_unreachable_cycles_go_at_fixed_operations():
@@ -383,7 +389,8 @@ def test_gathered_weights_come_and_go():
     with recorded() as recorder: program(recorder, steps=1)
     fillings = [
         b for b in recorder.blocks if b.kind == 'unsharded' and b.op == 'resize_' and b.size_b]
-    assert fillings and all(b.died is not None for b in fillings)
+    assert fillings
+    assert all(b.died is not None for b in fillings)
     layers = [
         m
         for m in recorder.messages
@@ -436,7 +443,8 @@ def test_a_hook_that_keeps_a_gradient_keeps_its_block():
         y.register_hook(kept.append)
         y.sum().backward()
         size = [b for b in recorder.blocks if b.size_b == 777 * 4]
-    assert kept and sum(b.died is None for b in size) >= 3
+    assert kept
+    assert sum(b.died is None for b in size) >= 3
 
 
 # Attribution
@@ -481,7 +489,8 @@ def test_added_gradients_belong_to_the_module_that_made_them():
         recorder.watch(model)
         for _ in range(2): model['layer'](torch.ones(2, 3)).sum().backward()
     adds = [e for e in recorder.events if e.op == 'add_' and e.phase == 'backward']
-    assert adds and {e.where for e in adds} == {'layer'}
+    assert adds
+    assert {e.where for e in adds} == {'layer'}
 
 
 def test_inference_mode_is_counted_as_torch_counts_it():

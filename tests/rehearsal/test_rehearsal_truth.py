@@ -51,7 +51,8 @@ def test_the_record_covers_what_was_promised():
         (r['changes']['method.kind'], 'sharding.activation_checkpointing' in r['changes'])
         for r in rows}
     assert plain == {(kind, again) for kind in ('full', 'lora', 'qlora') for again in (False, True)}
-    assert len({r['shape'] for r in rows}) == 2 and min(r['parameters'] for r in rows) >= 10**8
+    assert len({r['shape'] for r in rows}) == 2
+    assert min(r['parameters'] for r in rows) >= 10**8
     assert all(
         abs(r['error']) < 1 and r['collectives_equal'] and r['in_order'] and r['flops_equal']
         for r in rows)

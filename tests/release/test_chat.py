@@ -63,13 +63,15 @@ def test_the_first_voice_is_the_base_alone_to_the_last_digit(chat, alone, tokeni
     ids = tokenizer('A table has', return_tensors='pt')['input_ids']
     with torch.inference_mode(), chat.model.disable_adapter(): off = chat.model(ids).logits
     with torch.inference_mode():
-        assert torch.equal(off, alone(ids).logits) and not torch.equal(off, chat.model(ids).logits)
+        assert torch.equal(off, alone(ids).logits)
+        assert not torch.equal(off, chat.model(ids).logits)
     assert [chat.reply(ASK, False)] == answers(alone, tokenizer, rows(ASK[0]['content']), 12, 1)
 
 
 def test_the_adapters_are_on_again_afterwards_also_after_an_error(chat, monkeypatch):
     first = chat.reply(ASK)
-    assert chat.reply(ASK, False) != first and chat.reply(ASK) == first
+    assert chat.reply(ASK, False) != first
+    assert chat.reply(ASK) == first
     def broken(**kwargs): raise RuntimeError('no memory')
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match='no memory'):
         patch.setattr(chat.model, 'generate', broken)
@@ -98,7 +100,8 @@ def test_a_full_fine_tune_has_its_base_beside_it(tokenizer, tmp_path):
     with torch.no_grad(): model.model.layers[0].mlp.down_proj.weight.mul_(-3)
     model.save_pretrained(tmp_path/'model')
     pair = load_chat(recipe, tmp_path/'model', 12)
-    assert pair.base is not None and pair.reply(ASK) != pair.reply(ASK, False)
+    assert pair.base is not None
+    assert pair.reply(ASK) != pair.reply(ASK, False)
     whole = load_base(recipe.model, recipe.method, recipe.precision, 'cpu')
     assert [pair.reply(ASK, False)] == answers(whole, tokenizer, rows(ASK[0]['content']), 12, 1)
     with pytest.raises(ValueError, match='LlamaForCausalLM has no adapters to switch off'):
@@ -155,7 +158,8 @@ def test_drawing_has_its_own_random_numbers(chat):
     torch.manual_seed(7)
     before = torch.get_rng_state()
     a, b, c = (one.reply(ASK) for one in hot)
-    assert a == b != c and torch.equal(before, torch.get_rng_state())
+    assert a == b != c
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize('messages, said', [
@@ -190,7 +194,9 @@ def test_a_table_has_both_answers_to_every_question(chat):
 def test_what_anybody_says_is_escaped():
     bad = '<img src=x onerror=alert(1)>"\'&'
     html = Voices((Both(bad, bad, bad),))._repr_html_()
-    assert '<img' not in html and html.count('&lt;img') == 3 and 'white-space:pre-wrap' in html
+    assert '<img' not in html
+    assert html.count('&lt;img') == 3
+    assert 'white-space:pre-wrap' in html
 
 
 # The panel
@@ -211,7 +217,9 @@ def test_each_voice_remembers_its_own_answers(panel):
         assert [turn['role'] for turn in turns] == ['user', 'assistant'] * 2
         assert turns[1]['content'] == said
     panel.clear.click()
-    assert panel.shown.rows == () and panel.turns == ([], []) and panel.answers.value == ''
+    assert panel.shown.rows == ()
+    assert panel.turns == ([], [])
+    assert panel.answers.value == ''
 
 
 def test_an_error_is_shown_escaped_and_the_panel_goes_on(panel):
@@ -219,7 +227,8 @@ def test_an_error_is_shown_escaped_and_the_panel_goes_on(panel):
     panel.send.click()
     assert 'ValueError: &lt;|assistant|&gt; is a mark' in panel.answers.value
     assert not panel.send.disabled
-    assert panel.prompt.value == 'a <|assistant|> b' and panel.turns == ([], [])
+    assert panel.prompt.value == 'a <|assistant|> b'
+    assert panel.turns == ([], [])
 
 
 def test_the_settings_of_the_panel_are_those_of_the_answer(panel):
@@ -233,7 +242,8 @@ def test_two_panels_do_not_share_a_conversation(chat):
     one = ChatPanel(chat)
     other = ChatPanel(chat)
     one.ask('Sort 3 1 2.')
-    assert other.turns == ([], []) and other.shown.rows == ()
+    assert other.turns == ([], [])
+    assert other.shown.rows == ()
 
 
 def test_the_bundle_has_its_static_twin(panel):

@@ -46,7 +46,8 @@ def published(adapters, tmp_path_factory):
 # Whole, and the same
 
 def test_a_fresh_process_says_the_same(published):
-    assert published.proof['difference'] == 0 and published.proof['answer']
+    assert published.proof['difference'] == 0
+    assert published.proof['answer']
     assert check(published.directory, deep=True).extra == {'into': 'dequantised'}
     assert sum(published.files.values()) == sum(
         p.stat().st_size for p in published.directory.iterdir())
@@ -79,7 +80,8 @@ def test_nf4_is_what_transformers_saves_and_loads(double, storage, adapters, tmp
     ours, theirs = Weights(out.directory).tensors, Weights(tmp_path / 'theirs').tensors
     def kind(found):
         return {n: (e.dtype, e.shape) for n, e in found.items() if 'quant_state' not in n}
-    assert ours.keys() == theirs.keys() and kind(ours) == kind(theirs)
+    assert ours.keys() == theirs.keys()
+    assert kind(ours) == kind(theirs)
     loaded = AutoModelForCausalLM.from_pretrained(out.directory)
     assert fingerprint(loaded) == fingerprint(merged('tiny-base', adapters, 'nf4', method))
 
@@ -129,7 +131,8 @@ def test_the_card_says_what_is_known_and_no_path(published, adapters, tmp_path):
 def test_a_relative_directory_will_do(adapters, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(adapters, tmp_path / 'run' / 'adapters').parent)
     out = export(RECIPE, 'adapters', 'out', facts=NO)
-    assert out.directory == tmp_path / 'run' / 'out' and out.proof['difference'] == 0
+    assert out.directory == tmp_path / 'run' / 'out'
+    assert out.proof['difference'] == 0
     assert check(tmp_path / 'run' / 'out', deep=True)
     assert sorted(p.name for p in tmp_path.glob('run/*')) == ['adapters', 'out']
 
@@ -141,7 +144,9 @@ def test_the_gate_runs_unless_it_is_skipped(adapters, tmp_path):
     card = (out.directory / 'README.md').read_text()
     _, held_out = load_rows(RECIPE.data, RECIPE.seed)
     found = judge(RECIPE, adapters, held_out[:64])
-    assert f'Gate: {found}' in card and found.passed and found.tokens > 100
+    assert f'Gate: {found}' in card
+    assert found.passed
+    assert found.tokens > 100
     assert found.base == fingerprint(load_nf4('tiny-base', RECIPE.method, device='cpu')).digest
     assert f'digest `{found.base}`' in card
 
@@ -157,7 +162,8 @@ def test_without_rows_the_card_says_why_there_was_no_gate(adapters, tmp_path):
     out = export(
         RECIPE.changed({'data.source': 'someone/elsewhere'}), adapters, tmp_path/'out', prove=False)
     card = (out.directory / 'README.md').read_text()
-    assert 'Gate: none was run; no held-out rows were at hand' in card and 'digest' not in card
+    assert 'Gate: none was run; no held-out rows were at hand' in card
+    assert 'digest' not in card
 
 
 @pytest.mark.parametrize(
@@ -304,7 +310,8 @@ def test_what_is_pushed_is_the_export_and_private(published, tmp_path):
         case = {'directory': published.directory, 'endpoint': hub.url}
         assert pushes(tmp_path, case, case) == [['done', f'{hub.url}/me/model']] * 2
         # one, although asked twice
-        assert hub.private == {'me/model': True} and hub.commits == [sorted(published.files)]
+        assert hub.private == {'me/model': True}
+        assert hub.commits == [sorted(published.files)]
         assert hub.repos['me/model'] == {
             p.name: p.read_bytes() for p in published.directory.iterdir()}
         assert {path for _, path, told in hub.requests if not told} == {
@@ -327,7 +334,8 @@ def test_failures_are_told_and_nothing_is_lost(published, tmp_path):
             assert first[0] == 'PushError'
             assert said in first[1]
             assert "'published' is unchanged; push it again" in first[1]
-            assert second == ['done', f'{hub.url}/me/model'] and len(hub.commits) == 1
+            assert second == ['done', f'{hub.url}/me/model']
+            assert len(hub.commits) == 1
             assert hub.repos['me/model'].keys() == published.files.keys()
     assert check(published.directory, deep=True)
 
@@ -361,7 +369,9 @@ def test_a_token_inside_an_export_is_not_uploaded(adapters, tmp_path):
         RECIPE, adapters, tmp_path/'out', facts=NO | {'metrics': {'note': TOKEN}}, prove=False)
     with Hub(TOKEN) as hub:
         (kind, text), = pushes(tmp_path / 'home', {'directory': out.directory, 'endpoint': hub.url})
-    assert kind == 'ValueError' and 'README.md contains your token' in text and not hub.repos
+    assert kind == 'ValueError'
+    assert 'README.md contains your token' in text
+    assert not hub.repos
 
 
 def test_an_export_that_was_changed_is_not_pushed(published, tmp_path):

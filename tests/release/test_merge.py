@@ -55,7 +55,8 @@ def test_into_16_bit_is_what_peft_merges(adapters):
         .state_dict())
     for method in (Method(kind='lora'), Method()):
         ours = merged('tiny-base', adapters, '16-bit', method).state_dict()
-        assert ours.keys() == theirs.keys() and all(torch.equal(theirs[n], ours[n]) for n in theirs)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(theirs[n], ours[n]) for n in theirs)
 
 
 @pytest.mark.parametrize('double', [True, False])
@@ -225,7 +226,8 @@ def test_the_gate_measures_what_it_says():
     wanted = torch.tensor([[.5, .25, .25], [.1, .8, .1]]).log()
     given = torch.tensor([[.25, .5, .25], [.1, .8, .1]]).log()
     found = gate(given, wanted, least=0.5, most=1)
-    assert found.top1 == 0.5 and math.isclose(found.kl, .125 * math.log(2), rel_tol=1e-5)
+    assert found.top1 == 0.5
+    assert math.isclose(found.kl, .125 * math.log(2), rel_tol=1e-5)
     assert math.isclose(found.worst, .25 * math.log(2), rel_tol=1e-5)
     with pytest.raises(
         ValueError,
@@ -244,7 +246,8 @@ def test_predictions_do_not_depend_on_the_batch(adapters):
     tokenizer = AutoTokenizer.from_pretrained(asset('tiny-base'))
     model = merged('tiny-base', adapters, '16-bit', precision=Precision(compute='float32'))
     one, all_at_once = (predictions(model, tokenizer, ROWS, batch) for batch in (1, 8))
-    assert one.shape == all_at_once.shape and torch.allclose(one, all_at_once, atol=1e-4)
+    assert one.shape == all_at_once.shape
+    assert torch.allclose(one, all_at_once, atol=1e-4)
     assert torch.allclose(one.exp().sum(-1), torch.ones(len(one)), atol=1e-5)
 
 
@@ -302,4 +305,5 @@ def test_a_merge_holds_one_weight_not_one_model(tmp_path):
     assert done.returncode == 0, done.stderr[-1000:]
     total = sum(2 * t.numel() for t in state.values())
     grown = list(map(int, done.stdout.split()))
-    assert total > 80_000_000 and max(grown) < total / 2, (grown, total)
+    assert total > 80_000_000, (grown, total)
+    assert max(grown) < total / 2, (grown, total)

@@ -32,7 +32,8 @@ def recipe(tmp_path_factory):
 
 def test_rows_come_from_all_files_with_classes_in_the_order_of_the_labels(recipe):
     rows, held = class_rows(recipe)
-    assert [row['label'] for row in rows] == [0, 1, 1, 0, 1, 1, 0, 1, 0] and held == []
+    assert [row['label'] for row in rows] == [0, 1, 1, 0, 1, 1, 0, 1, 0]
+    assert held == []
     assert rows[0]['text'] == 'It works well.  a'
 
 

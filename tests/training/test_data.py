@@ -62,14 +62,16 @@ def test_the_instructions_are_read_whole(tokenizer):
     assert (len(train), len(test)) == (990, 110)
     assert not prompts(train) & prompts(test)
     report = check_rows(train + test, tokenizer, length=1024)
-    assert report.rows == 1100 and 0.1 < report.trained / report.tokens < 0.9
+    assert report.rows == 1100
+    assert 0.1 < report.trained / report.tokens < 0.9
 
 
 @real
 def test_the_splits_differ_by_seed_and_repeat_by_seed():
     data = Data(source=str(REAL/'instructions.json'))
     held = [prompts(load_rows(data, seed)[1]) for seed in (0, 0, 1)]
-    assert held[0] == held[1] and len(held[0] & held[2]) < 50
+    assert held[0] == held[1]
+    assert len(held[0] & held[2]) < 50
 
 
 def test_the_packaged_conversations_can_be_learned_from(tokenizer):
@@ -288,7 +290,8 @@ def test_the_mask_covers_every_answer_and_its_stop_token(tokenizer):
         tokenizer.decode([i for i, on in zip(ids, mask) if on])
         == ' Ho<|endoftext|> No<|endoftext|>')
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row['messages'], tokenize=False)
-    assert isinstance(token_view(row, tokenizer), TokenView) and '<script>' not in token_view(
+    assert isinstance(token_view(row, tokenizer), TokenView)
+    assert '<script>' not in token_view(
         {'messages': [{'role': 'user', 'content': '<script>'}, ANSWER]}, tokenizer)._repr_html_()
 
 

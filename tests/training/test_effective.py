@@ -103,7 +103,8 @@ def told(recipe):
 def test_what_was_not_asked_for_is_told_to_every_rank(told, spoil):
     for who, where in ((1,), 'rank 1 of 2'), ((0, 1), 'every rank'):
         said = [rank.get((spoil.__name__, who), '') for rank in told]
-        assert said[0] == said[1] and said[0].startswith('what is in force is not what')
+        assert said[0] == said[1]
+        assert said[0].startswith('what is in force is not what')
         for name in SPOILT[spoil].split(): assert f'{name}: asked' in said[0], said[0]
         assert where in said[0]
 
@@ -131,7 +132,8 @@ def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words)
             tmp_path/'run')
 
     with pytest.raises(RankError) as caught: notebook_ranks(rank, 2, (), 60, fsdp_env(recipe))
-    assert words in str(caught.value) and not (tmp_path/'run').exists()
+    assert words in str(caught.value)
+    assert not (tmp_path/'run').exists()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,8 @@ def test_a_run_keeps_what_was_in_force(recipe, tmp_path, changes):
     asked = run.recipe.facts()
     for name in changes:
         if name != 'optimizer.warmup':
-            assert told[name].found == asked[name] and told[name].came.startswith('line ')
+            assert told[name].found == asked[name]
+            assert told[name].came.startswith('line ')
     assert told['batch.global'].found == run.recipe.global_batch
     assert told['optimizer.warmup_steps'].found == round(asked['optimizer.warmup'] * 2)
     assert told['optimizer.clip'].found == 1.0

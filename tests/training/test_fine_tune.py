@@ -71,7 +71,8 @@ def test_the_tokens_of_the_check_are_those_that_trl_makes(recipe, tmp_path, text
         | ({'data.source': str(tmp_path/'lines.txt'), 'data.format': 'text'} if text else {}))
     rows = training.check_recipe(asked)[0]
     plain = load_rows(asked.data, asked.seed)[0]
-    assert plain == [{key: row[key] for key in plain[0]} for row in rows] and len(rows) >= 10
+    assert plain == [{key: row[key] for key in plain[0]} for row in rows]
+    assert len(rows) >= 10
     base = AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
     ours, trl, mixed = (training.make_trainer(asked, tmp_path, some, base, None, held).train_dataset
                         for some, held in ((rows, []), (plain, []), (rows, plain)))
@@ -227,7 +228,8 @@ def test_the_optimizer_and_the_attention_are_the_recipe_s(
     one = {'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 2}
     run = training.fine_tune(recipe.changed(one | changes), tmp_path/'run', 300, live=False)
     name, held, kind = json.loads((tmp_path/'seen.json').read_text())
-    assert len(run.metrics) == 2 and (name, kind) == (optimizer, attention)
+    assert len(run.metrics) == 2
+    assert (name, kind) == (optimizer, attention)
     assert any(states in state for state in held) if states else held == []
 
 
@@ -279,7 +281,8 @@ def test_a_run_leaves_its_six_files(healthy):
     assert files(run.directory) == {
         'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'adapters',
         'adapters/adapter_config.json', 'adapters/adapter_model.safetensors'}
-    assert Recipe.load(run.directory/'recipe.yaml') == run.recipe and len(run.metrics) == 4
+    assert Recipe.load(run.directory/'recipe.yaml') == run.recipe
+    assert len(run.metrics) == 4
 
 
 def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(
@@ -294,7 +297,8 @@ def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(
             training.fine_tune(recipe, tmp_path/'killed', 300, live=False)
     late_s = time.time() - float((tmp_path/'died').read_text())
     print(f'a killed rank was told after {late_s:.1f} s')
-    assert caught.value.rank == 1 and late_s < 5
+    assert caught.value.rank == 1
+    assert late_s < 5
     assert psutil.Process().children() == []
     assert files(tmp_path/'killed') == {
         'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
@@ -319,7 +323,8 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
         if (tmp_path/'hangs').exists(): break
     assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0]), str(
         caught.value)
-    assert 'rank 1 is stuck' in str(caught.value) and 'in hang' in caught.value.stacks[1]
+    assert 'rank 1 is stuck' in str(caught.value)
+    assert 'in hang' in caught.value.stacks[1]
     assert files(run) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
 
 
@@ -405,5 +410,6 @@ def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(
         RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but'
     ) as caught:
         training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)
-    assert 'are not DTensors' in str(caught.value) and 'cpu_fsdp()' in str(caught.value)
+    assert 'are not DTensors' in str(caught.value)
+    assert 'cpu_fsdp()' in str(caught.value)
     assert files(tmp_path) == {'ddp', 'ddp/recipe.yaml', 'ddp/run.json'}

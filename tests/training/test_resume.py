@@ -122,7 +122,8 @@ def stopped_and_resumed(recipe, at, folder, tolerance):
     whole, ranks = run(recipe, folder/'whole'), recipe.cluster.ranks
     at[ranks - 1, 4] = tell
     with pytest.raises(Preempted) as told: run(recipe, folder/'two')
-    assert told.value.step == 4 and run_state(folder/'two') == {'state': 'preempted', 'step': 4}
+    assert told.value.step == 4
+    assert run_state(folder/'two') == {'state': 'preempted', 'step': 4}
     assert [found.step for found in survey(folder/'two').valid] == [4]
     resumed = run(recipe, folder/'two', resume=True)
     same(whole.metrics, resumed.metrics, tolerance)
@@ -141,7 +142,9 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(
     assert again.metrics == resumed.metrics
     assert again.ranks == []
     assert run_state(again.directory)['state'] == 'finished'
-    assert again.saved.is_dir() and '8 steps' in repr(again) and again._repr_html_()
+    assert again.saved.is_dir()
+    assert '8 steps' in repr(again)
+    assert again._repr_html_()
 
 
 @pytest.mark.slow
@@ -172,7 +175,8 @@ def test_a_run_killed_between_its_last_save_and_its_end_trains_no_step_more(reci
     shutil.rmtree(whole.saved)
     mark_run(whole.directory, 'running', 0)
     resumed = run(saving, tmp_path/'run', resume=True)
-    assert resumed.metrics == metrics and weights(resumed) == before
+    assert resumed.metrics == metrics
+    assert weights(resumed) == before
 
 
 def other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path):
@@ -249,7 +253,8 @@ def test_a_flipped_bit_in_the_newest_checkpoint_is_named_and_the_one_before_is_u
     assert flipped.name in caplog.text
     assert 'is not what was committed' in caplog.text
     same(metrics, resumed.metrics, 0)
-    assert weights(resumed) == before and (tmp_path/'run/checkpoint-4.aside-0').is_dir()
+    assert weights(resumed) == before
+    assert (tmp_path/'run/checkpoint-4.aside-0').is_dir()
 
 
 @pytest.mark.parametrize(
@@ -293,8 +298,10 @@ def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(
             lambda *args: (os.environ['RANK'] == '1' and tell(), make(*args))[1])
         with pytest.raises(Preempted, match='preempted before its first step') as told:
             run(recipe, tmp_path/'run')
-    assert told.value.step == 0 and run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
-    assert read_metrics(tmp_path/'run/metrics.jsonl') == [] and survey(tmp_path/'run').found == ()
+    assert told.value.step == 0
+    assert run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
+    assert read_metrics(tmp_path/'run/metrics.jsonl') == []
+    assert survey(tmp_path/'run').found == ()
     assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == 75
     assert 'preempted at step 0; no step is committed; no run holds it' in capsys.readouterr().out
     assert len(run(recipe, tmp_path/'run', resume=True).metrics) == 8
@@ -402,7 +409,9 @@ def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, num
             said = job.communicate(timeout=100)[0]
         finally: job.kill()
     step = run_state(tmp_path/'run')['step']
-    assert job.returncode == 0 and said == f'step {step}\n' and step >= 3
+    assert job.returncode == 0
+    assert said == f'step {step}\n'
+    assert step >= 3
     assert survey(tmp_path/'run').valid[0].step == step
 
 
