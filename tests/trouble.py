@@ -13,7 +13,7 @@ import pytest
 from llm_workbook.files import asset
 from llm_workbook.config.recipe import Recipe
 
-SAID = []  # Lines for the end of the report, whether tests pass or not
+REPORT_LINES = []  # Lines for the end of the report, whether tests pass or not
 CANARY = 'hf' + '_' + 'Canary' * 6  # Put together here, so that no file holds it
 TOKENS = 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY'
 
@@ -21,7 +21,10 @@ TOKENS = 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY'
 def wait_for(condition, seconds=10):
     "Look until `condition()` holds, at most so long; give back what it was last."
     end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end: time.sleep(0.05)
+    found = condition()
+    while not found and time.monotonic() < end:
+        time.sleep(0.05)
+        found = condition()
     return found
 
 
@@ -40,7 +43,7 @@ def ports(process=None) -> set:
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 
 
-def later(*values):
+def slow_case(*values):
     "A case that takes long: `make test` leaves it out, `make test-fault` runs it."
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -91,19 +94,24 @@ def losses(directory: Path) -> list:
     return [row['loss'] for row in read_metrics(directory/'metrics.jsonl')]
 
 
+def decoder_layers(trainer) -> list:
+    return [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
+
+
 def disturb(monkeypatch, act, rank=1, passes=3):
     "Let one rank call `act` in the middle of a forward pass, the third if not said otherwise."
     from llm_workbook.training import fine_tune as training
-    make, seen = training.make_trainer, []
-    def hook(*args):
-        seen.append(1)
-        if len(seen) == passes: act()
-    def make_disturbed(*args, **how):
-        trainer = make(*args, **how)
-        layers = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
-        if int(os.environ['RANK']) == rank: layers[1].register_forward_pre_hook(hook)
+    make_trainer = training.make_trainer
+    passes_done = []
+    def count_and_act(*args):
+        passes_done.append(1)
+        if len(passes_done) == passes: act()
+    def make_disturbed_trainer(*args, **how):
+        trainer = make_trainer(*args, **how)
+        if int(os.environ['RANK']) == rank:
+            decoder_layers(trainer)[1].register_forward_pre_hook(count_and_act)
         return trainer
-    monkeypatch.setattr(training, 'make_trainer', make_disturbed)
+    monkeypatch.setattr(training, 'make_trainer', make_disturbed_trainer)
 
 
 def torchrun(
@@ -116,34 +124,38 @@ def torchrun(
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2',
         *options, *program, directory.parent/'recipe.yaml', '--directory', directory, *words]
+    environment = os.environ | {name: CANARY for name in TOKENS}
+    environment['TMPDIR'] = str(directory.parent)  # torchrun leaves a folder there
     with open(directory.parent/'log', 'a') as log:
-        # torchrun leaves a folder there
-        env = os.environ | {'TMPDIR': str(directory.parent)} | {name: CANARY for name in TOKENS}
         return subprocess.Popen(
-            list(map(str, command)), stdout=log, stderr=log, cwd=directory.parent, env=env)
+            list(map(str, command)), stdout=log, stderr=log, cwd=directory.parent,
+            env=environment)
 
 
-def steps(directory) -> int: return len(losses(directory)) if directory.is_dir() else 0
+def steps_done(directory) -> int:
+    if not directory.is_dir(): return 0
+    return len(losses(directory))
 
 
-def ended(process, seconds=90) -> int:
-    try: return process.wait(seconds)
+def exit_code(process, seconds=90) -> int:
+    "Wait for a process to end; one that does not end in time is killed with all below it."
+    try:
+        return process.wait(seconds)
     finally:
-        for child in (
-            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        ):
-            child.kill()
+        still_runs = process.poll() is None
+        below = psutil.Process(process.pid).children(recursive=True) if still_runs else []
+        for child in below: child.kill()
         process.kill()
 
 
-def launched(recipe, kind):
+def assert_commands_train(recipe, kind):
     """Render, and run the commands of one kind; it begins with the loss that one process has for
     the same rows."""
     from bench.shared.launches import by_command, single
     by_command(recipe, Path('runs/a b'), kind)
     fine_tune(single(recipe), Path('runs/alone'))
-    found = losses(Path('runs/a b'))
-    alone = losses(Path('runs/alone'))
-    assert len(found) == 2
-    assert found[0] == pytest.approx(alone[0], abs=1e-5)
-    assert found[1] != found[0]
+    by_ranks = losses(Path('runs/a b'))
+    by_one_process = losses(Path('runs/alone'))
+    assert len(by_ranks) == 2
+    assert by_ranks[0] == pytest.approx(by_one_process[0], abs=1e-5)
+    assert by_ranks[1] != by_ranks[0]

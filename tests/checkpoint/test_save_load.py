@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trouble import later
+from trouble import slow_case
 
 from llm_workbook.checkpoint import save_load as checkpoint
 
@@ -137,7 +137,7 @@ def exact(kind, how, folder):
 
 
 @pytest.mark.parametrize(
-    'how, world', [('none', 1), ('fsdp2', 2), ('ddp', 2), later('fsdp2', 3), later('hsdp', 4)])
+    'how, world', [('none', 1), ('fsdp2', 2), ('ddp', 2), slow_case('fsdp2', 3), slow_case('hsdp', 4)])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, how, world):
     for on, again, facts, rates, *_ in run_ranks(exact, world, ('toy', how, tmp_path)):
         assert on == again

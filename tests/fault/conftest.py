@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from trouble import (
-    CANARY, SAID, TOKENS, children, fine_tune, ports, small_recipe, variables, wait_for)
+    CANARY, REPORT_LINES, TOKENS, children, fine_tune, ports, small_recipe, variables, wait_for)
 
 HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -19,13 +19,19 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    for line in SAID: terminalreporter.write_line(line)
+    for line in REPORT_LINES: terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope='session', autouse=True)
 def imported():
     "Import what ranks need once, before the first fork, and not in every rank."
-    import accelerate, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, transformers  # noqa: E401, F401
+    import accelerate, transformers  # noqa: E401, F401
+    import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+
+
+def state_of_this_process() -> tuple:
+    handlers = [signal.getsignal(number) for number in HANDLED]
+    return variables(), os.getcwd(), handlers
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +39,20 @@ def nothing_stays(tmp_path_factory, monkeypatch):
     """After every test: no child, no port that listens, no temporary file, the same signal
     handlers, variables and folder."""
     temp = tmp_path_factory.mktemp('temp')
-    before = variables(), os.getcwd(), [signal.getsignal(number) for number in HANDLED]
-    listening = ports()
-    for name, value in {
-        'TMPDIR': str(temp), 'TORCH_DISTRIBUTED_DEBUG': 'DETAIL', 'HF_HUB_OFFLINE': '1',
-        'OMP_NUM_THREADS': '1'}.items(): monkeypatch.setenv(name, value)
+    state_before = state_of_this_process()
+    ports_before = ports()
+    monkeypatch.setenv('TMPDIR', str(temp))
+    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'DETAIL')
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
     monkeypatch.setattr(tempfile, 'tempdir', str(temp))
     yield
     monkeypatch.undo()
     assert wait_for(lambda: not children()), children()
     # Nothing is collected first: an error must hold no store
-    assert wait_for(lambda: ports() <= listening), ports() - listening
+    assert wait_for(lambda: ports() <= ports_before), ports() - ports_before
     assert [path.name for path in temp.iterdir()] == []
-    assert (variables(), os.getcwd(), [signal.getsignal(number) for number in HANDLED]) == before
+    assert state_of_this_process() == state_before
 
 
 @pytest.fixture(scope='session')

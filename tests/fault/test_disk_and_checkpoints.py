@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from collections import namedtuple
+from itertools import count
 
 import pytest
 import torch
@@ -43,17 +44,17 @@ def copy(kept, tmp_path):
 def test_06_a_disk_that_fills_while_saving_says_so_and_the_run_goes_on_from_the_checkpoint_before(
     recipe, kept, tmp_path, monkeypatch
 ):
-    def fill(): resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    def fill_the_disk():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     saving = recipe.changed({'intervals.saving': 2})
     with monkeypatch.context() as patch:
-        disturb(patch, fill)
+        disturb(patch, fill_the_disk)
         with pytest.raises(
             RankError, match=r'is not saved: it needs [\d,]+ bytes and the disk has [\d,]+ free'
         ):
             fine_tune(saving, tmp_path/'run')
-    assert [(found.step, found.state) for found in survey(tmp_path/'run').found] == [
-        (4, 'interrupted'),
-        (2, 'valid')]
+    checkpoints = [(found.step, found.state) for found in survey(tmp_path/'run').found]
+    assert checkpoints == [(4, 'interrupted'), (2, 'valid')]
     fine_tune(saving, tmp_path/'run', resume=True)
     assert losses(tmp_path/'run') == pytest.approx(losses(kept.directory), abs=1e-6)
 
@@ -110,19 +111,18 @@ def test_07_any_damaged_file_of_the_newest_is_named_and_the_one_before_is_used(
 
 
 def test_07_when_none_is_left_the_error_lists_all(copy):
-    for step, damage in (6, truncate), (4, os.remove): damage(copy/f'checkpoint-{step}/facts.json')
-    with pytest.raises(
-        DamagedCheckpoint,
-        match='(?s)none of its checkpoints can be used.*checkpoint-6.*facts.json.*checkpoint-4.*'
-              'facts.json'
-    ):
-        latest_valid(copy)
+    truncate(copy/'checkpoint-6/facts.json')
+    os.remove(copy/'checkpoint-4/facts.json')
+    both = 'checkpoint-6.*facts.json.*checkpoint-4.*facts.json'
+    words = f'(?s)none of its checkpoints can be used.*{both}'
+    with pytest.raises(DamagedCheckpoint, match=words): latest_valid(copy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('damage', [truncate, flip])
 def test_07_a_run_goes_on_from_the_checkpoint_before_to_the_same_end(damage, copy, kept, caplog):
-    damage(broken := next((copy/'checkpoint-6/model').glob('*.safetensors')))
+    broken = next((copy/'checkpoint-6/model').glob('*.safetensors'))
+    damage(broken)
     fine_tune(kept.recipe, copy, resume=True)
     assert 'skipped checkpoint-6' in caplog.text
     assert broken.name in caplog.text
@@ -133,8 +133,9 @@ def test_07_a_run_goes_on_from_the_checkpoint_before_to_the_same_end(damage, cop
 
 # 8: a part is missing
 
-def miss(folder, what):
-    "Save without a part, load with it; say what happens, and what happens on demand."
+def save_without_and_load_with(folder, left_out):
+    """Save without some parts and see that loading with them is refused; give back the step that is
+    loaded where weights are all that is wanted."""
     from torch.distributed.fsdp import fully_shard
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(8, 8))
@@ -143,19 +144,20 @@ def miss(folder, what):
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     parts = {'optimizer': optimizer, 'scheduler': scheduler}
-    save_checkpoint(
-        folder, model, **{name: part for name, part in parts.items() if name not in what})
-    with pytest.raises(CheckpointError, match=f'holds no {what[0]}.*weights_only=True'):
+    saved = {name: part for name, part in parts.items() if name not in left_out}
+    save_checkpoint(folder, model, **saved)
+    with pytest.raises(CheckpointError, match=f'holds no {left_out[0]}.*weights_only=True'):
         load_checkpoint(folder, model, **parts)
     return load_checkpoint(folder, model, **parts, weights_only=True)['step']
 
 
 @pytest.mark.parametrize(
-    'what', [('optimizer', 'scheduler'), ('scheduler',)], ids=['optimizer', 'scheduler'])
+    'left_out', [('optimizer', 'scheduler'), ('scheduler',)], ids=['optimizer', 'scheduler'])
 def test_08_a_checkpoint_without_a_part_is_refused_unless_weights_are_all_that_is_wanted(
-    what, tmp_path
+    left_out, tmp_path
 ):
-    assert run_ranks(miss, 2, (tmp_path/'checkpoint-3', what)) == [3, 3]
+    arguments = tmp_path/'checkpoint-3', left_out
+    assert run_ranks(save_without_and_load_with, 2, arguments) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -172,20 +174,25 @@ def test_08_a_part_that_was_deleted_is_damage(part, copy, caplog):
 
 # 16: two runs in one directory
 
-HOLD = 'import sys, time; from llm_workbook.training.run_directory import run_lock\nwith run_lock(sys.argv[1]): print("held", flush=True), time.sleep(100)'
+HOLD_THE_LOCK = '''
+import sys, time
+from llm_workbook.training.run_directory import run_lock
+with run_lock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(100)
+'''
 
 
 def test_16_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(recipe, tmp_path):
     first = subprocess.Popen(
-        [sys.executable, '-c', HOLD, str(tmp_path/'run')], stdout=subprocess.PIPE, text=True)
+        [sys.executable, '-c', HOLD_THE_LOCK, str(tmp_path/'run')],
+        stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout.readline() == 'held\n'
         start = time.monotonic()
-        with pytest.raises(
-            RunLocked,
-            match=f"'run' is taken by process {first.pid} on .*: wait for it, stop it, or name "
-                  f"another"
-        ):
+        holder = f"'run' is taken by process {first.pid} on .*"
+        advice = 'wait for it, stop it, or name another'
+        with pytest.raises(RunLocked, match=f'{holder}: {advice}'):
             fine_tune(recipe, tmp_path/'run')
         assert time.monotonic() - start < 30
         assert files(tmp_path/'run') == {'.llmw.lock'}
@@ -199,6 +206,8 @@ def test_16_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(recipe, tmp_
 # 19: text and files that want to run
 
 class Payload:
+    "Whoever unpickles it makes a file."
+    def __init__(self, trace): self.trace = trace
     def __reduce__(self): return os.system, (f'touch {self.trace}',)
 
 
@@ -223,23 +232,24 @@ def test_19_a_chat_template_cannot_run_anything(template, recipe, tmp_path, monk
 @pytest.mark.parametrize(
     'name', ['optimizer.pt', 'rng_state_0.pth', 'training_args.bin', 'model/pytorch_model.bin'])
 def test_19_a_pickle_in_a_checkpoint_is_refused_unread(name, copy, tmp_path, caplog):
-    (evil := Payload()).trace = tmp_path/'planted'
-    (copy/'checkpoint-6'/name).write_bytes(pickle.dumps(evil))
+    payload = pickle.dumps(Payload(tmp_path/'planted'))
+    (copy/'checkpoint-6'/name).write_bytes(payload)
     with caplog.at_level(logging.WARNING): assert latest_valid(copy) == copy/'checkpoint-4'
     assert name in caplog.text
     assert not (tmp_path/'planted').exists()
 
 
 @pytest.mark.parametrize(
-    'change',
+    'words, lie',
     [
         ('facts.json', '../../secret'),
         ('facts.json', '/etc/passwd'),
         ('"step":', '"evil": 1, "step":')])
-def test_19_a_manifest_that_lies_is_refused(change, copy):
+def test_19_a_manifest_that_lies_is_refused(words, lie, copy):
     manifest = copy/'checkpoint-6'/MANIFEST
-    assert change[0] in manifest.read_text()
-    manifest.write_text(manifest.read_text().replace(*change))
+    truth = manifest.read_text()
+    assert words in truth
+    manifest.write_text(truth.replace(words, lie))
     assert latest_valid(copy) == copy/'checkpoint-4'
 
 
@@ -257,10 +267,12 @@ def test_19_an_archive_is_no_data_and_no_base(recipe, tmp_path):
 def as_nobody(function):
     "Call a function as a user without rights, in a process of its own; give back its error."
     def work():
-        if root := os.geteuid() == 0: os.seteuid(65534)
+        root = os.geteuid() == 0
+        if root: os.seteuid(65534)
         try: function()
         except Exception as error: return type(error).__name__, str(error)
-        finally: root and os.seteuid(0)
+        finally:
+            if root: os.seteuid(0)
     return run_ranks(work, 1)[0]
 
 
@@ -268,9 +280,18 @@ def test_24_a_directory_without_the_right_to_write_is_an_early_clear_error(tmp_p
     for folder in [tmp_path, *tmp_path.parents][:3]: folder.chmod(0o755)
     (tmp_path/'run').mkdir()
     (tmp_path/'run').chmod(0o555)
-    kind, said = as_nobody(lambda: run_lock(tmp_path/'run').__enter__())
+    def take_the_lock():
+        with run_lock(tmp_path/'run'): pass
+    kind, message = as_nobody(take_the_lock)
     assert kind == 'PermissionError'
-    assert "'run' cannot be written to" in said
+    assert "'run' cannot be written to" in message
+
+
+def let_the_clock_go_back(monkeypatch):
+    "Let the clock go back an hour whenever somebody looks at it."
+    looks = count()
+    def time_of_day(): return 1.7e9 - 3600 * next(looks)
+    monkeypatch.setattr(time, 'time', time_of_day)
 
 
 @pytest.mark.slow
@@ -279,10 +300,10 @@ def test_24_a_directory_that_vanishes_is_a_clear_error_and_the_clock_may_jump(
 ):
     """Rank 1 takes the directory away in the third step; on both ranks the clock goes back an hour
     at every look."""
-    jumps = iter(range(10**9))
-    monkeypatch.setattr(time, 'time', lambda: 1.7e9 - 3600 * next(jumps))
-    # At once, also while the other rank is saving
-    disturb(monkeypatch, lambda: (tmp_path/'run').rename(tmp_path/'gone'))
+    def take_the_directory_away():  # At once, also while the other rank is saving
+        (tmp_path/'run').rename(tmp_path/'gone')
+    let_the_clock_go_back(monkeypatch)
+    disturb(monkeypatch, take_the_directory_away)
     with pytest.raises(RankError, match="(?s)run.*(removed|No such file)") as caught:
         fine_tune(recipe.changed({'intervals.saving': 2}), tmp_path/'run')
     assert 'FileNotFoundError' in str(caught.value)
@@ -290,8 +311,7 @@ def test_24_a_directory_that_vanishes_is_a_clear_error_and_the_clock_may_jump(
 
 @pytest.mark.slow
 def test_24_a_clock_that_goes_back_changes_nothing(recipe, kept, tmp_path, monkeypatch):
-    jumps = iter(range(10**9))
-    monkeypatch.setattr(time, 'time', lambda: 1.7e9 - 3600 * next(jumps))
+    let_the_clock_go_back(monkeypatch)
     run = fine_tune(recipe.changed({'intervals.saving': 2}), tmp_path/'run')
     seconds = [row['seconds'] for row in run.metrics]
     assert seconds == sorted(seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trouble import disturb, ended, files, fine_tune, torchrun
+from trouble import disturb, exit_code, files, fine_tune, torchrun
 
 from llm_workbook.training.watchdog import HangWatch
 from llm_workbook.parallel.ranks import RankError, RankTimeout, run_ranks
@@ -77,7 +77,7 @@ def broken_by_torchrun(recipe, folder, act, monkeypatch, *words):
     fault = Path(__file__).parent
     monkeypatch.setenv('PYTHONPATH', f'{fault}:{fault.parent}:{fault.parent.parent}')
     start = time.monotonic()
-    code = ended(
+    code = exit_code(
         torchrun(recipe, folder/'run', program=(folder/'broken.py',), words=(*words, act.__name__)))
     log = (folder/'log').read_text()
     assert code == 1, log

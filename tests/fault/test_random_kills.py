@@ -5,7 +5,7 @@ import random
 import signal
 
 import pytest
-from trouble import SAID, fine_tune, losses
+from trouble import REPORT_LINES, fine_tune, losses
 
 from llm_workbook.checkpoint import save_load as checkpoint
 
@@ -118,7 +118,7 @@ def test_kills_at_random_points_lose_nothing_that_was_committed(
                 fine_tune(whole.recipe, run, resume=True)
         assert note.exists()
         now = newest(run)
-        SAID.append(
+        REPORT_LINES.append(
             f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; committed '
             f'{done} -> {now}'
         )

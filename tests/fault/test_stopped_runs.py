@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 from test_job_scripts import PROGRAMS, requeues
-from trouble import CANARY, TOKENS, ended, files, fine_tune, losses, steps, torchrun, wait_for
+from trouble import CANARY, TOKENS, exit_code, files, fine_tune, losses, steps_done, torchrun, wait_for
 
 from llm_workbook.checkpoint import save_load as checkpoint
 
@@ -43,13 +43,13 @@ def ranks(process) -> dict:
 def signalled(long, directory, number, whom) -> str:
     """Start a run, send a signal in the middle, and see that all ranks have saved one step; give
     back the log."""
-    before = steps(directory)
+    before = steps_done(directory)
     job = torchrun(long.recipe, directory)
-    assert wait_for(lambda: steps(directory) >= before + 3 or job.poll() is not None, 80), (
+    assert wait_for(lambda: steps_done(directory) >= before + 3 or job.poll() is not None, 80), (
         directory.parent/'log').read_text()
     (job if whom is None else ranks(job)[whom]).send_signal(number)
-    sent = steps(directory)
-    code = ended(job)
+    sent = steps_done(directory)
+    code = exit_code(job)
     log = (directory.parent/'log').read_text()
     state = run_state(directory)
     assert code not in (0, -signal.SIGKILL), (code, state, log[-3000:])
@@ -124,9 +124,9 @@ def test_04_a_killed_rank_is_started_again_and_goes_on_from_the_last_commit(
     # Else started ranks may find the addresses of killed ones
     monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     job = torchrun(long.recipe, tmp_path/'run', '--max-restarts=1')
-    assert wait_for(lambda: steps(tmp_path/'run') >= 14 or job.poll() is not None, 80)
+    assert wait_for(lambda: steps_done(tmp_path/'run') >= 14 or job.poll() is not None, 80)
     ranks(job)[1].kill()
-    code = ended(job)
+    code = exit_code(job)
     log = (tmp_path/'log').read_text()
     assert code == 0, log[-3000:]
     assert 'exitcode: -9' in log, log[-3000:]
@@ -182,12 +182,12 @@ def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_pat
 
     with open(tmp_path/'log', 'w') as log:
         job = submit()
-        assert wait_for(lambda: steps(run) >= 3 or job.poll() is not None, 80)
+        assert wait_for(lambda: steps_done(run) >= 3 or job.poll() is not None, 80)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(80) == 75, (tmp_path/'log').read_text()[-3000:]
         assert requeues(tmp_path) == ['4711'], (tmp_path/'log').read_text()[-3000:]
         assert run_state(run)['state'] == 'preempted'
-        assert [submit().wait(80), run_state(run)['state'], steps(run)] == [0, 'finished', STEPS]
+        assert [submit().wait(80), run_state(run)['state'], steps_done(run)] == [0, 'finished', STEPS]
         before = {
             path: path.stat().st_mtime_ns
             for path in run.rglob('*')

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from trouble import fine_tune, small_recipe, steps, wait_for
+from trouble import fine_tune, small_recipe, steps_done, wait_for
 
 from llm_workbook.launching import background as launching
 from llm_workbook.training.run_directory import RunLocked
@@ -51,7 +51,7 @@ def done(recipe, workers, tmp_path_factory):
 def endless(recipe, workers, tmp_path):
     "A run of 5,000 steps that has done three."
     run = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', workers)
-    assert wait_for(lambda: steps(run.directory) >= 3 or run.state != 'running', 60), run.wait(1)
+    assert wait_for(lambda: steps_done(run.directory) >= 3 or run.state != 'running', 60), run.wait(1)
     assert run.state == 'running', run.wait(1)
     yield run
     run.kill()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trouble import launched, small_recipe
+from trouble import assert_commands_train, small_recipe
 
 from llm_workbook.launching import render as rendering
 from llm_workbook.config.document import RecipeError
@@ -548,7 +548,7 @@ def small(tmp_path_factory):
 @pytest.mark.parametrize('nodes, kind', [(1, 'accelerate'), (2, 'torchrun')])
 def test_launchers_start_ddp(nodes, kind, small):
     "The strategy that none of the recipes of tests/test_table.py has."
-    launched(
+    assert_commands_train(
         small.changed(
             {'cluster.nodes': nodes, 'cluster.processes': 2 // nodes, 'sharding.strategy': 'ddp'}),
         kind)

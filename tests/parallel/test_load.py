@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from bench.lines.ledger_bytes import BASES, _config
 from bench.record import ROOT
 from bench.shared.real_ranks import make_base
-from trouble import later
+from trouble import slow_case
 from llm_workbook.parallel import load as loading
 from llm_workbook.model.adapters import save_adapters
 from llm_workbook.files import asset
@@ -97,7 +97,7 @@ PLAIN = {
 
 @pytest.mark.parametrize(
     'method, precision, again, ranks',
-    [how if name in ('qlora', 'full') else later(*how) for name, how in PLAIN.items()], ids=PLAIN)
+    [how if name in ('qlora', 'full') else slow_case(*how) for name, how in PLAIN.items()], ids=PLAIN)
 def test_a_share_is_that_of_the_whole(method, precision, again, ranks):
     sharding = Sharding(activation_checkpointing=again)
     seed = None if method.kind == 'full' else 3
@@ -132,7 +132,7 @@ ODD = [
 
 
 @pytest.mark.parametrize(
-    'name, kind', [pair if pair[0] in ('odd-gemma2', 'olmoe') else later(*pair) for pair in ODD],
+    'name, kind', [pair if pair[0] in ('odd-gemma2', 'olmoe') else slow_case(*pair) for pair in ODD],
     ids=lambda v: v)
 def test_odd_shapes_ties_biases_and_experts(name, kind, bases):
     base = make_base((BASES | MORE)[name], bases/name)
@@ -287,7 +287,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize(
-    'ranks, changes', [how if name == 'qlora' else later(*how) for name, how in TRAINED.items()],
+    'ranks, changes', [how if name == 'qlora' else slow_case(*how) for name, how in TRAINED.items()],
     ids=TRAINED)
 def test_training_is_the_same_however_the_base_came(ranks, changes, tmp_path):
     recipe = RECIPE.changed({'cluster.processes': ranks} | changes)

@@ -20,7 +20,7 @@ import torch
 # DistributedDataParallel imports it, which takes seconds and makes a folder: here, once
 import torch._dynamo
 import torch.distributed as dist
-from trouble import later, ports
+from trouble import slow_case, ports
 
 from llm_workbook.training import memory_trace as gauges
 
@@ -28,7 +28,7 @@ from llm_workbook.parallel import ranks
 from llm_workbook.training.memory_trace import memory_trace
 from llm_workbook.parallel.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
 
-both = pytest.mark.parametrize('launch', [run_ranks, later(notebook_ranks)])
+both = pytest.mark.parametrize('launch', [run_ranks, slow_case(notebook_ranks)])
 
 
 @pytest.fixture(autouse=True)

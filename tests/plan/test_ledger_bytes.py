@@ -5,7 +5,7 @@ import pytest
 from bench.lines.ledger_bytes import CASES, bytes_apart, messages, run, sent_apart
 from bench.record import RESULTS, faults
 from bench.shared.real_ranks import run_recipe
-from trouble import later
+from trouble import slow_case
 
 HERE = (
     'fsdp2-full-bf16', 'fsdp2-full-accumulated', 'fsdp2-full-checkpointed', 'fsdp2-lora',
@@ -25,7 +25,7 @@ def plain(folder): return run('fsdp2-full-fp32', folder)
 QUICK = 'fsdp2-full-bf16', 'fsdp2-qlora', 'ddp-full', 'zero3-qlora'
 
 
-@pytest.mark.parametrize('name', [name if name in QUICK else later(name) for name in HERE])
+@pytest.mark.parametrize('name', [name if name in QUICK else slow_case(name) for name in HERE])
 def test_every_rank_holds_and_sends_what_the_plan_says(name, folder):
     recipe, results, apart, sent = run(name, folder)
     assert len(results) == recipe.cluster.ranks == CASES[name][1]

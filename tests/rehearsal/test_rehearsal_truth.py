@@ -7,7 +7,7 @@ from bench.lines import gpu_memory
 from bench.lines.rehearsal_error import real
 from bench.record import ROOT
 from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
-from trouble import later
+from trouble import slow_case
 
 SHORT = {'batch.length': 128}
 RECORDS = {
@@ -20,7 +20,7 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
-@pytest.mark.parametrize('changes', [FULL, later(QLORA | AGAIN)], ids=['full', 'qlora'])
+@pytest.mark.parametrize('changes', [FULL, slow_case(QLORA | AGAIN)], ids=['full', 'qlora'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
     saw = real(made)
@@ -34,7 +34,7 @@ def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))
 
 
-ROWS = [row if i < 2 else later(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
+ROWS = [row if i < 2 else slow_case(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
 
 
 @pytest.mark.parametrize('row', ROWS, ids=label)

@@ -11,7 +11,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 import torch
 import torch.distributed as dist
-from trouble import later
+from trouble import slow_case
 
 from llm_workbook import Recipe, rehearse, shrink
 from llm_workbook.config.document import RecipeError
@@ -47,7 +47,7 @@ def plain(tmp_path_factory):
         batch=batch)
 
 
-@pytest.mark.parametrize('name', [name if 'gpu' in name else later(name) for name in WAYS])
+@pytest.mark.parametrize('name', [name if 'gpu' in name else slow_case(name) for name in WAYS])
 def test_two_small_models_determine_the_large_one(plain, name):
     recipe = plain.changed(WAYS[name])
     whole = rehearse(recipe, exact=True)

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from trouble import later
+from trouble import slow_case
 from trouble import small_recipe
 
 from llm_workbook.training import watchdog as guards
@@ -80,7 +80,7 @@ def test_it_is_the_loss_that_transformers_gives(whole):
     assert last['loss'] == pytest.approx(total / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize('strategy', ['ddp', later('zero3')])
+@pytest.mark.parametrize('strategy', ['ddp', slow_case('zero3')])
 def test_other_strategies_give_the_same(recipe, whole, tmp_path, strategy):
     other = run(recipe.changed({'sharding.strategy': strategy}), tmp_path/'other').evaluations
     assert [row['loss'] for row in other] == pytest.approx(
@@ -126,7 +126,7 @@ def lines(directory):
 
 
 # In the middle of a line, once with a look at the held-out rows, once without
-@pytest.mark.parametrize('step', [later(4), 5])
+@pytest.mark.parametrize('step', [slow_case(4), 5])
 def test_a_run_that_was_stopped_writes_the_same_lines(recipe, whole, tmp_path, monkeypatch, step):
     with monkeypatch.context() as patch, pytest.raises(Preempted, match=f'step {step}'):
         stop_after(patch, step)

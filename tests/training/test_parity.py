@@ -15,7 +15,7 @@ os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trouble import later
+from trouble import slow_case
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.model.adapters import check_targets, load_adapters, moved
@@ -47,7 +47,7 @@ RECIPES = {
 LOSS = {'full': 1e-5, 'rows': 1e-5, 'qlora': 2e-3, 'qlora-float32': 1e-5}
 # one of two ranks alone would be off by 3e-1
 NORM = {'full': 1e-4, 'rows': 1e-4, 'qlora': 3e-2, 'qlora-float32': 1e-4}
-PAIRS = ('qlora', 2), later('full', 2), later('full', 3), later('qlora-float32', 3)
+PAIRS = ('qlora', 2), slow_case('full', 2), slow_case('full', 3), slow_case('qlora-float32', 3)
 pairs = pytest.mark.parametrize('kind, ranks', PAIRS)
 # Smaller than the model
 ZERO = {
@@ -210,7 +210,7 @@ def test_the_clip_norm_is_global(fine_tuned, kind, ranks, record_property):
     'how, ranks',
     [('zero3', 2)]
     + [
-        later(how, ranks)
+        slow_case(how, ranks)
         for how in OTHERS
         for ranks in (2, 3)
         if (how, ranks) != ('zero3', 2) and (ranks == 2 or ',' not in how)])
@@ -255,14 +255,14 @@ def test_every_rank_holds_its_share(fine_tuned, kind, ranks):
     assert bool(uneven) == (ranks == 3)
 
 
-@pytest.mark.parametrize('kind, ranks', [('qlora', 1), ('qlora', 2), later('qlora-float32', 3)])
+@pytest.mark.parametrize('kind, ranks', [('qlora', 1), ('qlora', 2), slow_case('qlora-float32', 3)])
 def test_the_payload_of_every_rank_is_the_base(fine_tuned, kind, ranks):
     run, _ = fine_tuned(kind, ranks)
     base = load_base('tiny-base', run.recipe.method, run.recipe.precision, 'cpu')
     assert [rank['payload'] for rank in run.ranks] == [fingerprint(base).digest] * ranks
 
 
-@pytest.mark.parametrize('kind, ranks', [('qlora', 1), ('qlora', 2), later('qlora-float32', 3)])
+@pytest.mark.parametrize('kind, ranks', [('qlora', 1), ('qlora', 2), slow_case('qlora-float32', 3)])
 def test_saved_adapters_give_the_logits_of_the_trained_model(
     fine_tuned, kind, ranks, record_property
 ):
@@ -283,7 +283,7 @@ def test_saved_adapters_give_the_logits_of_the_trained_model(
     assert learned > 1
 
 
-@pytest.mark.parametrize('kind, ranks', [('qlora', 2), later('qlora-float32', 3)])
+@pytest.mark.parametrize('kind, ranks', [('qlora', 2), slow_case('qlora-float32', 3)])
 def test_the_adapter_of_every_target_moved(fine_tuned, kind, ranks):
     run, seen = fine_tuned(kind, ranks)
     norms = moved(run.saved)

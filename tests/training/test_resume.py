@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trouble import later
+from trouble import slow_case
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
@@ -324,7 +324,7 @@ def test_the_status_says_who_holds_the_run(tmp_path):
 # A full fine-tune
 
 @pytest.mark.parametrize(
-    'changes', [{}, later({'sharding.strategy': 'ddp'}), later({'intervals.saving': 2})],
+    'changes', [{}, slow_case({'sharding.strategy': 'ddp'}), slow_case({'intervals.saving': 2})],
     ids=['fsdp2', 'ddp', 'saved'])
 def test_a_whole_model_is_written_without_gathering_it(recipe, tmp_path, monkeypatch, changes):
     from torch.distributed.checkpoint import state_dict
