@@ -19,12 +19,14 @@ from llm_workbook.launching.background import Workers, launch
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
 
-RUNS, ALONE = 50, 4  # So many in all, and so many of them without workers
+RUNS = 50
+RUNS_WITHOUT_WORKERS = 4
 # May be made longer without becoming another recipe
 STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}
 
 
 def held(process) -> tuple:
+    "Open files, sockets and threads of a process."
     return process.num_fds(), len(process.net_connections('inet')), process.num_threads()
 
 
@@ -32,17 +34,18 @@ def below(process) -> list: return psutil.Process(process.pid).children(recursiv
 
 
 def gone(family) -> bool:
-    return wait_for(
-        lambda: not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 20
-    )
+    def alive(process): return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return wait_for(lambda: not any(map(alive, family)), 20)
 
 
-def once(recipe, directory, workers, i) -> str:
-    "Start a run; let it finish, or stop or kill it at one of many moments."
-    run = launch(recipe.changed({'optimizer.steps': 1 if i % 3 == 0 else 500}), directory, workers)
-    if i % 3:
-        time.sleep(i % 7 / 4)
-        (run.stop if i % 3 == 1 else run.kill)()
+def start_and_end(recipe, directory, workers, number) -> str:
+    "Start a run; let it finish, or stop or kill it at one of many moments. Give back its state."
+    end = ('finish', 'stop', 'kill')[number % 3]
+    steps = 1 if end == 'finish' else 500
+    run = launch(recipe.changed({'optimizer.steps': steps}), directory, workers)
+    if end != 'finish': time.sleep(number % 7 / 4)
+    if end == 'stop': run.stop()
+    if end == 'kill': run.kill()
     try: run.wait(120)
     except Preempted: pass
     assert run.workers._box.run is None
@@ -55,18 +58,21 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
     threads = threading.active_count()
     with Workers() as workers:
         workers.ready()
-        once(recipe, tmp_path/'first', workers, 0)
+        start_and_end(recipe, tmp_path/'first', workers, 0)
         gc.collect()
         nursery = psutil.Process(workers._box.process.pid)
         temp = set(os.listdir(tempfile.gettempdir()))
         before = [held(psutil.Process()), held(nursery)]
-        states = [
-            once(recipe, tmp_path/f'run-{i}', None if i % (RUNS // ALONE) == 1 else workers, i)
-            for i in range(1, RUNS)]
+        states = []
+        for number in range(1, RUNS):
+            without_workers = number % (RUNS // RUNS_WITHOUT_WORKERS) == 1
+            chosen = None if without_workers else workers
+            states.append(start_and_end(recipe, tmp_path/f'run-{number}', chosen, number))
         gc.collect()
         after = [held(psutil.Process()), held(nursery)]
-        assert all(now <= then for a, b in zip(after, before) for now, then in zip(a, b)), (
-            before, after)
+        for held_after, held_before in zip(after, before, strict=True):
+            pairs = zip(held_after, held_before, strict=True)
+            assert all(now <= then for now, then in pairs), (before, after)
         assert [child.pid for child in children()] == [nursery.pid]
         assert set(os.listdir(tempfile.gettempdir())) == temp
     assert threading.active_count() <= threads
@@ -81,19 +87,20 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
 @pytest.mark.slow
 def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
     with Workers() as workers:
-        for i in range(6):
-            run = launch(
-                recipe.changed(STEADY | {'optimizer.steps': 5000}), tmp_path/f'run-{i}', workers)
-            time.sleep(i // 2 * 0.4)
-            (run.stop if i % 2 else run.kill)()
+        for number in range(6):
+            directory = tmp_path/f'run-{number}'
+            endless = recipe.changed(STEADY | {'optimizer.steps': 5000})
+            run = launch(endless, directory, workers)
+            time.sleep(number // 2 * 0.4)
+            if number % 2: run.stop()
+            else: run.kill()
             with pytest.raises(Preempted): run.wait(60)
             assert below(workers._box.process) == []
             assert os.listdir(workers._box.temp) == []
             steps = len(run.metrics) + 1
-            again = launch(
-                recipe.changed(STEADY | {'optimizer.steps': steps}), tmp_path/f'run-{i}', workers,
-                resume=True).wait(120)
-            assert [row['step'] for row in again.metrics] == list(range(1, steps + 1))
+            one_step_more = recipe.changed(STEADY | {'optimizer.steps': steps})
+            resumed = launch(one_step_more, directory, workers, resume=True).wait(120)
+            assert [row['step'] for row in resumed.metrics] == list(range(1, steps + 1))
 
 
 @pytest.mark.slow
@@ -104,7 +111,8 @@ def test_a_run_that_waits_for_the_imports_is_withdrawn(recipe, tmp_path):
     with pytest.raises(Preempted, match='before its first step'): run.wait(5)
     assert repr(workers).startswith('Workers(importing')
     assert not (tmp_path/'run').exists()
-    start, temp = time.monotonic(), workers._box.temp
+    temp = workers._box.temp
+    start = time.monotonic()
     alone = launch(recipe, tmp_path/'run')
     alone.stop()
     with pytest.raises(Preempted): alone.wait(5)
@@ -150,8 +158,10 @@ def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
     kernel = subprocess.Popen(
         [sys.executable, '-c', code], cwd=tmp_path,
         env=os.environ | {'TMPDIR': str(tmp_path/'temp')})
-    assert wait_for(lambda: (tmp_path/'pid').exists() and (tmp_path/'pid').read_text(), 120)
-    nursery = psutil.Process(int((tmp_path/'pid').read_text()))
+    pid_file = tmp_path/'pid'
+    pid = wait_for(lambda: pid_file.exists() and pid_file.read_text(), 120)
+    assert pid
+    nursery = psutil.Process(int(pid))
     family = [nursery, *nursery.children(recursive=True)]
     others = [child for child in psutil.Process(kernel.pid).children() if child != nursery]
     if then: kernel.kill()

@@ -71,9 +71,9 @@ def test_14_a_typo_on_the_command_line_is_refused(tmp_path, capsys):
 
 # 15: the sharding that was asked for is not there
 
-def prepare(recipe, tamed):
-    """Prepare the base with accelerate's FSDP settings on the CPU, with our switch and without it;
-    look at what came of it."""
+def prepare_with_accelerate(recipe, tamed):
+    """Prepare the base with accelerate's FSDP settings on the CPU, with our switch (`tamed`) or
+    without it; give back the bytes that this rank holds, or the error."""
     from contextlib import nullcontext
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -89,17 +89,15 @@ OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}
 
 
 def test_15_accelerate_s_silent_ddp_is_a_sharding_mismatch(recipe):
-    said = notebook_ranks(prepare, 2, (recipe, False), 100, fsdp_env(recipe) | OFF)
-    assert all(
-        'fsdp2 over 2 ranks was asked for' in text
-        and 'are not DTensors' in text
-        and 'cpu_fsdp()' in text
-        for text in said), said
-    held = notebook_ranks(prepare, 2, (recipe, True), 100, fsdp_env(recipe))
-    assert all(isinstance(here_b, int) for here_b in held), held
+    environment = fsdp_env(recipe)
+    errors = notebook_ranks(prepare_with_accelerate, 2, (recipe, False), 100, environment | OFF)
+    for words in 'fsdp2 over 2 ranks was asked for', 'are not DTensors', 'cpu_fsdp()':
+        assert all(words in error for error in errors), errors
+    held_b = notebook_ranks(prepare_with_accelerate, 2, (recipe, True), 100, environment)
+    assert all(isinstance(rank_b, int) for rank_b in held_b), held_b
 
 
-def sharded(strategy, forgotten, ranks):
+def judge_sharding(strategy, forgotten, ranks):
     "Shard a model of two layers but for those that are forgotten, and judge it by what was asked."
     from torch.distributed.fsdp import fully_shard
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
@@ -120,8 +118,8 @@ def sharded(strategy, forgotten, ranks):
         ('ddp', 0, 2, 'are DTensors'),
         ('fsdp2', 0, 3, '3 ranks were asked for, and there are 2')])
 def test_15_what_is_there_is_compared_with_what_was_asked(strategy, forgotten, ranks, words):
-    said = run_ranks(sharded, 2, (strategy, forgotten, ranks))
-    assert all(words in text for text in said), said
+    verdicts = run_ranks(judge_sharding, 2, (strategy, forgotten, ranks))
+    assert all(words in verdict for verdict in verdicts), verdicts
 
 
 @pytest.mark.slow
