@@ -22,39 +22,62 @@ tree() { for child in $(cat /proc/$1/task/$1/children); do tree $child; done; ki
 trap "tree $step" USR1
 until wait $step; ! kill -0 $step 2> /dev/null; do :; done; wait $step""",
     'scontrol': 'case "$1" in requeue) echo "$2" >> "$SEEN/requeued";; *) echo localhost;; esac',
-    'python3': """[ "$3" = preflight ] || { printf "%s\\0" "$@" > "$SEEN/arguments"; env > "$SEEN/environment"; }
-[ "$3" != preflight ] || { printf "%s\\0" "$@" > "$SEEN/preflight"; eval "$CHECK"; exit; }
-eval "$ACT"; exit "$CODE\"""",
+    'python3': """if [ "$3" = preflight ]; then
+    printf "%s\\0" "$@" > "$SEEN/preflight"
+    eval "$CHECK"
+    exit
+fi
+printf "%s\\0" "$@" > "$SEEN/arguments"
+env > "$SEEN/environment"
+eval "$ACT"
+exit "$CODE\"""",
 }
 
 
 def start(folder: Path, script: str, code=0, act='true', check='true') -> subprocess.Popen:
     """Start a job script as SLURM would; its preflight does `check`, and its ranks do `act` and end
     with `code`."""
-    seen = folder/'seen'
     place = folder/'place'
-    for new in seen, place, folder/'bin': new.mkdir(exist_ok=True)
-    for name, text in PROGRAMS.items():
-        (folder/'bin'/name).write_text(f'#!/bin/bash\n{text}\n')
-        (folder/'bin'/name).chmod(0o755)
-    env = os.environ | {
-        'PATH': f'{folder}/bin:{os.environ["PATH"]}', 'SEEN': str(seen), 'SLURM_JOB_ID': '4711',
-        'CODE': str(code), 'SLURM_JOB_NODELIST': 'localhost', 'ACT': act, 'CHECK': check}
+    place.mkdir(exist_ok=True)
+    install_programs(folder, PROGRAMS)
+    environment = job_environment(folder) | {'ACT': act, 'CODE': str(code), 'CHECK': check}
     return subprocess.Popen(
-        ['bash', '-c', script], env=env, cwd=place, stdout=subprocess.PIPE,
+        ['bash', '-c', script], env=environment, cwd=place, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True)
 
 
+def install_programs(folder: Path, names):
+    "Put some of the programs into `bin`; what they see goes into `seen`."
+    for new in folder/'bin', folder/'seen': new.mkdir(exist_ok=True)
+    for name in names:
+        (folder/'bin'/name).write_text(f'#!/bin/bash\n{PROGRAMS[name]}\n')
+        (folder/'bin'/name).chmod(0o755)
+
+
+def job_environment(folder: Path) -> dict:
+    "What SLURM would set, and the programs of `folder` in front of all others."
+    path = f'{folder}/bin:{os.environ["PATH"]}'
+    slurm = {'SLURM_JOB_ID': '4711', 'SLURM_JOB_NODELIST': 'localhost'}
+    return os.environ | slurm | {'PATH': path, 'SEEN': str(folder/'seen')}
+
+
 def requeues(folder: Path) -> list:
-    return (folder/'seen/requeued').read_text().split() if (folder/'seen/requeued').exists() else []
+    "The jobs that were requeued."
+    requeued = folder/'seen/requeued'
+    return requeued.read_text().split() if requeued.exists() else []
+
+
+def arguments(folder: Path, program: str) -> list:
+    "What the ranks ('arguments') or the preflight were called with."
+    return (folder/'seen'/program).read_text().split('\0')
 
 
 def recipe_with(field: str, value: str) -> Recipe:
     "A recipe that says so without ever having been checked."
-    *parent, leaf = field.split('.')
-    if not parent: return BASE.model_copy(update={leaf: value})
-    return BASE.model_copy(
-        update={parent[0]: getattr(BASE, parent[0]).model_copy(update={leaf: value})})
+    section, _, leaf = field.rpartition('.')
+    if not section: return BASE.model_copy(update={leaf: value})
+    changed = getattr(BASE, section).model_copy(update={leaf: value})
+    return BASE.model_copy(update={section: changed})
 
 
 HOSTILE = [
@@ -116,19 +139,21 @@ def test_18_a_hostile_value_is_refused_or_inert(place, tmp_path):
         folder = tmp_path/str(number)
         folder.mkdir()
         job = start(folder, script)
-        said = job.communicate(timeout=20)[0]
-        assert files(folder/'place') == set(), (text, said)
-        assert requeues(folder) == [], (text, said)
-        if place != 'python': assert job.returncode == 0, (text, said)
+        output = job.communicate(timeout=20)[0]
+        assert files(folder/'place') == set(), (text, output)
+        assert requeues(folder) == [], (text, output)
+        if place != 'python': assert job.returncode == 0, (text, output)
         if place == 'paths':
-            for seen in 'arguments', 'preflight':
-                assert (folder/'seen'/seen).read_text().split('\0').count(text) == 2
+            for program in 'arguments', 'preflight':
+                assert arguments(folder, program).count(text) == 2
         inert += 1
     print(f'{place}: {inert} of {2 * len(HOSTILE)} inert, the others refused')
     assert inert >= 30 if place in ('paths', 'python') else inert <= 6
 
 
-SAY = 'echo "{\\"state\\": \\"%s\\", \\"step\\": 4}" > run.new; mv run.new run.json'
+def write_state(state: str, step=4) -> str:
+    "A command that writes what a run writes of its state."
+    return f"""echo '{{"state": "{state}", "step": {step}}}' > run.new; mv run.new run.json"""
 
 
 @pytest.mark.parametrize(
@@ -147,15 +172,18 @@ def test_18_only_a_preempted_job_comes_back_and_once(code, state, wanted, tmp_pa
     (tmp_path/'place').mkdir()
     # Of an earlier launch: it must not count
     (tmp_path/'place/run.json').write_text('{"state": "preempted", "step": 4}')
-    job = start(tmp_path, sbatch(BASE, '.'), code, SAY % state if state else 'true')
-    said = job.communicate(timeout=20)[0]
-    assert (job.returncode, len(requeues(tmp_path))) == wanted, said
+    act = write_state(state) if state else 'true'
+    job = start(tmp_path, sbatch(BASE, '.'), code, act)
+    output = job.communicate(timeout=20)[0]
+    assert (job.returncode, len(requeues(tmp_path))) == wanted, output
 
 
-WORKER = """python3() { "$PYTHON" "$@"; }; python3 -c '
+# Python that ends with 75 at the signal, and then leaves word of it as a rank does
+WORKER = f"""python3() {{ "$PYTHON" "$@"; }}; python3 -c '
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *what: sys.exit(75))
-open("ready", "w"), time.sleep(30)'; [ "$?" != 75 ] || """ + f"{{ {SAY % 'preempted'}; }}"
+open("ready", "w")
+time.sleep(30)'; [ "$?" != 75 ] || {{ {write_state('preempted')}; }}"""
 
 
 @pytest.mark.parametrize('signals', [1, 3])
@@ -164,15 +192,15 @@ def test_18_the_warning_reaches_the_worker_and_not_its_launcher(signals, tmp_pat
     job = start(tmp_path, sbatch(BASE, '.'), 1, WORKER)  # 1 is what torchrun makes of 75
     assert wait_for((tmp_path/'place/ready').exists, 20)
     for _ in range(signals): job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=20)[0]
-    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
+    output = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), output
 
 
 def test_18_a_failed_preflight_ends_the_job_before_training(tmp_path):
-    job = start(tmp_path, sbatch(BASE, '.'), act=SAY % 'preempted', check='exit 3')
-    said = job.communicate(timeout=20)[0]
-    assert (job.returncode, requeues(tmp_path), files(tmp_path/'place')) == (3, [], set()), said
-    assert 'the preflight failed with exit code 3: nothing was trained' in said
+    job = start(tmp_path, sbatch(BASE, '.'), act=write_state('preempted'), check='exit 3')
+    output = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path), files(tmp_path/'place')) == (3, [], set()), output
+    assert 'the preflight failed with exit code 3: nothing was trained' in output
     assert not (tmp_path/'seen/arguments').exists()
 
 
@@ -185,17 +213,17 @@ def test_18_a_signal_during_the_preflight_brings_the_job_back_untrained(check, t
     job = start(tmp_path, sbatch(BASE, '.'), check=check)
     assert wait_for((tmp_path/'place/ready').exists, 20)
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=20)[0]
-    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
-    assert 'asked to stop before training' in said
+    output = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), output
+    assert 'asked to stop before training' in output
     assert not (tmp_path/'seen/arguments').exists()
 
 
 def test_18_preflight_and_ranks_meet_at_the_same_node_on_ports_of_their_own(tmp_path):
     job = start(tmp_path, sbatch(BASE, '.'))
     job.communicate(timeout=20)
-    check, train = (
-        (tmp_path/'seen'/name).read_text().split('\0') for name in ('preflight', 'arguments'))
+    check = arguments(tmp_path, 'preflight')
+    train = arguments(tmp_path, 'arguments')
     assert check[:5] == ['-m', 'llm_workbook', 'preflight', 'recipe.yaml', '--directory']
     assert check[check.index('--head') + 1] == 'localhost'
     assert check[check.index('--port') + 1] == '24711'
@@ -205,28 +233,22 @@ def test_18_preflight_and_ranks_meet_at_the_same_node_on_ports_of_their_own(tmp_
 
 def test_18_the_script_says_all_that_a_requeue_needs():
     script = sbatch(BASE, 'run', options={'time': '30', 'cpus-per-task': 8})
-    for line in (
-        '#SBATCH --requeue',
-        '#SBATCH --open-mode=append',
-        '#SBATCH --signal=B:USR1@300',
-        '#SBATCH --cpus-per-task=8',
-    ):
-        assert line in script.splitlines()
+    lines = script.splitlines()
+    for option in 'requeue', 'open-mode=append', 'signal=B:USR1@300', 'cpus-per-task=8':
+        assert f'#SBATCH --{option}' in lines
     assert '--exclusive' not in script
     assert '--mem' not in script
     assert {'#SBATCH --exclusive', '#SBATCH --mem=0'} <= {*sbatch(BASE, 'run').splitlines()}
-    assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {
-        *sbatch(BASE, 'run', options={'mem': '80G'}).splitlines()}
+    with_memory = sbatch(BASE, 'run', options={'mem': '80G'})
+    assert {'#SBATCH --exclusive', '#SBATCH --mem=80G'} <= {*with_memory.splitlines()}
     assert '--rdzv-backend=c10d' in script
     assert '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in script
-    assert (
-        script.index('trap forward')
-        < script.index("llm_workbook preflight")
-        < script.index("llm_workbook train"))
+    order = 'trap forward', 'llm_workbook preflight', 'llm_workbook train'
+    places = [script.index(words) for words in order]
+    assert places == sorted(places)
     assert script.count('scontrol requeue') == 1
-    assert max(
-        n for n, line in enumerate(script.splitlines()) if line.startswith('#SBATCH')
-    ) < script.splitlines().index('set -u')
+    last_option = max(n for n, line in enumerate(lines) if line.startswith('#SBATCH'))
+    assert last_option < lines.index('set -u')
 
 
 def test_18_a_secret_is_handed_on_by_name(tmp_path, monkeypatch):
@@ -276,8 +298,8 @@ def test_18_a_signal_that_comes_while_the_ranks_start_is_sent_again(tmp_path, mo
     job = start(tmp_path, script.replace('((s % 10))', '((s % 3))'), 1, late)
     assert wait_for((tmp_path/'place/early').exists, 20)
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=20)[0]
-    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), said
+    output = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), output
 
 
 @pytest.mark.parametrize('signals, wanted', [(1, (75, ['4711'])), (0, (138, []))])
@@ -287,30 +309,26 @@ def test_18_a_launcher_that_the_signal_kills_comes_back_only_if_it_was_sent(
     job = start(tmp_path, sbatch(BASE, '.'), 138, f'touch ready; sleep {2 * signals}')
     assert wait_for((tmp_path/'place/ready').exists, 20)
     for _ in range(signals): job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=20)[0]
-    assert (job.returncode, requeues(tmp_path)) == wanted, said
+    output = job.communicate(timeout=20)[0]
+    assert (job.returncode, requeues(tmp_path)) == wanted, output
 
 
 @pytest.mark.parametrize(
     'steps, wanted', [((4, 4, 4, 4, 4), 3), ((4, 4, 4, 5, 5), 5), (('',) * 4, 3)])
 def test_18_a_job_that_gets_no_further_does_not_come_back_forever(steps, wanted, tmp_path):
     for step in steps:
-        job = start(
-            tmp_path,
-            sbatch(BASE, '.'),
-            75,
-            f'echo "{{\\"state\\": \\"preempted\\", \\"step\\": {step}}}" > run.json'
-            if step
-            else 'true')
-        said = job.communicate(timeout=20)[0]
+        act = write_state('preempted', step) if step else 'true'
+        job = start(tmp_path, sbatch(BASE, '.'), 75, act)
+        output = job.communicate(timeout=20)[0]
         assert job.returncode == 75
     assert len(requeues(tmp_path)) == wanted
-    assert ('for the fourth time at step' in said) == (wanted == 3), said
+    assert ('for the fourth time at step' in output) == (wanted == 3), output
 
 
-@pytest.mark.parametrize(
-    'shown, wanted',
-    [(f'(sleep 2; {SAY % "preempted"}) &> /dev/null &', (75, ['4711'])), ('true', (1, []))])
+SHOW_LATE = f'(sleep 2; {write_state("preempted")}) &> /dev/null &'
+
+
+@pytest.mark.parametrize('shown, wanted', [(SHOW_LATE, (75, ['4711'])), ('true', (1, []))])
 def test_18_a_file_that_the_network_shows_late_is_waited_for_when_the_job_was_asked(
     shown, wanted, tmp_path
 ):
@@ -318,12 +336,12 @@ def test_18_a_file_that_the_network_shows_late_is_waited_for_when_the_job_was_as
     script = sbatch(BASE, '.')
     assert '{1..19}' in script
     assert 'sleep 5' in script
-    job = start(
-        tmp_path, script.replace('sleep 5', 'sleep .25'), 1, f'touch ready; sleep 1; {shown}')
+    quicker = script.replace('sleep 5', 'sleep .25')
+    job = start(tmp_path, quicker, 1, f'touch ready; sleep 1; {shown}')
     assert wait_for((tmp_path/'place/ready').exists, 20)
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=30)[0]
-    assert (job.returncode, requeues(tmp_path)) == wanted, said
+    output = job.communicate(timeout=30)[0]
+    assert (job.returncode, requeues(tmp_path)) == wanted, output
 
 
 def test_18_more_processors_for_a_task_reach_srun(tmp_path, monkeypatch):

@@ -5,10 +5,9 @@ import random
 import signal
 
 import pytest
-from trouble import REPORT_LINES, fine_tune, losses
+from trouble import REPORT_LINES, decoder_layers, fine_tune, losses
 
 from llm_workbook.checkpoint import save_load as checkpoint
-
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import rank_run
 from llm_workbook.checkpoint.manifest import check, latest_valid
@@ -24,8 +23,8 @@ STEPS = 24
 @pytest.fixture(scope='module')
 def whole(recipe, tmp_path_factory):
     "The run that nobody kills."
-    asked = recipe.changed({'optimizer.steps': STEPS, 'intervals.saving': 2})
-    return fine_tune(asked, tmp_path_factory.mktemp('whole')/'run')
+    longer = recipe.changed({'optimizer.steps': STEPS, 'intervals.saving': 2})
+    return fine_tune(longer, tmp_path_factory.mktemp('whole')/'run')
 
 
 def die(victims, note):
@@ -35,65 +34,75 @@ def die(victims, note):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_a_step(patch, chance, victims, note, sure):
-    make, when, passes = training.make_trainer, chance.randint(1, 5), []
-    where = chance.choice(['register_forward_pre_hook', 'register_full_backward_hook'])
-    def hook(*args):
+def in_a_step(patch, chance, victims, note, must_commit):
+    "Kill in a forward or backward pass of a layer."
+    make_trainer = training.make_trainer
+    last_pass = chance.randint(1, 5)
+    direction = chance.choice(['forward', 'backward'])
+    passes = []
+    def count_and_die(*args):
         passes.append(1)
-        if len(passes) == when: die(victims, note)
-    def broken(*args, **how):
-        trainer = make(*args, **how)
-        layer = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer'][
-            chance.randrange(2)]
-        getattr(layer, where)(hook)
+        if len(passes) == last_pass: die(victims, note)
+    def make_deadly_trainer(*args, **how):
+        trainer = make_trainer(*args, **how)
+        layer = decoder_layers(trainer)[chance.randrange(2)]
+        if direction == 'forward': layer.register_forward_pre_hook(count_and_die)
+        else: layer.register_full_backward_hook(count_and_die)
         return trainer
-    patch.setattr(training, 'make_trainer', broken)
-    return f'{where.split("_")[1]} pass {when}'
+    patch.setattr(training, 'make_trainer', make_deadly_trainer)
+    return f'{direction} pass {last_pass}'
 
 
-def in_a_save(patch, chance, victims, note, sure):
+def in_a_save(patch, chance, victims, note, must_commit):
+    "Kill while files are written, or around the commit, which is rank 0's."
     write, commit = checkpoint._write, checkpoint.commit
-    point = chance.choice(
-        ['files', 'files', 'before the commit', 'after the commit'] if 0 in victims else ['files'])
-    if sure: point, victims = 'after the commit', {0, *victims}
+    points = ['files']
+    if 0 in victims: points += ['files', 'before the commit', 'after the commit']
+    point = chance.choice(points)
+    if must_commit:
+        point = 'after the commit'
+        victims = {0, *victims}
     part = chance.random()
-    def broken_write(folder, files, needed_b):
-        if point != 'files': return write(folder, files, needed_b)
-        write(folder, dict(list(files.items())[:round(part * len(files))]), needed_b)
-        die(victims, note)
+    def deadly_write(folder, files, needed_b):
+        if point == 'files':
+            first_files = list(files.items())[:round(part * len(files))]
+            write(folder, dict(first_files), needed_b)
+            die(victims, note)
         return write(folder, files, needed_b)
-    def broken_commit(*args, **how):
+    def deadly_commit(*args, **how):
         if point == 'before the commit': die(victims, note)
-        made = commit(*args, **how)
+        manifest = commit(*args, **how)
         if point == 'after the commit': die(victims, note)
-        return made
-    patch.setattr(checkpoint, '_write', broken_write)
-    patch.setattr(checkpoint, 'commit', broken_commit)
-    return point + f' ({part:.0%} of them)' * (point == 'files')
+        return manifest
+    patch.setattr(checkpoint, '_write', deadly_write)
+    patch.setattr(checkpoint, 'commit', deadly_commit)
+    return f'files ({part:.0%} of them)' if point == 'files' else point
 
 
-def in_a_resume(patch, chance, victims, note, sure):
-    load, rest = checkpoint.load_checkpoint, checkpoint._resume
+def in_a_resume(patch, chance, victims, note, must_commit):
+    "Kill before, in the middle of or after loading the checkpoint."
+    load, load_rest = checkpoint.load_checkpoint, checkpoint._resume
     point = chance.choice(['before', 'between weights and optimizer', 'after'])
-    def broken_load(*args, **how):
+    def deadly_load(*args, **how):
         if point == 'before': die(victims, note)
-        made = load(*args, **how)
+        facts = load(*args, **how)
         if point == 'after': die(victims, note)
-        return made
-    def broken_rest(*args):
-        if point.startswith('between'): die(victims, note)
-        return rest(*args)
-    patch.setattr(rank_run, 'load_checkpoint', broken_load)
-    patch.setattr(checkpoint, '_resume', broken_rest)
+        return facts
+    def deadly_load_rest(*args):
+        if point == 'between weights and optimizer': die(victims, note)
+        return load_rest(*args)
+    patch.setattr(rank_run, 'load_checkpoint', deadly_load)
+    patch.setattr(checkpoint, '_resume', deadly_load_rest)
     return point
 
 
-BREAK = {'step': in_a_step, 'save': in_a_save, 'resume': in_a_resume}
+KILL = {'step': in_a_step, 'save': in_a_save, 'resume': in_a_resume}
 
 
-def newest(directory) -> int:
-    found = latest_valid(directory, deep=True)
-    return check(found, deep=True).step if found else 0
+def committed_step(directory) -> int:
+    "The step of the newest valid checkpoint; 0 if there is none."
+    newest = latest_valid(directory, deep=True)
+    return check(newest, deep=True).step if newest else 0
 
 
 @pytest.mark.slow
@@ -105,32 +114,32 @@ def test_kills_at_random_points_lose_nothing_that_was_committed(
     monkeypatch.setenv('TMPDIR', str(tmp_path))
     chance = random.Random(SEED + chain)
     run = tmp_path/'run'
-    done = 0
-    kinds = [*CHAINS[chain]]
-    for number in range(len(kinds)):
-        # Nothing to resume: later
-        kind = kinds.pop(next(i for i, kind in enumerate(kinds) if done or kind != 'resume'))
+    committed = 0
+    kinds_left = [*CHAINS[chain]]
+    for number in range(len(kinds_left)):
+        # Where there is nothing to resume, a kill in a resume comes later
+        kind = next(kind for kind in kinds_left if committed or kind != 'resume')
+        kinds_left.remove(kind)
         victims = chance.choice([[0], [1], [0, 1]])
         note = tmp_path/f'note-{number}'
         with pytest.MonkeyPatch.context() as patch:
-            where = BREAK[kind](patch, chance, victims, note, not done and 'resume' in kinds)
+            must_commit = not committed and 'resume' in kinds_left
+            where = KILL[kind](patch, chance, victims, note, must_commit)
             with pytest.raises(RankError, match='SIGKILL'):
                 fine_tune(whole.recipe, run, resume=True)
         assert note.exists()
-        now = newest(run)
+        before, committed = committed, committed_step(run)
         REPORT_LINES.append(
-            f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; committed '
-            f'{done} -> {now}'
-        )
-        assert done <= now < STEPS
-        if kind == 'resume': assert now == done > 0
-        done = now
+            f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; '
+            f'committed {before} -> {committed}')
+        assert before <= committed < STEPS
+        if kind == 'resume': assert committed == before > 0
     fine_tune(whole.recipe, run, resume=True)
     assert losses(run) == pytest.approx(losses(whole.directory), abs=1e-6)
     assert len(losses(run)) == STEPS
 
 
 def test_there_are_twenty_kills():
-    every = sum(CHAINS, [])
-    assert (len(every), every.count('resume')) == (20, 4)
-    assert every.count('save') >= 6
+    kinds = sum(CHAINS, [])
+    assert (len(kinds), kinds.count('resume')) == (20, 4)
+    assert kinds.count('save') >= 6
