@@ -28,8 +28,11 @@ def test_the_last_line_printed_is_the_record_that_is_written(monkeypatch, tmp_pa
     made = record('import_time', [3.0, 1.0, 2.0], 's', [4.0, 8.0], peer='another')
     monkeypatch.setattr(import_time, 'measure', lambda: made)
     assert run_line('import_time', tmp_path) == made
-    said = capsys.readouterr().out.splitlines()
-    assert json.loads(said[-1]) == json.loads((tmp_path/'cpu/import_time.json').read_text()) == made
+    printed = capsys.readouterr().out.splitlines()
+    assert (
+        json.loads(printed[-1])
+        == json.loads((tmp_path/'cpu/import_time.json').read_text())
+        == made)
     assert (
         made['value'], made['worst'], made['peer_value'], made['ratio'],
         made['repetitions']) == (2, 3, 6, 0.333, 3)

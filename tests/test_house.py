@@ -321,7 +321,7 @@ def test_everything_public_has_a_docstring_of_one_line(path):
 
 @pytest.mark.parametrize('path', MODULES, ids=name)
 def test_every_parameter_and_return_has_a_docment(path):
-    said, bad = comments(path), []
+    documented, bad = comments(path), []
     for label, node in public(path):
         if isinstance(node, ast.ClassDef):
             fields = [
@@ -331,14 +331,14 @@ def test_every_parameter_and_return_has_a_docment(path):
             bad += [
                 f'{label}.{f.target.id}'
                 for f in fields
-                if not said & set(range(f.lineno, f.end_lineno + 1))]
+                if not documented & set(range(f.lineno, f.end_lineno + 1))]
             continue
         places = [a.lineno for a in arguments(node)]
         shared = {node.returns.end_lineno} if node.returns else set()
         bad += [
             f'{label}({a.arg})'
             for a in arguments(node)
-            if a.lineno not in said
+            if a.lineno not in documented
             or a.lineno in shared
             or places.count(a.lineno) > 1
             or a.annotation is None]
@@ -346,7 +346,7 @@ def test_every_parameter_and_return_has_a_docment(path):
             bad.append(f'{label} -> no annotation')
         elif (
             not (isinstance(node.returns, ast.Constant) and node.returns.value is None)
-            and node.returns.end_lineno not in said
+            and node.returns.end_lineno not in documented
         ):
             bad.append(f'{label} -> no docment')
     assert not bad

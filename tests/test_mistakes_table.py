@@ -45,9 +45,9 @@ def test_its_tests_exist(row):
         place, *options = shlex.split(test)
         path, _, name = place.partition('::')
         assert (mutants.ROOT/path).is_file(), test
-        said = dict(zip(options[::2], options[1::2], strict=True))
-        assert said.keys() <= {'-k', '-m'}, test
-        words = {name, *re.findall(r'\w+', said.get('-k', ''))} - {'and', 'or', 'not', ''}
+        chosen = dict(zip(options[::2], options[1::2], strict=True))
+        assert chosen.keys() <= {'-k', '-m'}, test
+        words = {name, *re.findall(r'\w+', chosen.get('-k', ''))} - {'and', 'or', 'not', ''}
         assert all(word in text(path) for word in words), test
     quick = [test for test in row['tests'] if ' -m ' not in test]
     assert bool(quick) is not row.get('slow', False), 'slow: only tests marked slow catch it'
@@ -61,8 +61,8 @@ ROW = {
 
 
 def test_a_row_at_fault_is_named():
-    said = 'a-1: `find` occurs 0 times in llm_workbook/training/watchdog.py'
-    with pytest.raises(mutants.RowError, match=said):
+    words = 'a-1: `find` occurs 0 times in llm_workbook/training/watchdog.py'
+    with pytest.raises(mutants.RowError, match=words):
         mutants.edits(ROW, mutants.ROOT)
     with pytest.raises(mutants.RowError, match='occurs [0-9]{2,} times'):
         mutants.edits(ROW | {'find': 'self'}, mutants.ROOT)
@@ -72,8 +72,8 @@ def test_a_row_at_fault_is_named():
 
 def test_names_and_beginnings_choose_rows():
     assert [row['name'] for row in mutants.chosen(ROWS, 'guards-2')] == ['guards-2']
-    some = {row['name'] for row in mutants.chosen(ROWS, 'guards-2, nf4-*')}
-    assert some == {'guards-2', 'nf4-1', 'nf4-2', 'nf4-3'}
+    names = {row['name'] for row in mutants.chosen(ROWS, 'guards-2, nf4-*')}
+    assert names == {'guards-2', 'nf4-1', 'nf4-2', 'nf4-3'}
     assert mutants.chosen(ROWS, '') == ROWS
 
 

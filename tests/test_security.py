@@ -213,8 +213,8 @@ def test_a_token_in_the_environment_is_written_nowhere(tmp_path, monkeypatch, ca
         for path in files
         if path.is_relative_to(tmp_path/'run')}
     assert [path.name for path in files if canary.encode() in path.read_bytes()] == []
-    said = ''.join(capfd.readouterr())
-    assert canary not in said + repr(run) + run._repr_html_() + json.dumps(run.to_dict())
+    printed = ''.join(capfd.readouterr())
+    assert canary not in printed + repr(run) + run._repr_html_() + json.dumps(run.to_dict())
 
 
 # The sources

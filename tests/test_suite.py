@@ -35,7 +35,7 @@ def both(path, *arguments):
 
 
 @pytest.mark.parametrize(
-    'text, status, said',
+    'text, status, words',
     [
         (
             'import sys; print(__name__, sys.argv[1:], sys.path[0] == '
@@ -52,12 +52,12 @@ def both(path, *arguments):
             'print("late"))).start()',
             0, 'late'),
         ('import os, signal; os.kill(os.getpid(), signal.SIGKILL)', -signal.SIGKILL, '')])
-def test_a_fork_ends_and_speaks_as_the_program_does(tmp_path, text, status, said):
+def test_a_fork_ends_and_speaks_as_the_program_does(tmp_path, text, status, words):
     fork, own = both(program(tmp_path, text), 'a', '-b')
     assert fork.status == own.status == status
-    assert said in fork.said
-    assert said in own.said
-    if 'Error' not in said: assert fork.said == own.said
+    assert words in fork.said
+    assert words in own.said
+    if 'Error' not in words: assert fork.said == own.said
 
 
 def test_the_processor_time_of_a_job_is_counted_with_that_of_its_children(tmp_path):
@@ -154,7 +154,7 @@ def test_the_summary_adds_up_what_pytest_said():
 
 
 @pytest.mark.parametrize(
-    'status, said, well',
+    'status, output, well',
     [
         (0, '', True),
         (1, '3 deselected', False),
@@ -162,8 +162,8 @@ def test_the_summary_adds_up_what_pytest_said():
         (5, 'no tests ran', False),
         (-9, '', False),
         (2, '', False)])
-def test_only_an_empty_selection_may_end_otherwise(status, said, well):
-    assert suite.passed(Done(Job('x', 'pytest', ()), status, said, 1., 1.)) is well
+def test_only_an_empty_selection_may_end_otherwise(status, output, well):
+    assert suite.passed(Done(Job('x', 'pytest', ()), status, output, 1., 1.)) is well
 
 
 def test_a_job_that_hangs_is_named_and_ended(tmp_path, monkeypatch, capfd):

@@ -102,9 +102,9 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_it_is_used(
     if damage is flip and file != MANIFEST:
         assert latest_valid(run) == run/'checkpoint-10', 'sizes alone cannot show it'
     assert latest_valid(run, deep=True) == run/'checkpoint-5'
-    said = caplog.records[-1].getMessage()
-    assert said.startswith('skipped checkpoint-10')
-    assert file in said or file == MANIFEST and 'no manifest' in said
+    message = caplog.records[-1].getMessage()
+    assert message.startswith('skipped checkpoint-10')
+    assert file in message or file == MANIFEST and 'no manifest' in message
     with pytest.raises(DamagedCheckpoint) as caught: check(run/'checkpoint-10', deep=True)
     assert not caught.value.interrupted
     assert caught.value.folder == run/'checkpoint-10'
@@ -551,14 +551,14 @@ def test_what_belongs_to_another_user_is_refused_unless_trusted(run, name, monke
 def test_facts_are_checked_before_anything_is_written(run):
     folder = begin_save(run, 15)
     write(folder)
-    for facts, said in (
+    for facts, words in (
         ({'step': 16}, 'belongs not into'),
         ({'step': 15, 'ranks': 0}, 'ranks = 0'),
         ({'step': 15, 'rank': 2}, 'unknown key'),
         ({'step': 15, 'extra': {'x': float('nan')}}, 'finite'),
         ({}, 'step: is missing')
     ):
-        with pytest.raises(ValueError, match=said): commit(folder, FACTS | facts)
+        with pytest.raises(ValueError, match=words): commit(folder, FACTS | facts)
     with pytest.raises(ValueError, match=r"lacks \['model/rank-2"):
         commit(folder, FACTS | {'step': 15}, expected=['model/rank-2.safetensors'])
     assert not (folder/MANIFEST).exists()

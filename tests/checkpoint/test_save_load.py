@@ -33,7 +33,8 @@ from llm_workbook.checkpoint.sharded_files import (
 def imported():
     "Import once what every rank needs; forks share it."
     import bitsandbytes, peft, transformers  # noqa: E401, F401
-    import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
+    import torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+    import torch.distributed.tensor  # noqa: F401
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -137,7 +138,8 @@ def exact(kind, how, folder):
 
 
 @pytest.mark.parametrize(
-    'how, world', [('none', 1), ('fsdp2', 2), ('ddp', 2), slow_case('fsdp2', 3), slow_case('hsdp', 4)])
+    'how, world',
+    [('none', 1), ('fsdp2', 2), ('ddp', 2), slow_case('fsdp2', 3), slow_case('hsdp', 4)])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, how, world):
     for on, again, facts, rates, *_ in run_ranks(exact, world, ('toy', how, tmp_path)):
         assert on == again
@@ -202,12 +204,12 @@ def whole(live):
 def resumed(how, folder):
     live = prepared('toy', how)
     live[0].eval()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter('always')
         load_checkpoint(folder / 'checkpoint-3', *live)
     return (
         whole(live), step(*live, 3),
-        [str(w.message) for w in said if 'any_ranks' in str(w.message)])
+        [str(w.message) for w in warned if 'any_ranks' in str(w.message)])
 
 
 @pytest.mark.parametrize(
@@ -221,17 +223,17 @@ def resumed(how, folder):
 def test_other_ranks_read_what_they_need(tmp_path, first, then):
     before, loss = run_ranks(saved, first[1], (first[0], tmp_path))[0]
     for how, world in then:
-        for after, again, said in run_ranks(resumed, world, (how, tmp_path)):
+        for after, again, messages in run_ranks(resumed, world, (how, tmp_path)):
             assert before.keys() == after.keys()
             assert all(before[name].equal(after[name]) for name in before)
             assert abs(again - loss) <= 1e-6
-            assert not said
+            assert not messages
 
 
 def test_ddp_warns_of_other_ranks(tmp_path):
     run_ranks(saved, 2, ('ddp', tmp_path))
-    [(_, _, said)] = run_ranks(resumed, 1, ('none', tmp_path))
-    assert 'checkpoint-3 is of 2 ranks and there are 1' in said[0]
+    [(_, _, messages)] = run_ranks(resumed, 1, ('none', tmp_path))
+    assert 'checkpoint-3 is of 2 ranks and there are 1' in messages[0]
     model, *rest = prepared('toy', 'none')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
@@ -422,27 +424,27 @@ def fails(folder):
     next save works."""
     live = prepared('toy', 'fsdp2')
     save_checkpoint(folder / 'checkpoint-1', *live)
-    said = []
+    errors = []
     with slow(breaks=1):
         saving = save_checkpoint(folder / 'checkpoint-2', *live, wait=False)
         try: saving.result()
-        except CheckpointError as error: said.append(str(error))
+        except CheckpointError as error: errors.append(str(error))
     newest = latest_valid(folder).name
     with slow(breaks=1):
         save_checkpoint(folder / 'checkpoint-2', *live, wait=False)
         try: save_checkpoint(folder / 'checkpoint-3', *live)
-        except CheckpointError as error: said.append(str(error))
+        except CheckpointError as error: errors.append(str(error))
     save_checkpoint(folder / 'checkpoint-2', *live)
-    return said, newest, latest_valid(folder).name
+    return errors, newest, latest_valid(folder).name
 
 
 def test_an_error_in_the_thread_is_heard_on_every_rank(tmp_path):
-    for rank, (said, before, after) in enumerate(run_ranks(fails, 2, (tmp_path,))):
+    for rank, (errors, before, after) in enumerate(run_ranks(fails, 2, (tmp_path,))):
         assert (before, after) == ('checkpoint-1', 'checkpoint-2')
-        assert len(said) == 2
+        assert len(errors) == 2
         assert all(
-            'checkpoint-2 is not committed' in text and 'No space left' in text for text in said)
-        assert rank or 'rank 1 failed' in said[0]
+            'checkpoint-2 is not committed' in text and 'No space left' in text for text in errors)
+        assert rank or 'rank 1 failed' in errors[0]
 
 
 def leaves_early(folder):
@@ -458,8 +460,8 @@ def leaves_early(folder):
 
 
 def test_a_group_that_is_destroyed_commits_nothing(tmp_path):
-    said = run_ranks(leaves_early, 2, (tmp_path,))
-    assert all('checkpoint-2 is not committed' in text for text in said), said
+    errors = run_ranks(leaves_early, 2, (tmp_path,))
+    assert all('checkpoint-2 is not committed' in text for text in errors), errors
     assert latest_valid(tmp_path).name == 'checkpoint-1'
 
 

@@ -91,8 +91,8 @@ def test_a_node_that_is_cut_off_is_named_and_the_next_start_goes_on(
         until(job, lambda status: status.state != 'RUNNING', 60)
         took_s = time.monotonic() - began
     finally: cluster.link('node2', 'up')
-    said = job.file.read_text()[before:]
-    assert took_s < 60, said
-    assert 'node2' in said, said
+    log = job.file.read_text()[before:]
+    assert took_s < 60, log
+    assert 'node2' in log, log
     finished(job)
     as_undisturbed(job, whole)

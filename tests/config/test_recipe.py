@@ -431,13 +431,13 @@ def test_what_is_planned_only_is_said_with_a_way_out():
     assert packing.reason.endswith('set it to False')
     assert offload.reason.startswith('can be planned, not run: ')
     assert 'set both offloads to none' in offload.reason
-    told = GOOD.changed(
+    remarks = GOOD.changed(
         {
             'cluster.interface': 'eth0', 'cluster.variables': {'NCCL_DEBUG': 'INFO'},
             'sharding.strategy': 'zero3', 'sharding.offload_parameters': 'cpu',
             'sharding.offload_optimizer': 'cpu'})
     assert (
-        planned_only(told)
+        planned_only(remarks)
         == planned_only(
             GOOD.changed(
                 {

@@ -51,7 +51,8 @@ def done(recipe, workers, tmp_path_factory):
 def endless(recipe, workers, tmp_path):
     "A run of 5,000 steps that has done three."
     run = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', workers)
-    assert wait_for(lambda: steps_done(run.directory) >= 3 or run.state != 'running', 60), run.wait(1)
+    assert wait_for(lambda: steps_done(run.directory) >= 3 or run.state != 'running', 60), run.wait(
+        1)
     assert run.state == 'running', run.wait(1)
     yield run
     run.kill()
@@ -203,11 +204,11 @@ def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     # Twice is once
     endless.stop()
     endless.stop()
-    with pytest.raises(Preempted) as told: endless.wait(60)
+    with pytest.raises(Preempted) as preempted: endless.wait(60)
     assert time.monotonic() - start < 5
     assert endless.state == 'preempted'
     assert below(workers) == []
-    step = told.value.step
+    step = preempted.value.step
     assert 3 <= step < 5000
     assert check(latest_valid(endless.directory), deep=True).step == step
     assert run_state(endless.directory) == {'state': 'preempted', 'step': step}
@@ -229,9 +230,9 @@ def interrupt(after_s, times=1):
 def test_an_interrupt_saves_and_frees_everything(endless, workers):
     interrupt(0.2)
     start = time.monotonic()
-    with pytest.raises(Preempted) as told: endless.wait(60)
+    with pytest.raises(Preempted) as preempted: endless.wait(60)
     assert time.monotonic() - start < 5
-    assert told.value.step >= 3
+    assert preempted.value.step >= 3
     assert below(workers) == []
 
 
@@ -296,10 +297,10 @@ DEAF = "trap '' TERM; touch {place}; while :; do sleep 0.02; done"
 
 
 @pytest.mark.parametrize(
-    'program, said, code', [(SAVING, 'saved\n', 0), (DEAF, '', -signal.SIGKILL)],
+    'program, words, code', [(SAVING, 'saved\n', 0), (DEAF, '', -signal.SIGKILL)],
     ids=['saves', 'does not listen'])
 def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(
-    program, said, code, tmp_path, monkeypatch
+    program, words, code, tmp_path, monkeypatch
 ):
     """The nursery's own signals to a process that stands for the run; the whole of it is in
     tests/fault."""
@@ -310,7 +311,7 @@ def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(
     nursery.child, nursery.stop_sent = run.pid, False
     nursery.bury = lambda: run.poll() is not None and setattr(nursery, 'child', None)
     launching._save_and_end(nursery)
-    assert (run.wait(5), (tmp_path/'run').read_text()) == (code, said)
+    assert (run.wait(5), (tmp_path/'run').read_text()) == (code, words)
 
 
 def test_a_nursery_takes_no_second_run():

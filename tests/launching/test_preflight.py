@@ -40,11 +40,11 @@ def attend(recipe, directory, port, disturb=None, late=()):
     if rank in late: return None
     # A name that leads to another address, without any DNS
     socket.getfqdn = lambda: f'10.83.0.{rank + 1}'
-    said = {
+    variables = {
         'SLURM_PROCID': rank, 'SLURM_NTASKS': 2, 'SLURM_JOB_NODELIST': 'node[1-2]',
         'SLURMD_NODENAME': f'node{rank + 1}'}
     own = disturb(rank) if disturb else {}
-    env = {k: str(v) for k, v in (said | own.get('env', {})).items()}
+    env = {k: str(v) for k, v in (variables | own.get('env', {})).items()}
     return preflight(
         own.get('recipe', recipe), own.get('directory', directory), env, 'localhost', port
     ).to_dict()
@@ -190,10 +190,10 @@ def test_a_directory_that_is_another(tmp_path):
 
 def test_files_that_only_one_node_has_and_files_that_differ(tmp_path):
     def disturb(rank):
-        (here := tmp_path/str(rank)).mkdir()
-        (here/'a.txt').write_text('same words' if not rank else 'some words')
-        if not rank: (here/'b.txt').write_text('alone')
-        os.chdir(here)
+        (folder := tmp_path/str(rank)).mkdir()
+        (folder/'a.txt').write_text('same words' if not rank else 'some words')
+        if not rank: (folder/'b.txt').write_text('alone')
+        os.chdir(folder)
         return {}
 
     recipe = TWO.changed(
@@ -396,9 +396,10 @@ def test_a_name_that_leads_home(own, face, words):
 
 
 @pytest.mark.parametrize(
-    'there, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')])
-def test_a_neighbour_whose_name_leads_nowhere(there, words):
-    finding = only(assess(TWO, [FACT, OTHER | {'others': {'node1': there}}]), 'names')
+    'address, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')]
+)
+def test_a_neighbour_whose_name_leads_nowhere(address, words):
+    finding = only(assess(TWO, [FACT, OTHER | {'others': {'node1': address}}]), 'names')
     assert (finding.host, finding.what) == ('node2', words)
 
 
@@ -474,10 +475,10 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
         == {'content': 'commit 0123456789ab'})
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
     assert describe_source('owner/name', kind='datasets')['later']
-    there, absent = (
+    cached, absent = (
         {'sources': {'data': one}}
         for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
-    finding = only(assess(TWO, [FACT | there, OTHER | absent]), 'files')
+    finding = only(assess(TWO, [FACT | cached, OTHER | absent]), 'files')
     assert (finding.host, finding.stops) == ('node2', False)
     assert 'hf download' in finding.mend
 
@@ -529,12 +530,12 @@ def test_the_place_of_a_process():
 def test_the_head_listens_on_one_address_alone(tmp_path):
     talk = Talk(Place(0, 1, (), 'node1', 'localhost', port := free_port()))
     talk.join()
-    here = {
+    listening = {
         line.split()[1]
         for line in Path('/proc/net/tcp').read_text().splitlines()[1:]
         if line.split()[3] == '0A'}
-    assert f'0100007F:{port:04X}' in here
-    assert f'{0:08X}:{port:04X}' not in here
+    assert f'0100007F:{port:04X}' in listening
+    assert f'{0:08X}:{port:04X}' not in listening
 
 
 # GPUs
@@ -616,8 +617,7 @@ def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
     code = (
         'import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
         'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; '
-        'runpy.run_module("llm_workbook", run_name="__main__")'
-    )
+        'runpy.run_module("llm_workbook", run_name="__main__")')
     env = {
         k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')
     } | {'PYTHONPATH': str(ROOT)}

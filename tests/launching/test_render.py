@@ -80,8 +80,7 @@ def test_the_files_are_the_golden_ones(name):
         else {})
     assert texts == kept, (
         'if the change is meant: GOLDEN=renew python -m pytest tests/launching/test_render.py -k '
-        'golden, and read git diff'
-    )
+        'golden, and read git diff')
 
 
 def test_no_golden_file_is_left_over():
@@ -150,8 +149,8 @@ def test_the_readers_know_every_key(name):
         *range(WAYS[name].cluster.nodes)]
     for sheet in sheets(rendered):
         with accelerates(sheet) as (args, _): known = vars(args)
-        said = yaml.safe_load(sheet.read_text())
-        for part in [part for part in said.values() if isinstance(part, dict)]:
+        settings = yaml.safe_load(sheet.read_text())
+        for part in [part for part in settings.values() if isinstance(part, dict)]:
             assert part.keys() <= known.keys()
 
 
@@ -168,10 +167,10 @@ def test_deepspeed_reads_every_key(name):
         def get(self, key, *default): return asked.add(key) or super().get(key, *default)
         def __getitem__(self, key): return asked.add(key) or super().__getitem__(key)
 
-    said = json.loads(file.read_text())
-    DeepSpeedConfig(Watched(said))
-    assert said == zero_config(recipe)
-    assert said.keys() <= asked
+    settings = json.loads(file.read_text())
+    DeepSpeedConfig(Watched(settings))
+    assert settings == zero_config(recipe)
+    assert settings.keys() <= asked
     assert read.zero_optimization_stage == int(recipe.sharding.strategy[-1])
     assert read.float16_config.enabled == (recipe.precision.compute == 'float16')
     for part in 'offload_param', 'offload_optimizer':
@@ -229,11 +228,11 @@ OWNED = {
 
 @pytest.mark.parametrize('what', EDITS)
 def test_an_edit_that_would_be_ignored_is_refused(what):
-    name, file, old, new, said = EDITS[what]
+    name, file, old, new, words = EDITS[what]
     put(WAYS[name])
     edit(f'runs/x/{file}', old, new)
     with pytest.raises(RecipeError) as caught: check_rendered('runs/x')
-    assert said in str(caught.value)
+    assert words in str(caught.value)
     assert file in str(caught.value)
 
 
@@ -280,7 +279,9 @@ def test_an_index_names_nothing_but_rendered_files(name):
     index = put(PLAIN).files['rendered.yaml']
     index.write_text(
         yaml.safe_dump(
-            {**(said := yaml.safe_load(index.read_text())), 'files': said['files'] | {name: {}}}))
+            {
+                **(written := yaml.safe_load(index.read_text())),
+                'files': written['files'] | {name: {}}}))
     with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'): put(PLAIN)
 
 

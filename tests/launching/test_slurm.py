@@ -202,7 +202,7 @@ def test_a_preempted_job_is_over_if_it_stays_so(
 
 
 @pytest.mark.parametrize(
-    ('text', 'said'),
+    ('text', 'words'),
     [
         ('{"id": "1; touch x", "name": "n", "steps": 1, "submitted": ""}', "id '1; touch x'"),
         ('{"id": "-1"', 'broken'),
@@ -214,9 +214,9 @@ def test_a_preempted_job_is_over_if_it_stays_so(
         ('{"id": "17", "name": "n", "steps": 1, "submitted": "", "more": 1}', 'no record of a job'),
     ],
 )
-def test_a_record_that_is_none_reaches_no_command(slurm, tmp_path, text, said):
+def test_a_record_that_is_none_reaches_no_command(slurm, tmp_path, text, words):
     (tmp_path/'job.json').write_text(text)
-    with pytest.raises(ValueError, match=said): Job.of(tmp_path)
+    with pytest.raises(ValueError, match=words): Job.of(tmp_path)
     assert asked(slurm) == []
 
 

@@ -31,7 +31,8 @@ ZERO = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True},
 def imported():
     "Import once what every rank needs; forks share it."
     import accelerate, bitsandbytes, deepspeed, deepspeed.ops, peft, transformers  # noqa: E401, F401
-    import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
+    import torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+    import torch.distributed.tensor  # noqa: F401
     transformers.logging.disable_progress_bar()
     deepspeed.utils.logger.setLevel('ERROR')
     deepspeed.ops.__compatible_ops__ = {}  # Else it tries what it could compile

@@ -216,4 +216,4 @@ def test_a_share_is_what_fully_shard_keeps(storage):
                     lambda a, b: values[a:b], *share(values.numel(), r, ranks, storage),
                     values.numel())
                 for r in range(ranks)]
-            assert all(torch.equal(here, part[0]) for here, part in zip(kept, parts))
+            assert all(torch.equal(local, part[0]) for local, part in zip(kept, parts))

@@ -155,8 +155,8 @@ def test_a_header_larger_than_the_format_allows(tmp_path):
 
 def edit(folder, change):
     index = folder/'model.safetensors.index.json'
-    said = json.loads(index.read_text())
-    index.write_text(json.dumps(change(said['weight_map']) and said or said))
+    contents = json.loads(index.read_text())
+    index.write_text(json.dumps(change(contents['weight_map']) and contents or contents))
 
 
 @pytest.mark.parametrize(
@@ -164,24 +164,24 @@ def edit(folder, change):
     ['../one.safetensors', '/etc/passwd', 'sub/one.safetensors', '..', '', 'a\\b.safetensors'])
 def test_an_index_does_not_lead_out_of_its_directory(tmp_path, name):
     folder, where = split(tmp_path)
-    edit(folder, lambda said: said.update(dict.fromkeys(said, name)))
+    edit(folder, lambda weight_map: weight_map.update(dict.fromkeys(weight_map, name)))
     with pytest.raises(ValueError, match='leads out of the directory|is not there'): Weights(folder)
 
 
 def test_an_index_and_its_shards_must_agree(tmp_path):
     folder, where = split(tmp_path)
     first, second = list(where)[:2]
-    edit(folder, lambda said: said.update({'made.up': 'one.safetensors'}))
+    edit(folder, lambda weight_map: weight_map.update({'made.up': 'one.safetensors'}))
     with pytest.raises(
         ValueError, match='1 of its tensors are in no shard, first made.up, which one.safetensors'
     ):
         Weights(folder)
-    edit(folder, lambda said: (said.pop('made.up'), said.pop(first)))
+    edit(folder, lambda weight_map: (weight_map.pop('made.up'), weight_map.pop(first)))
     with pytest.raises(
         ValueError, match=f'{first} lies in one.safetensors, and the index does not know it'
     ):
         Weights(folder)
-    edit(folder, lambda said: said.update({first: 'two.safetensors'}))
+    edit(folder, lambda weight_map: weight_map.update({first: 'two.safetensors'}))
     with pytest.raises(
         ValueError, match=f'{first} lies in one.safetensors, and the index places it in two'
     ):

@@ -63,19 +63,19 @@ def test_half_precision_is_rendered():
 def test_deepspeed_takes_every_key(name):
     config = pytest.importorskip('deepspeed.runtime.config')
     for recipe in Recipe.named(name), shrink(Recipe.named(name)):
-        said = zero_config(recipe)
+        settings = zero_config(recipe)
         read = config.DeepSpeedConfig(
             {
-                'train_batch_size': said['train_micro_batch_size_per_gpu']
-                * said['gradient_accumulation_steps'],
-                **said})
+                'train_batch_size': settings['train_micro_batch_size_per_gpu']
+                * settings['gradient_accumulation_steps'],
+                **settings})
         assert read.zero_config.stage == int(recipe.sharding.strategy[4:])
         offloads = [
             getattr(place, 'device', 'none')
             for place in (read.zero_config.offload_param, read.zero_config.offload_optimizer)]
         assert [str(getattr(o, 'value', o)) for o in offloads] == [
             recipe.sharding.offload_parameters, recipe.sharding.offload_optimizer]
-        assert set(said['zero_optimization']) <= {
+        assert set(settings['zero_optimization']) <= {
             field.alias or key for key, field in type(read.zero_config).model_fields.items()}
         assert read.float16_config.enabled == (recipe.precision.compute == 'float16')
         assert (
@@ -85,23 +85,23 @@ def test_deepspeed_takes_every_key(name):
 
 
 def test_an_interface_that_is_not_here_is_refused_by_name(monkeypatch):
-    here = RECIPE.changed(
+    on_loopback = RECIPE.changed(
         {
             'cluster.interface': 'lo',
             'cluster.variables': {'NCCL_DEBUG': 'INFO', 'OMP_NUM_THREADS': '3'}})
     env = {
         'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo', 'NCCL_DEBUG': 'INFO',
         'OMP_NUM_THREADS': '3'}
-    assert transport_env(here) == env
-    assert env.items() <= fsdp_env(here).items()
+    assert transport_env(on_loopback) == env
+    assert env.items() <= fsdp_env(on_loopback).items()
     assert transport_env(RECIPE) == {}
     monkeypatch.setenv('OMP_NUM_THREADS', '3')
-    check_transport(here)
+    check_transport(on_loopback)
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     with pytest.raises(ValueError, match='OMP_NUM_THREADS=3, and this process started with 1'):
-        check_transport(here)
+        check_transport(on_loopback)
     with pytest.raises(ValueError, match=r"'ib7' is not on \S+, which has (\S+, )*lo\b"):
-        check_transport(here.changed({'cluster.interface': 'ib7'}))
+        check_transport(on_loopback.changed({'cluster.interface': 'ib7'}))
 
 
 def test_gloo_takes_the_interface():

@@ -97,7 +97,8 @@ PLAIN = {
 
 @pytest.mark.parametrize(
     'method, precision, again, ranks',
-    [how if name in ('qlora', 'full') else slow_case(*how) for name, how in PLAIN.items()], ids=PLAIN)
+    [how if name in ('qlora', 'full') else slow_case(*how) for name, how in PLAIN.items()],
+    ids=PLAIN)
 def test_a_share_is_that_of_the_whole(method, precision, again, ranks):
     sharding = Sharding(activation_checkpointing=again)
     seed = None if method.kind == 'full' else 3
@@ -132,7 +133,8 @@ ODD = [
 
 
 @pytest.mark.parametrize(
-    'name, kind', [pair if pair[0] in ('odd-gemma2', 'olmoe') else slow_case(*pair) for pair in ODD],
+    'name, kind',
+    [pair if pair[0] in ('odd-gemma2', 'olmoe') else slow_case(*pair) for pair in ODD],
     ids=lambda v: v)
 def test_odd_shapes_ties_biases_and_experts(name, kind, bases):
     base = make_base((BASES | MORE)[name], bases/name)
@@ -287,8 +289,8 @@ TRAINED = {
 
 
 @pytest.mark.parametrize(
-    'ranks, changes', [how if name == 'qlora' else slow_case(*how) for name, how in TRAINED.items()],
-    ids=TRAINED)
+    'ranks, changes',
+    [how if name == 'qlora' else slow_case(*how) for name, how in TRAINED.items()], ids=TRAINED)
 def test_training_is_the_same_however_the_base_came(ranks, changes, tmp_path):
     recipe = RECIPE.changed({'cluster.processes': ranks} | changes)
     got = notebook_ranks(both_ways, ranks, (recipe, tmp_path), 120, fsdp_env(recipe))
@@ -346,20 +348,20 @@ def refused(source, method=None):
 @pytest.mark.parametrize('change, words', BROKEN.values(), ids=BROKEN)
 def test_bad_checkpoints_are_refused_on_every_rank(change, words, tmp_path):
     broken(tmp_path, change)
-    said = run_ranks(refused, 2, (tmp_path,), timeout_s=30)
-    assert said[0] == said[1]
-    if words is None: assert said[0] is None
+    errors = run_ranks(refused, 2, (tmp_path,), timeout_s=30)
+    assert errors[0] == errors[1]
+    if words is None: assert errors[0] is None
     else:
-        with pytest.raises(ValueError, match=words): raise ValueError(said[0])
+        with pytest.raises(ValueError, match=words): raise ValueError(errors[0])
 
 
 def test_what_has_to_be_whole_is_refused(bases, tmp_path):
-    said = run_ranks(refused, 2, (make_base(MORE['gpt2'], bases/'gpt2'),))
+    errors = run_ranks(refused, 2, (make_base(MORE['gpt2'], bases/'gpt2'),))
     assert all(
         "c_attn.weight lies transposed on disk, so no part of it can be packed: set "
         "sharding.loading to"
         in s
-        for s in said)
+        for s in errors)
     narrow = make_base(_config('llama', 30, 45, 3, 1, 10, 101), bases/'narrow')
     assert all(
         '1,350 numbers, which do not fill elements of torch.bfloat16' in s
@@ -385,8 +387,8 @@ def cut_late(source):
 
 def test_a_disk_that_fails_on_one_rank_stops_all():
     start = time.monotonic()
-    for said in run_ranks(cut_late, 3, ('tiny-base',), timeout_s=30):
-        assert said == ('rank 1: OSError: [Errno 5] Input/output error',) * 2
+    for errors in run_ranks(cut_late, 3, ('tiny-base',), timeout_s=30):
+        assert errors == ('rank 1: OSError: [Errno 5] Input/output error',) * 2
     assert time.monotonic() - start < 20
 
 

@@ -67,7 +67,7 @@ def test_trl_shards_and_saves(tmp_path):
         assert same
         assert len(moved) == 28
         assert report.here_b <= report.total_b / 2 + report.largest_unit_b
-        assert all(whole[0] >= 2 * here[0] - 1 for _, _, whole, here, _, _ in report.rows)
+        assert all(whole[0] >= 2 * share[0] - 1 for _, _, whole, share, _, _ in report.rows)
     assert load_adapters('tiny-base', tmp_path, device='cpu')
 
 
@@ -147,18 +147,18 @@ def toy(units, rows, mesh):
 def test_a_rank_that_holds_nearly_all_one_row_tensors_breaks_the_share_law():
     """Every row is where torch puts it, and rank 0 has all 12: 3,072 bytes, where a third and one
     unit are 1,280."""
-    def look():
+    def judge():
         try: return assert_sharding(toy(12, 1, (3,)), 'fsdp2', 3)
         except ShardingMismatch as error: return str(error)
-    first, *others = run_ranks(look, 3)
+    first, *others = run_ranks(judge, 3)
     assert first == 'fsdp2 over 3 ranks was asked for, but 3,072 bytes are here, more than 1,280'
     assert [report.here_b for report in others] == [0, 0]
 
 
 def test_a_hybrid_share_is_that_of_the_group():
     "Five rows over groups of two: three and two, on both copies."
-    def look(): return assert_sharding(toy(2, 5, (2, 2)), 'fsdp2', 4, 2)
-    reports = run_ranks(look, 4)
+    def judge(): return assert_sharding(toy(2, 5, (2, 2)), 'fsdp2', 4, 2)
+    reports = run_ranks(judge, 4)
     assert [[row[3] for row in report.rows] for report in reports] == [
         [(3, 64)] * 2,
         [(2, 64)] * 2] * 2

@@ -175,7 +175,7 @@ def test_the_copy_of_a_new_head_has_gradients():
 
 
 @pytest.mark.parametrize(
-    'call, said',
+    'call, words',
     [
         (lambda s, r: saved('llama', r), "'llama' is no ModelSpec"),
         (lambda s, r: moments(s, 'x'), "'x' is no Recipe"),
@@ -183,5 +183,5 @@ def test_the_copy_of_a_new_head_has_gradients():
         (lambda s, r: layer_tape(s.units[-1], s, Setting()), 'has no o_proj'),
         (lambda s, r: head_tape(s, Setting(head='half')), "'half' is neither"),
         (lambda s, r: adapted('lora', s), 'is no Setting')])
-def test_mistakes_are_named(call, said):
-    with pytest.raises(ValueError, match=said): call(spec('tiny-base'), recipe({}))
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ValueError, match=words): call(spec('tiny-base'), recipe({}))

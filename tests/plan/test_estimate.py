@@ -73,14 +73,14 @@ def test_the_host_holds_the_lines_of_every_rank():
     assert host['payload'] == 2 * own
 
 
-@pytest.mark.parametrize('changes, said', [
+@pytest.mark.parametrize('changes, words', [
     ({'cluster.processes': 3}, 'at most one each'),
     ({'cluster.hardware': '2x-rtx-3900'}, "did you mean 'rtx-3090'"),
     ({'batch.length': 200_000}, 'length-in-context'),
     ({'cluster.nodes': 2}, 'no network'),
     ({'model.source': 'llama-3.1-71b'}, 'did you mean')])
-def test_what_cannot_be_planned_says_why(changes, said):
-    with pytest.raises(ValueError, match=said): estimate(PAIR.changed(changes))
+def test_what_cannot_be_planned_says_why(changes, words):
+    with pytest.raises(ValueError, match=words): estimate(PAIR.changed(changes))
 
 
 def test_more_ranks_than_rows():
@@ -164,8 +164,8 @@ def test_a_refusal_for_a_rule_is_one_of_the_recipe_too(found):
         with pytest.raises(RecipeError) as caught:
             found.base.changed(
                 refusal.settings | {'sharding.loading': 'sharded' if slices else 'every_rank'})
-        said = ' '.join(map(str, caught.value.problems))
-        assert all(reason.rpartition('[')[2] in said for reason in refusal.reasons)
+        problems = ' '.join(map(str, caught.value.problems))
+        assert all(reason.rpartition('[')[2] in problems for reason in refusal.reasons)
         assert len(caught.value.problems) == len(refusal.reasons)
 
 
@@ -246,7 +246,7 @@ def test_plans_can_be_written_and_drawn(eight):
 
 
 @pytest.mark.parametrize(
-    'axes, by, said',
+    'axes, by, words',
     [
         ({'method.knd': 'full'}, 'hours', "did you mean 'method.kind'"),
         ({'seed': 1}, 'hours', 'is no axis'),
@@ -255,8 +255,8 @@ def test_plans_can_be_written_and_drawn(eight):
         ({'batch.micro': -1}, 'hours', 'greater than or equal to 1'),
         ({'method.kind': 'qlorra'}, 'hours', 'qlora'),
         ({}, 'price', "'hours' or 'usd'")])
-def test_axes_are_checked(axes, by, said):
-    with pytest.raises(ValueError, match=said): search(PAIR, axes, by)
+def test_axes_are_checked(axes, by, words):
+    with pytest.raises(ValueError, match=words): search(PAIR, axes, by)
 
 
 def test_fewer_processes_than_gpus_and_several_machines():

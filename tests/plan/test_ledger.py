@@ -50,10 +50,10 @@ def test_rows_are_those_of_torch_chunk(ranks):
     import torch
     full = tensors_of(TINY, Method(kind='full')).trained
     for number in range(ranks):
-        here = rank_of(
+        share = rank_of(
             BASE.changed({'method.kind': 'full', 'cluster.processes': ranks}), TINY, number
         ).here(full)
-        for whole, part in zip(full, here):
+        for whole, part in zip(full, share):
             chunks = torch.empty(whole.shape, device='meta').chunk(ranks)
             assert part.shape == (
                 tuple(chunks[number].shape) if number < len(chunks) else (0, *whole.shape[1:]))
@@ -267,10 +267,11 @@ def test_checkpoints_fill_the_disk():
     part = memory(full)
     whole = memory(full.changed({'intervals.checkpoint': 'full'}))
     # Those that are kept, and the one being written
-    n, there = TINY.parameters, KEPT_CHECKPOINTS + 1
+    n, checkpoints = TINY.parameters, KEPT_CHECKPOINTS + 1
     assert (
-        sum(memory(full, rank=r).total('save', 'disk') for r in range(2)) == there * 12 * n + 4 * n)
-    assert whole.on_node('save', 'disk') == there * (12 * n + 4 * 38) + 4 * n
+        sum(memory(full, rank=r).total('save', 'disk') for r in range(2))
+        == checkpoints * 12 * n + 4 * n)
+    assert whole.on_node('save', 'disk') == checkpoints * (12 * n + 4 * 38) + 4 * n
     assert whole.total('save', 'host', 'allocated') > part.total('save', 'host', 'allocated')
     once = memory(full.changed({'intervals.saving': 30}))
     assert once.on_node('save', 'disk') == 12 * n + 4 * n
@@ -311,14 +312,14 @@ def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
             'method.kind': kind, 'sharding.strategy': how, 'cluster.processes': 2,
             'intervals.saving': 2, 'optimizer.steps': 4})
     found = run_ranks(saved, 2, (how, kind, tmp_path), timeout_s=120)
-    for rank, (said, copied) in enumerate(found):
+    for rank, (planned, copied) in enumerate(found):
         ledger = memory(recipe, rank=rank)
         (line,) = [
             x
             for x in ledger.lines
             if x.phase == 'save' and x.place == 'host' and x.moment == 'checkpoint']
         assert line.size_b == eval(line.formula, {'ceil': math.ceil}, line.symbols)
-        assert said == pytest.approx(line.size_b, rel=.02)
+        assert planned == pytest.approx(line.size_b, rel=.02)
         assert copied == pytest.approx(line.size_b, rel=.02)
         assert ledger.total('save', 'host') >= line.size_b
         disk, = [x for x in ledger.lines if 'checkpoints' in x.name]

@@ -64,9 +64,9 @@ def loads(made, seed=None):
     # What earlier tests left free in the heap would be given out first
     while mapped() == start: libc.malloc(2**14)
     start = mapped()
-    def look(*_): peak[0] = max(peak[0], mapped() - start)
+    def note_peak(*_): peak[0] = max(peak[0], mapped() - start)
     def watch(*args):
-        with watched(look): return fill(*args)
+        with watched(note_peak): return fill(*args)
     with patch.object(loading, '_fill', watch):
         model = loading.load_sharded(
             made.model, made.method, made.precision, made.sharding, 'cpu', seed)

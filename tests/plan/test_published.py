@@ -67,9 +67,9 @@ def test_the_library_reproduces_the_record(row_id):
     recipe = published.recipe_of(row_id)
     node = published.node_of(recipe)
     spec = published.spec_of(recipe)
-    said = kept()[row_id]
+    recorded = kept()[row_id]
     ledger = memory(recipe, spec, node)
-    for figure, was in zip(row.get('memory', ()), said['memory'], strict=True):
+    for figure, was in zip(row.get('memory', ()), recorded['memory'], strict=True):
         assert was['measured'] == figure['gib']
         assert was['kind'] == figure['kind']
         assert published.ledger_gib(ledger, figure['kind'], node) == pytest.approx(
@@ -77,7 +77,7 @@ def test_the_library_reproduces_the_record(row_id):
     if 'time' in row:
         measured, predicted = published.times(row, step_traffic(recipe, spec, node), recipe)
         assert (measured, predicted) == pytest.approx(
-            (said['time']['measured'], said['time']['predicted']), rel=1e-3, abs=1e-4)
+            (recorded['time']['measured'], recorded['time']['predicted']), rel=1e-3, abs=1e-4)
 
 
 def test_the_record_is_made_of_its_rows():
@@ -91,22 +91,22 @@ def test_the_record_is_made_of_its_rows():
 
 
 def test_how_close_the_ledger_is():
-    said = committed()['summary']
-    for group, (median, worst) in MEMORY.items(): check(said['memory'][group], median, worst)
-    assert all(said['bounds'])
-    assert len(said['bounds']) >= 6
-    ours = said['memory']['all']['median']
-    assert all(ours < other['median'] / 5 for other in said['others'].values())
+    summary = committed()['summary']
+    for group, (median, worst) in MEMORY.items(): check(summary['memory'][group], median, worst)
+    assert all(summary['bounds'])
+    assert len(summary['bounds']) >= 6
+    ours = summary['memory']['all']['median']
+    assert all(ours < other['median'] / 5 for other in summary['others'].values())
 
 
 def test_how_close_the_traffic_is():
-    said = committed()['summary']['time']
-    for group, (median, worst) in TIME.items(): check(said[group], median, worst)
+    summary = committed()['summary']['time']
+    for group, (median, worst) in TIME.items(): check(summary[group], median, worst)
 
 
-def check(said: dict, median: float, worst: float):
-    assert said['median'] <= median, said
-    assert said['worst'] <= worst, said
+def check(errors: dict, median: float, worst: float):
+    assert errors['median'] <= median, errors
+    assert errors['worst'] <= worst, errors
 
 
 # What is reached, as (median, worst); the goal for the table is (8, 20)
@@ -119,8 +119,8 @@ def test_the_other_estimators_are_called_as_their_authors_wrote_them():
     from bench.shared.estimators import others
     recipe = published.recipe_of('fms-full-2gpu-bs2')
     spec = published.spec_of(recipe)
-    said = others(recipe, spec)
+    estimates = others(recipe, spec)
     n = spec.parameters
-    assert said['bare rule'] == pytest.approx(16 * n / 2 / 2**30)
-    assert said['deepspeed'] == pytest.approx((18 * n / 2 + 4 * 32000 * 4096) / 2**30, rel=.01)
-    assert said['accelerate'] == pytest.approx(8 * (n - 32000 * 4096) / 2**30, rel=.01)
+    assert estimates['bare rule'] == pytest.approx(16 * n / 2 / 2**30)
+    assert estimates['deepspeed'] == pytest.approx((18 * n / 2 + 4 * 32000 * 4096) / 2**30, rel=.01)
+    assert estimates['accelerate'] == pytest.approx(8 * (n - 32000 * 4096) / 2**30, rel=.01)

@@ -58,8 +58,8 @@ def test_every_row_of_the_record_agrees_or_says_why():
 def test_the_ledger_is_the_one_of_the_record(preset, name):
     from llm_workbook.plan.ledger import memory
 
-    said = next(
+    recorded = next(
         row for row in committed()['rows'] if (row['preset'], row['recipe']) == (preset, name))
     ledger = memory(grid.recipe(preset, name))
     assert (ledger.total('step', level='allocated'), grid.moment(ledger)) == (
-        said['ledger_b'], said['ledger_moment'])
+        recorded['ledger_b'], recorded['ledger_moment'])

@@ -34,7 +34,8 @@ def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))
 
 
-ROWS = [row if i < 2 else slow_case(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
+ROWS = [
+    row if i < 2 else slow_case(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
 
 
 @pytest.mark.parametrize('row', ROWS, ids=label)

@@ -67,12 +67,12 @@ def test_a_micro_batch_in_the_middle_stands_for_all_of_them(plain):
 
 
 def test_what_waits_in_host_memory_is_not_on_the_gpu(plain):
-    here, away = (rehearse(plain.changed(WAYS[name])) for name in ('full, gpu', 'offloaded'))
+    on_gpu, away = (rehearse(plain.changed(WAYS[name])) for name in ('full, gpu', 'offloaded'))
     kinds = away.timeline.peak.kinds
     assert not kinds.get('weights')
     assert not kinds.get('optimizer')
     assert away.timeline.peak.host_b > 0
-    assert away.peak_b < here.peak_b
+    assert away.peak_b < on_gpu.peak_b
 
 
 @pytest.mark.parametrize('rank', range(3))

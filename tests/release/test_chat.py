@@ -136,7 +136,7 @@ def test_what_a_model_brings_along_changes_nothing(chat, monkeypatch):
 
 
 def test_every_token_that_ends_an_answer_ends_it(chat, tokenizer, monkeypatch):
-    said = chat.reply(ASK)
+    answer = chat.reply(ASK)
     ids = chat.model.generate(
         **tokenizer(
             tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True),
@@ -145,10 +145,10 @@ def test_every_token_that_ends_an_answer_ends_it(chat, tokenizer, monkeypatch):
     third = ids[-10].item()
     monkeypatch.setattr(chat.model.generation_config, 'eos_token_id', [third])
     cut = chat.reply(ASK)
-    assert said.endswith(' …')
+    assert answer.endswith(' …')
     assert not cut.endswith('…')
-    assert said.startswith(cut)
-    assert len(cut) < len(said)
+    assert answer.startswith(cut)
+    assert len(cut) < len(answer)
 
 
 def test_drawing_has_its_own_random_numbers(chat):
@@ -162,18 +162,18 @@ def test_drawing_has_its_own_random_numbers(chat):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize('messages, said', [
+@pytest.mark.parametrize('messages, words', [
     ([], 'the question is empty'), ([{'role': 'user', 'content': ' \n'}], 'the question is empty'),
     ([{'role': 'user', 'content': 'x <|endoftext|>'}], 'is a mark of the chat template'),
     ([{'role': 'user', 'content': 'no ' * 700}], 'are more than the 512 of this model')])
-def test_questions_that_cannot_be_asked(chat, messages, said):
-    with pytest.raises(ValueError, match=said): chat.reply(messages)
+def test_questions_that_cannot_be_asked(chat, messages, words):
+    with pytest.raises(ValueError, match=words): chat.reply(messages)
 
 
 @pytest.mark.parametrize(
-    'settings, said', [({'longest': 0}, 'longest 0'), ({'temperature': -0.5}, 'temperature -0.5')])
-def test_settings_that_cannot_be_meant(chat, settings, said):
-    with pytest.raises(ValueError, match=said): Chat(chat.model, chat.tokenizer, **settings)
+    'settings, words', [({'longest': 0}, 'longest 0'), ({'temperature': -0.5}, 'temperature -0.5')])
+def test_settings_that_cannot_be_meant(chat, settings, words):
+    with pytest.raises(ValueError, match=words): Chat(chat.model, chat.tokenizer, **settings)
 
 
 def test_a_tokenizer_without_a_template(chat, tokenizer, monkeypatch):
@@ -213,9 +213,9 @@ def test_a_click_asks_both_and_empties_the_field(panel, chat):
 def test_each_voice_remembers_its_own_answers(panel):
     first = panel.ask('Sort 3 1 2.')
     panel.ask('And 9 8 7?')
-    for turns, said in zip(panel.turns, first[1:]):
+    for turns, answer in zip(panel.turns, first[1:]):
         assert [turn['role'] for turn in turns] == ['user', 'assistant'] * 2
-        assert turns[1]['content'] == said
+        assert turns[1]['content'] == answer
     panel.clear.click()
     assert panel.shown.rows == ()
     assert panel.turns == ([], [])

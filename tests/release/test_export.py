@@ -167,14 +167,14 @@ def test_without_rows_the_card_says_why_there_was_no_gate(adapters, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'facts, said',
+    'facts, words',
     [
         ({'gate': {'top1': 1.0}}, 'is no Gate: pass what'),
         ({'gate': True}, 'or False to skip it'),
         (['gate'], 'is no dict'),
         ({'metrics': 'good'}, 'is no dict')])
-def test_facts_of_another_type_are_refused(facts, said, adapters, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_facts_of_another_type_are_refused(facts, words, adapters, tmp_path):
+    with pytest.raises(ValueError, match=words):
         export(RECIPE, adapters, tmp_path / 'out', facts=facts)
     with pytest.raises(ValueError, match=r'pass Recipe\.load'):
         export('x.yaml', adapters, tmp_path / 'out')
@@ -254,14 +254,14 @@ def test_a_wrong_value_is_found_by_the_fresh_process(adapters, tmp_path, monkeyp
 
 def test_bad_requests_are_refused_before_anything_is_written(published, adapters, tmp_path):
     out = tmp_path / 'out'
-    for arguments, said in (
+    for arguments, words in (
         ((published.directory,), 'is not written over'),
         ((out, '4-bit'), 'no way to merge'),
         ((out, 'nf4', {'licence': 'mit'}), "did you mean 'license'"),
         ((out, 'nf4', {'gate': Gate('nf4', 0.5, 1, 1, 9)}), 'the gate refused this merge'),
         ((out, 'nf4', {'gate': Gate('16-bit', 1, 0, 0, 9)}), "the gate judged '16-bit'")
     ):
-        with pytest.raises(ValueError, match=said): export(RECIPE, adapters, *arguments)
+        with pytest.raises(ValueError, match=words): export(RECIPE, adapters, *arguments)
     with pytest.raises(OSError): export(RECIPE, adapters, tmp_path / 'absent' / 'out')
     with pytest.raises(ValueError, match="method 'full'"):
         export(RECIPE.changed(method=Method(kind='full').model_dump()), adapters, out)
@@ -314,25 +314,25 @@ def test_what_is_pushed_is_the_export_and_private(published, tmp_path):
         assert hub.commits == [sorted(published.files)]
         assert hub.repos['me/model'] == {
             p.name: p.read_bytes() for p in published.directory.iterdir()}
-        assert {path for _, path, told in hub.requests if not told} == {
+        assert {path for _, path, with_token in hub.requests if not with_token} == {
             path for _, path, _ in hub.requests if path.startswith('/put/')}
 
 
 def test_failures_are_told_and_nothing_is_lost(published, tmp_path):
-    told = {
+    messages = {
         'denied': 'HTTP 403, the token may not write there', 'conflict': 'HTTP 409',
         'lost before': 'the connection failed', 'lost after': 'the connection failed'}
     with ExitStack() as stack:
-        hubs = [stack.enter_context(Hub(TOKEN, fail=[how])) for how in told]
+        hubs = [stack.enter_context(Hub(TOKEN, fail=[how])) for how in messages]
         found = pushes(
             tmp_path,
             *[
                 {'directory': published.directory, 'endpoint': hub.url}
                 for hub in hubs
                 for _ in range(2)])
-        for hub, said, first, second in zip(hubs, told.values(), found[::2], found[1::2]):
+        for hub, words, first, second in zip(hubs, messages.values(), found[::2], found[1::2]):
             assert first[0] == 'PushError'
-            assert said in first[1]
+            assert words in first[1]
             assert "'published' is unchanged; push it again" in first[1]
             assert second == ['done', f'{hub.url}/me/model']
             assert len(hub.commits) == 1
@@ -354,11 +354,11 @@ def test_what_may_not_be_pushed_is_refused(published, tmp_path):
             home, case(hub, token='wrong'), case(hub, token=None), case(hub, directory=other),
             case(taken), case(public), case(hub, endpoint='http://example.org'),
             {'directory': published.directory, 'endpoint': 'http://127.0.0.1:9'})
-        said = [
+        messages = [
             'HTTP 401, the token is not accepted', 'there is no token', 'optimizer.pt',
             'holds something else (1 files)', 'is there and is public', 'is not https',
             'the connection failed']
-        assert [part for part, (_, text) in zip(said, found) if part not in text] == []
+        assert [part for part, (_, text) in zip(messages, found) if part not in text] == []
         assert not hub.repos
         assert taken.repos['me/model'] == {'README.md': b'mine'}
         assert not public.repos['me/model']

@@ -94,9 +94,9 @@ def test_into_nf4_packs_as_bitsandbytes_does(adapters, double, storage):
 
 
 def test_what_no_adapter_touches_keeps_its_payload(tmp_path):
-    some = moved_adapters(tmp_path / 'some', method=Method(targets=('q_proj',)))
+    on_queries = moved_adapters(tmp_path / 'some', method=Method(targets=('q_proj',)))
     base = fingerprint(load_nf4('tiny-base', device='cpu'))
-    ours = fingerprint(merged('tiny-base', some, 'nf4'))
+    ours = fingerprint(merged('tiny-base', on_queries, 'nf4'))
     changed = {name.rpartition('.')[0] for name in base.differences(ours)}
     assert changed == {f'model.layers.{i}.self_attn.q_proj' for i in range(4)}
 
@@ -120,7 +120,7 @@ def test_float32_is_written_in_float32(adapters):
 # Refused, before a weight is read
 
 @pytest.mark.parametrize(
-    'fields, said',
+    'fields, words',
     [
         ({'use_dora': True}, r'more than plain LoRA \(use_dora\)'),
         ({'bias': 'all'}, 'more than plain LoRA'),
@@ -134,8 +134,8 @@ def test_float32_is_written_in_float32(adapters):
             "trained on 'owner/other', not on 'tiny-base'"),
     ],
 )
-def test_other_adapters_are_refused(tampered, fields, said):
-    with pytest.raises(ValueError, match=said): Merge('tiny-base', tampered(**fields))
+def test_other_adapters_are_refused(tampered, fields, words):
+    with pytest.raises(ValueError, match=words): Merge('tiny-base', tampered(**fields))
 
 
 def test_adapters_that_never_moved_are_refused(tampered):
@@ -159,10 +159,10 @@ def test_adapters_that_training_has_destroyed_are_refused(tampered):
     name = next(n for n in tensors if 'layers.1.self_attn.q_proj.lora_B' in n)
     tensors[name][3, 1] = math.nan
     save_file(tensors, file)
-    said = (
+    words = (
         '1 of 28 adapters were not trained, their B is zero or NaN: model.layers.1.self_attn.q_proj'
     )
-    with pytest.raises(ValueError, match=said): merged('tiny-base', file.parent)
+    with pytest.raises(ValueError, match=words): merged('tiny-base', file.parent)
 
 
 def test_half_a_pair_and_other_shapes_are_refused(tampered):
@@ -199,15 +199,15 @@ def test_a_tensor_that_no_layer_wants_is_named(tampered):
 
 
 def test_what_was_never_asked_of_the_method_is_refused(adapters, tmp_path):
-    for arguments, said in (
+    for arguments, words in (
         (('16-bits',), "did you mean '16-bit'"),
         (('nf4', Method(kind='lora')), "method says lora: take '16-bit'"),
         (('dequantised', Method(quant='int8')), 'qlora on int8'),
         (('16-bit', Method(kind='full')), 'no adapters')
     ):
-        with pytest.raises(ValueError, match=said): merged('tiny-base', adapters, *arguments)
-    for folder, said in ((None, 'no adapters to merge'), (tmp_path, 'has no adapter_config.json')):
-        with pytest.raises(ValueError, match=said): merged('tiny-base', folder)
+        with pytest.raises(ValueError, match=words): merged('tiny-base', adapters, *arguments)
+    for folder, words in ((None, 'no adapters to merge'), (tmp_path, 'has no adapter_config.json')):
+        with pytest.raises(ValueError, match=words): merged('tiny-base', folder)
 
 
 def test_a_packed_base_is_refused(tampered, tmp_path):
@@ -282,8 +282,9 @@ def drawn(folder, source, rank=2):
         {name(n, 'A'): torch.randn(rank, i) for n, (_, i) in shapes.items()}
         | {name(n, 'B'): torch.randn(o, rank) for n, (o, _) in shapes.items()},
         folder/'adapter_model.safetensors')
-    said = {'peft_type': 'LORA', 'r': rank, 'lora_alpha': 4, 'base_model_name_or_path': str(source)}
-    (folder / 'adapter_config.json').write_text(json.dumps(said))
+    config = {
+        'peft_type': 'LORA', 'r': rank, 'lora_alpha': 4, 'base_model_name_or_path': str(source)}
+    (folder / 'adapter_config.json').write_text(json.dumps(config))
     return folder
 
 

@@ -115,10 +115,12 @@ def test_head_and_adapters_come_back_each_in_its_own_type(recipe, tmp_path):
             p.data = torch.randn_like(p).to(torch.float32 if 'score' in name else torch.bfloat16)
     save_adapters(tuned, tmp_path/'adapters')
     again = reload_classifier(recipe, tmp_path)
-    there = dict(tuned.named_parameters())
-    kept = {name: p for name, p in again.named_parameters() if there[name].requires_grad}
+    tuned_parameters = dict(tuned.named_parameters())
+    kept = {name: p for name, p in again.named_parameters() if tuned_parameters[name].requires_grad}
     assert {p.dtype for p in kept.values()} == {torch.float32, torch.bfloat16}
-    assert all(p.dtype == there[name].dtype and p.equal(there[name]) for name, p in kept.items())
+    assert all(
+        p.dtype == tuned_parameters[name].dtype and p.equal(tuned_parameters[name])
+        for name, p in kept.items())
 
 
 def test_f1_is_that_of_the_textbook():

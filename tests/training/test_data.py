@@ -48,11 +48,11 @@ def test_the_reviews_are_read_whole_and_split_apart(seed, tokenizer):
     assert not prompts(train) & prompts(test)
     assert Counter(row['messages'][1]['content'] for row in train + test) == {
         'positive': 500, 'negative': 500}
-    said = Counter(row['messages'][0]['content'].partition('\n')[2] for row in train + test)
+    read = Counter(row['messages'][0]['content'].partition('\n')[2] for row in train + test)
     lines = (REAL/'amazon_reviews.tsv').read_text(encoding='utf-8').splitlines()
-    assert said == Counter(line.rpartition('\t')[0] for line in lines)
-    assert sum('"' in text for text in said) >= 10
-    assert sum(count > 1 for count in said.values()) == 10
+    assert read == Counter(line.rpartition('\t')[0] for line in lines)
+    assert sum('"' in text for text in read) >= 10
+    assert sum(count > 1 for count in read.values()) == 10
     if seed == 0: assert check_rows(train + test, tokenizer, length=1024).rows == 1000
 
 

@@ -78,7 +78,7 @@ def spoilt_one_by_one(recipe):
     was told."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from llm_workbook.parallel.backends import cpu_fsdp
-    told = {}
+    errors = {}
     for spoil in SPOILT:
         for who in (1,), (0, 1):
             for kind in AcceleratorState, PartialState, GradientState: kind._shared_state.clear()
@@ -89,8 +89,8 @@ def spoilt_one_by_one(recipe):
                     confirm(
                         recipe, made.model, made.optimizer, made.accelerator, made.loader, folder)
                 except ConfigMismatch as error:
-                    told[spoil.__name__, who] = str(error)
-    return told
+                    errors[spoil.__name__, who] = str(error)
+    return errors
 
 
 @pytest.fixture(scope='module')
@@ -102,11 +102,11 @@ def told(recipe):
 @pytest.mark.parametrize('spoil', SPOILT, ids=lambda spoil: spoil.__name__)
 def test_what_was_not_asked_for_is_told_to_every_rank(told, spoil):
     for who, where in ((1,), 'rank 1 of 2'), ((0, 1), 'every rank'):
-        said = [rank.get((spoil.__name__, who), '') for rank in told]
-        assert said[0] == said[1]
-        assert said[0].startswith('what is in force is not what')
-        for name in SPOILT[spoil].split(): assert f'{name}: asked' in said[0], said[0]
-        assert where in said[0]
+        messages = [rank.get((spoil.__name__, who), '') for rank in told]
+        assert messages[0] == messages[1]
+        assert messages[0].startswith('what is in force is not what')
+        for name in SPOILT[spoil].split(): assert f'{name}: asked' in messages[0], messages[0]
+        assert where in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -146,19 +146,19 @@ def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words)
             'precision.compute': 'bfloat16', 'optimizer.warmup': 0.5}])
 def test_a_run_keeps_what_was_in_force(recipe, tmp_path, changes):
     run = training.fine_tune(recipe.changed(changes), tmp_path/'run', 120, live=False)
-    told = explain_config(run)
+    in_force = explain_config(run)
     asked = run.recipe.facts()
     for name in changes:
         if name != 'optimizer.warmup':
-            assert told[name].found == asked[name]
-            assert told[name].came.startswith('line ')
-    assert told['batch.global'].found == run.recipe.global_batch
-    assert told['optimizer.warmup_steps'].found == round(asked['optimizer.warmup'] * 2)
-    assert told['optimizer.clip'].found == 1.0
-    assert told['optimizer.steps'].found == 2
-    assert told['data.source'].read == 'not readable'
+            assert in_force[name].found == asked[name]
+            assert in_force[name].came.startswith('line ')
+    assert in_force['batch.global'].found == run.recipe.global_batch
+    assert in_force['optimizer.warmup_steps'].found == round(asked['optimizer.warmup'] * 2)
+    assert in_force['optimizer.clip'].found == 1.0
+    assert in_force['optimizer.steps'].found == 2
+    assert in_force['data.source'].read == 'not readable'
     lines = (tmp_path/'run'/'recipe.yaml').read_text().splitlines()
-    rate = told['optimizer.learning_rate'].came
+    rate = in_force['optimizer.learning_rate'].came
     assert 'learning_rate' in lines[int(rate.split()[1]) - 1]
     assert (
         json.loads((tmp_path/'run'/'effective.json').read_text())['ranks'][1]['accelerate.rank']
@@ -245,13 +245,13 @@ def test_a_clip_is_watched_in_the_first_step(alone, tmp_path):
 
 def test_what_no_object_says_is_said_so(alone, tmp_path):
     asked, made = alone
-    told = confirm(asked, *made, tmp_path)
+    settings = confirm(asked, *made, tmp_path)
     assert {
         s.read
-        for s in told.settings
+        for s in settings.settings
         if s.name.startswith(('data.', 'intervals.')) or s.name == 'seed'} == {'not readable'}
-    assert told['sharding.pin_memory'].read == 'not in use'
-    assert told['sharding.pin_memory'].found is None
+    assert settings['sharding.pin_memory'].read == 'not in use'
+    assert settings['sharding.pin_memory'].found is None
 
 
 # The launcher
@@ -341,8 +341,9 @@ def test_the_program_asks_before_it_sets_anything(recipe, tmp_path, monkeypatch)
 def test_what_nobody_asked_for_must_be_the_same_on_all_ranks_but_where_each_has_its_own():
     from llm_workbook.training.effective import _differences
     names = 'precision.trained', 'held', 'host'
-    def said(*values): return [{name: Named(value=value) for name in names} for value in values]
+    def read_on_ranks(*values):
+        return [{name: Named(value=value) for name in names} for value in values]
     asked = dict.fromkeys(names)
-    assert _differences(asked, said(4, 4, 4)) == []
-    assert _differences(asked, said(4, 4, 2)) == [
+    assert _differences(asked, read_on_ranks(4, 4, 4)) == []
+    assert _differences(asked, read_on_ranks(4, 4, 2)) == [
         'precision.trained: 4 on rank 0, 2 on rank 2 of 3']

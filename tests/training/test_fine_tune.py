@@ -177,9 +177,9 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(
     recipe, tmp_path, no_weights, changes, words
 ):
     for name, text in FILES.items(): (tmp_path/name).write_text(text)
-    here = {name: str(tmp_path/name) for name in (*FILES, 'no-such.jsonl', '.')}
+    paths = {name: str(tmp_path/name) for name in (*FILES, 'no-such.jsonl', '.')}
     changes = {
-        field: here.get(value, value) if isinstance(value, str) else value
+        field: paths.get(value, value) if isinstance(value, str) else value
         for field, value in changes.items()}
     if 'data.source' in changes: changes['data.format'] = 'auto'
     with pytest.raises((ValueError, ImportError), match=f'(?s){words}'):
@@ -218,10 +218,10 @@ def test_the_optimizer_and_the_attention_are_the_recipe_s(
             used = getattr(trainer.optimizer, 'optimizer', trainer.optimizer)
             first = next(iter(used.state.values()), {})
             what = [f'{name} {getattr(value, "dtype", "")}' for name, value in first.items()]
-            said = (
+            in_force = (
                 f'{type(used).__module__}.{type(used).__name__}', what,
                 trainer.model.config._attn_implementation)
-            (tmp_path/'seen.json').write_text(json.dumps(said))
+            (tmp_path/'seen.json').write_text(json.dumps(in_force))
         trainer.train = train_observed
         return trainer
     monkeypatch.setattr(training, 'make_trainer', make_observed)

@@ -196,11 +196,11 @@ def test_a_rank_that_hangs_is_named(judge, tmp_path):
         return module.train_loop(*args)
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run'), 15.0
     with pytest.raises(RankError): notebook_ranks(work, 2, task, 120, fsdp_env(judge))
-    said = {
+    stacks = {
         path.name: json.loads(path.read_text())
         for path in (tmp_path/'run'/'stacks').glob('rank-*.json')}
-    assert said['rank-0.json']['waits']
-    assert not said['rank-1.json']['waits']
+    assert stacks['rank-0.json']['waits']
+    assert not stacks['rank-1.json']['waits']
 
 
 def test_accelerate_that_counts_too_few_ranks_is_refused(judge, tmp_path):
@@ -311,14 +311,14 @@ def test_a_sharding_that_one_rank_lacks_is_told_to_all(judge, tmp_path):
     def other(*args):
         if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
         return check(*args)
-    said = []
+    errors = []
     def work(*args):
         rank_run.assert_sharding = other
         try: module.train_loop(*args)
         except Exception as error: return f'{type(error).__name__}: {error}'
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run')
-    said = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
-    assert said == [
+    errors = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
+    assert errors == [
         'RankError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
 
 

@@ -165,11 +165,11 @@ def fine_tuned(tmp_path_factory, warm):
             changes['batch.micro'] = ROWS // ranks // changes.get('batch.accumulation', 1)
         recipe = plain.changed(changes)
         assert recipe.global_batch == (ROWS if kind == 'rows' else recipe.batch.micro * PARTS[kind])
-        here = tmp_path_factory.mktemp(f'{kind}-{ranks}')
+        directory = tmp_path_factory.mktemp(f'{kind}-{ranks}')
         with pytest.MonkeyPatch.context() as patch:
-            (observe_zero if how in OTHERS else observe)(patch, here)
-            done = training.fine_tune(recipe, here/'run', timeout_s=300, live=False)
-        return done, [torch.load(path) for path in sorted(here.glob('seen.*'))]
+            (observe_zero if how in OTHERS else observe)(patch, directory)
+            done = training.fine_tune(recipe, directory/'run', timeout_s=300, live=False)
+        return done, [torch.load(path) for path in sorted(directory.glob('seen.*'))]
     return run
 
 

@@ -121,8 +121,8 @@ def stopped_and_resumed(recipe, at, folder, tolerance):
     with a run that was left alone."""
     whole, ranks = run(recipe, folder/'whole'), recipe.cluster.ranks
     at[ranks - 1, 4] = tell
-    with pytest.raises(Preempted) as told: run(recipe, folder/'two')
-    assert told.value.step == 4
+    with pytest.raises(Preempted) as preempted: run(recipe, folder/'two')
+    assert preempted.value.step == 4
     assert run_state(folder/'two') == {'state': 'preempted', 'step': 4}
     assert [found.step for found in survey(folder/'two').valid] == [4]
     resumed = run(recipe, folder/'two', resume=True)
@@ -296,9 +296,9 @@ def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(
         patch.setattr(
             training, 'make_trainer',
             lambda *args: (os.environ['RANK'] == '1' and tell(), make(*args))[1])
-        with pytest.raises(Preempted, match='preempted before its first step') as told:
+        with pytest.raises(Preempted, match='preempted before its first step') as preempted:
             run(recipe, tmp_path/'run')
-    assert told.value.step == 0
+    assert preempted.value.step == 0
     assert run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
     assert read_metrics(tmp_path/'run/metrics.jsonl') == []
     assert survey(tmp_path/'run').found == ()
@@ -406,11 +406,11 @@ def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, num
             # As `timeout` does: once to the child, once to its group
             job.send_signal(number)
             job.send_signal(number)
-            said = job.communicate(timeout=100)[0]
+            printed = job.communicate(timeout=100)[0]
         finally: job.kill()
     step = run_state(tmp_path/'run')['step']
     assert job.returncode == 0
-    assert said == f'step {step}\n'
+    assert printed == f'step {step}\n'
     assert step >= 3
     assert survey(tmp_path/'run').valid[0].step == step
 
