@@ -44,17 +44,16 @@ class Hub:
         if name in self.repos:
             return 409, {
                 'error': 'You already created this model repo', 'url': f'{self.url}/{name}'}
-        self.repos[name], self.private[name] = (
-            {}, body.get('visibility') == 'private' or bool(body.get('private')))
+        self.repos[name] = {}
+        self.private[name] = body.get('visibility') == 'private' or bool(body.get('private'))
         return 200, {'url': f'{self.url}/{name}', 'name': name, 'id': '1'}
 
     def info(self, name):
         if name not in self.repos: return 404, {'error': 'Repository not found'}
-        files = [
-            {
-                'rfilename': path, 'size': len(data),
-                'blobId': hashlib.sha1(b'blob %d\0' % len(data) + data).hexdigest()}
-            for path, data in self.repos[name].items()]
+        def described(path, data):
+            blob = hashlib.sha1(b'blob %d\0' % len(data) + data).hexdigest()
+            return {'rfilename': path, 'size': len(data), 'blobId': blob}
+        files = [described(path, data) for path, data in self.repos[name].items()]
         return 200, {
             'id': name, 'modelId': name, 'private': self.private[name], 'sha': 'a' * 40, 'tags': [],
             'downloads': 0, 'likes': 0,
@@ -62,17 +61,16 @@ class Hub:
 
     def preupload(self, name, body):
         if name not in self.repos: return 404, {'error': 'Repository not found'}
-        def mode(path): return 'lfs' if path.endswith(self.large) else 'regular'
-        return 200, {
-            'files': [
-                {'path': f['path'], 'uploadMode': mode(f['path']), 'shouldIgnore': False}
-                for f in body['files']]}
+        def how_to_upload(path):
+            mode = 'lfs' if path.endswith(self.large) else 'regular'
+            return {'path': path, 'uploadMode': mode, 'shouldIgnore': False}
+        return 200, {'files': [how_to_upload(file['path']) for file in body['files']]}
 
     def batch(self, body):
-        def put(o):
-            upload = {'href': f"{self.url}/put/{o['oid']}"}
-            return {'oid': o['oid'], 'size': o['size'], 'actions': {'upload': upload}}
-        return 200, {'transfer': 'basic', 'objects': [put(o) for o in body['objects']]}
+        def where_to_put(blob):
+            upload = {'href': f"{self.url}/put/{blob['oid']}"}
+            return {'oid': blob['oid'], 'size': blob['size'], 'actions': {'upload': upload}}
+        return 200, {'transfer': 'basic', 'objects': list(map(where_to_put, body['objects']))}
 
     def put(self, oid, data):
         if hashlib.sha256(data).hexdigest() != oid:

@@ -313,9 +313,8 @@ def test_pages_show_what_they_do(page):
 
 @pytest.mark.parametrize('path', MODULES, ids=name)
 def test_everything_public_has_a_docstring_of_one_line(path):
-    bad = [
-        n for n, node in public(path) if not (doc := ast.get_docstring(node)) or '\n' in doc.strip()
-    ]
+    docs = [(label, (ast.get_docstring(node) or '').strip()) for label, node in public(path)]
+    bad = [label for label, doc in docs if not doc or '\n' in doc]
     assert not bad
 
 
@@ -532,7 +531,8 @@ TEXTS = sorted(p for pattern in WHERE for p in ROOT.glob(pattern))
 def test_nothing_dangerous_is_written(path):
     text = path.read_text('utf-8')
     found = [
-        f'{what}: {m[0]}' for what, pattern in BANNED.items() if (m := re.search(pattern, text))]
+        f'{what}: {match[0]}' for what, pattern in BANNED.items()
+        for match in re.finditer(pattern, text)]
     assert not found
 
 

@@ -34,7 +34,8 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
     "Return (wheel, source archive): those in dist when nothing is newer, else built here."
     folder = ROOT/'dist'
     newest = max(p.stat().st_mtime for p in sources())
-    if not (found := sorted(folder.glob('*.whl'))) or found[0].stat().st_mtime < newest:
+    found = sorted(folder.glob('*.whl'))
+    if not found or found[0].stat().st_mtime < newest:
         folder = tmp_path_factory.mktemp('dist')
         run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', folder, ROOT)
     return next(folder.glob('*.whl')), next(folder.glob('*.tar.gz'))

@@ -72,7 +72,8 @@ def child(function):
     """Run `function` in a process of its own and return how it ended: its exit code, or minus the
     signal."""
     sys.stdout.flush()
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         code = 99
         try: code = function() or 0
         except BaseException as error:
@@ -293,7 +294,8 @@ def test_the_manifest_appears_after_everything_else_is_on_the_disk(tmp_path, mon
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
     commit(folder, FACTS | {'step': 5})
-    before = done[:(at := done.index('replace'))]
+    at = done.index('replace')
+    before = done[:at]
     after = done[at + 1:]
     assert {*FILES, 'model', 'optimizer', 'state', '.', f'.{MANIFEST}.part'} == {*before}
     assert before[-1] == f'.{MANIFEST}.part'
@@ -625,8 +627,8 @@ def test_retention_survives_a_deletion_that_fails(run, monkeypatch, caplog):
     assert len([*run.glob('.checkpoint-*.deleted')]) == 2
     assert [f.step for f in survey(run).found] == [20, 15]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            os, 'rename', lambda *args: (_ for _ in ()).throw(PermissionError(errno.EACCES, 'no')))
+        def refuse(*args): raise PermissionError(errno.EACCES, 'no')
+        patch.setattr(os, 'rename', refuse)
         assert prune(run, 1) == []
         assert 'checkpoint-15 is not deleted' in caplog.text
     assert prune(run, 1) == [run/'checkpoint-15']

@@ -21,7 +21,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope='session', autouse=True)
 def slurm(tmp_path_factory):
     "The cluster, its commands on PATH, and jobs that take no more threads than there are cores."
-    if why := cluster.obstacle(): pytest.skip(why)
+    obstacle = cluster.obstacle()
+    if obstacle: pytest.skip(obstacle)
     if cluster.nodes():
         pytest.fail('a cluster is up, perhaps with jobs of yours: make cluster-down first')
     cluster.up()
@@ -89,7 +90,8 @@ def places() -> dict:
 def as_alone(recipe: Recipe, job, directory: Path):
     "The first loss is that of one process, and no rank held more than its part."
     fine_tune(table.single(recipe), directory, timeout_s=PATIENCE_S, live=False)
-    assert table.well(cell := table.compare(recipe, job.directory, directory)), cell
+    cell = table.compare(recipe, job.directory, directory)
+    assert table.well(cell), cell
 
 
 @pytest.fixture(scope='session')

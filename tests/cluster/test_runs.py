@@ -38,7 +38,8 @@ def test_each_node_saves_half(whole):
 def test_the_other_recipes_train_over_two_nodes(letter, processes, tmp_path):
     "A on two processes of each, so that the rank on a node is not the rank among all."
     recipe = toy(letter, processes)
-    finished(job := start(recipe, tmp_path/'run'))
+    job = start(recipe, tmp_path/'run')
+    finished(job)
     assert seen(job.directory)['hosts'] == ['node1'] * processes + ['node2'] * processes
     as_alone(recipe, job, tmp_path/'alone')
 

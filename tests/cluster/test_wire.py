@@ -15,12 +15,12 @@ def base(tmp_path_factory): return make_base(tmp_path_factory.mktemp('base'))
 
 @pytest.mark.parametrize('strategy', ['fsdp2', 'ddp', 'zero3'])
 def test_the_wire_carries_what_the_plan_says(strategy, base, slurm, tmp_path):
-    made = compare(
-        recipe := recipe_for(strategy, base), start(recipe, tmp_path, NODES, head='node1'))
+    recipe = recipe_for(strategy, base)
+    made = compare(recipe, start(recipe, tmp_path, NODES, head='node1'))
     print(
-        f'{strategy}: {made["sent_b"][0]:,} bytes sent per step, {made["planned_b"]:,} planned '
-        f'for gloo, '
-        f'{made["planned_nccl_b"]:,} for NCCL; {made["ratios"]}')
+        f'{strategy}: {made["sent_b"][0]:,} bytes sent per step, '
+        f'{made["planned_b"]:,} planned for gloo, {made["planned_nccl_b"]:,} for NCCL; '
+        f'{made["ratios"]}')
     assert min(made['sent_b'] + made['received_b']) >= 50e6
     assert all(LOWEST <= ratio <= HIGHEST for ratio in made['ratios']), made
     assert made['planned_nccl_b'] <= made['planned_b']

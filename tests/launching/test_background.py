@@ -272,7 +272,8 @@ def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
         ready.join(0.3)
         plain(*what)
     monkeypatch.setattr(launching, '_end_run', end_late)
-    (run := box.run).stop()
+    run = box.run
+    run.stop()
     ready.join(5)
     assert run.state == 'preempted'
     assert sent == []

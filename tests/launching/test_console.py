@@ -5,6 +5,7 @@ import json
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from trouble import wait_for
@@ -19,11 +20,8 @@ class Beside:
     error, saved_step = '', None
 
     def __init__(self, ranks=2):
-        self.recipe = type(
-            'Recipe', (),
-            {
-                'name': 'small', 'cluster': type('', (), {'ranks': ranks}),
-                'optimizer': type('', (), {'steps': 8})})
+        self.recipe = SimpleNamespace(
+            name='small', cluster=SimpleNamespace(ranks=ranks), optimizer=SimpleNamespace(steps=8))
         self.state = 'running'
         self.metrics = []
         self.stopped = 0
@@ -31,20 +29,28 @@ class Beside:
 
     def log(self, rank=0, most_b=2**16): return self.texts[rank][-most_b:]
 
-    def stop(self): self.stopped, self.state = self.stopped + 1, 'stopping'
+    def stop(self):
+        self.stopped += 1
+        self.state = 'stopping'
 
 
 class Job:
     "What a job shows to a console."
-    name, steps, metrics, said, stopped = 'big', 100, METRICS, ('PENDING', 'Priority', False), 0
+    name, steps, metrics = 'big', 100, METRICS
+    # Of SLURM: state, reason, whether it has ended; or an error
+    answer = 'PENDING', 'Priority', False
+    stopped = 0
 
     def status(self):
-        if isinstance(self.said, Exception): raise self.said
-        return type('Status', (), dict(zip(('state', 'reason', 'ended'), self.said)))
+        if isinstance(self.answer, Exception): raise self.answer
+        state, reason, ended = self.answer
+        return SimpleNamespace(state=state, reason=reason, ended=ended)
 
     def logs(self, lines=40): return 'from all ranks\n'
 
-    def cancel(self): self.stopped, self.said = 1, ('CANCELLED', '', True)
+    def cancel(self):
+        self.stopped = 1
+        self.answer = 'CANCELLED', '', True
 
 
 @pytest.fixture
@@ -76,7 +82,7 @@ def test_a_moment_of_a_job():
     state = console_state(job)
     assert (state.state, state.ended, state.steps, [*state.logs]) == (
         'pending Priority', False, 100, ['all ranks'])
-    job.said = RuntimeError('squeue has not answered for 60 s')
+    job.answer = RuntimeError('squeue has not answered for 60 s')
     state = console_state(job)
     assert state.state == 'out of sight'
     assert not state.ended
@@ -204,7 +210,8 @@ def test_a_stop_that_fails_is_told_and_can_be_repeated(run):
 
 def test_the_button_of_a_job_cancels_it():
     pytest.importorskip('ipywidgets')
-    console = Console(job := Job())
+    job = Job()
+    console = Console(job)
     console.button.click()
     assert job.stopped == 1
     assert console.button.description == 'Ended'

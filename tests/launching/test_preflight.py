@@ -44,18 +44,29 @@ def attend(recipe, directory, port, disturb=None, late=()):
         'SLURM_PROCID': rank, 'SLURM_NTASKS': 2, 'SLURM_JOB_NODELIST': 'node[1-2]',
         'SLURMD_NODENAME': f'node{rank + 1}'}
     own = disturb(rank) if disturb else {}
-    env = {k: str(v) for k, v in (variables | own.get('env', {})).items()}
-    return preflight(
-        own.get('recipe', recipe), own.get('directory', directory), env, 'localhost', port
-    ).to_dict()
+    variables |= own.get('env', {})
+    env = {name: str(value) for name, value in variables.items()}
+    recipe = own.get('recipe', recipe)
+    directory = own.get('directory', directory)
+    return preflight(recipe, directory, env, 'localhost', port).to_dict()
+
+
+def report_late(seconds, rank):
+    "Let rank 1 wait so long before it reports what it sees."
+    report_node = doctor.report_node
+    def wait_and_report(*args):
+        time.sleep(seconds * rank)
+        return report_node(*args)
+    doctor.report_node = wait_and_report
+    return {}
 
 
 def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Flaw], dict]:
     """Run the doctor on two processes that say they are two nodes; both must come to the same
     verdict."""
     start = time.monotonic()
-    first, second = run_ranks(
-        attend, 2, (recipe, tmp_path/'run', free_port(), disturb), timeout_s=50)
+    arguments = recipe, tmp_path/'run', free_port(), disturb
+    first, second = run_ranks(attend, 2, arguments, timeout_s=50)
     assert time.monotonic() - start < 30
     assert first == second
     return [Flaw(**f) for f in first['findings']], first
@@ -160,12 +171,12 @@ def test_sums_that_are_wrong(tmp_path):
 
 
 def test_other_software(tmp_path):
-    def disturb(rank):
-        if rank:
-            witness.version = lambda package: (
-                {'torch': '2.12.0'}.get(package) or software_version(package))
-        return {}
     software_version = witness.version
+    def older_torch(package):
+        return '2.12.0' if package == 'torch' else software_version(package)
+    def disturb(rank):
+        if rank: witness.version = older_torch
+        return {}
     finding = only(two(tmp_path, disturb)[0], 'software')
     assert finding.host == 'node1, node2'
     assert finding.what.startswith('torch is ')
@@ -190,7 +201,8 @@ def test_a_directory_that_is_another(tmp_path):
 
 def test_files_that_only_one_node_has_and_files_that_differ(tmp_path):
     def disturb(rank):
-        (folder := tmp_path/str(rank)).mkdir()
+        folder = tmp_path/str(rank)
+        folder.mkdir()
         (folder/'a.txt').write_text('same words' if not rank else 'some words')
         if not rank: (folder/'b.txt').write_text('alone')
         os.chdir(folder)
@@ -245,27 +257,27 @@ def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(
         def run(self):
             time.sleep(5)
             super().run()
-    made, seen, links = [], [], doctor.time_links
+    made = []
+    known_in_time = []
+    time_links = doctor.time_links
+    def note_and_time_links(*args):
+        known_in_time.append(made[0].size_b is not None)
+        return time_links(*args)
     monkeypatch.setattr(doctor, '_PLAN_S', wait_s)
     monkeypatch.setattr(doctor, '_PlannedSave', Late)
-    monkeypatch.setattr(
-        doctor, 'time_links',
-        lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
+    monkeypatch.setattr(doctor, 'time_links', note_and_time_links)
     env = {'RANK': '0', 'WORLD_SIZE': '1'}
     found = preflight(
         ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
     assert not found.findings
-    assert seen == [known]
+    assert known_in_time == [known]
     assert 5 < found.seconds < 20  # It counts in the end
 
 
 @pytest.mark.slow
 def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], 'preflight', partial(preflight, limit_s=9))
-    def hung(rank):
-        report_node = doctor.report_node
-        doctor.report_node = lambda *args: (time.sleep(60 * rank), report_node(*args))[1]
-        return {}
+    hung = partial(report_late, 60)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
     finding, other = (
         only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
@@ -280,7 +292,8 @@ def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_pa
 def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(talks, '_MEET_S', 2)
     start = time.monotonic()
-    made, nothing = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (1,)), 50)
+    port = free_port()
+    made, nothing = run_ranks(attend, 2, (TWO, tmp_path/'run', port, None, (1,)), 50)
     finding, = made['findings']
     assert nothing is None
     assert time.monotonic() - start < 25
@@ -290,7 +303,8 @@ def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
 
 def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(talks, '_MEET_S', 2)
-    nothing, made = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (0,)), 50)
+    port = free_port()
+    nothing, made = run_ranks(attend, 2, (TWO, tmp_path/'run', port, None, (0,)), 50)
     finding, = made['findings']
     assert finding['host'] == 'localhost'
     assert f'the head localhost does not answer on port {port} for 2 s' in finding['what']
@@ -299,12 +313,11 @@ def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
     take = Talk.take
-    monkeypatch.setattr(Talk, 'take', lambda self, key, host, doing, seconds=60., pause_s=0.005:
-                        take(self, key, host, doing, 2 if key == 'facts/1' else seconds, pause_s))
-    def silent(rank):
-        report_node = doctor.report_node
-        doctor.report_node = lambda *args: (time.sleep(6 * rank), report_node(*args))[1]
-        return {}
+    def take_facts_within_2_s(self, key, host, doing, seconds=60., pause_s=0.005):
+        limit_s = 2 if key == 'facts/1' else seconds
+        return take(self, key, host, doing, limit_s, pause_s)
+    monkeypatch.setattr(Talk, 'take', take_facts_within_2_s)
+    silent = partial(report_late, 6)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
     finding, other = (
         only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
@@ -377,7 +390,8 @@ def test_little_room(free_b, stops):
 
 def test_what_is_saved_is_what_the_ledger_plans():
     recipe = ONE.changed({'intervals.saving': 10})
-    (saved := doctor._PlannedSave(recipe)).join()
+    saved = doctor._PlannedSave(recipe)
+    saved.join()
     lines = [x for x in doctor.memory(recipe).lines if (x.phase, x.place) == ('save', 'disk')]
     assert saved.size_b == sum(x.size_b * (2 if x.each else 1) for x in lines) > 10**6
     assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
@@ -484,7 +498,8 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
 
 
 def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
-    (file := tmp_path/'a.bin').write_bytes(bytes(300_000))
+    file = tmp_path/'a.bin'
+    file.write_bytes(bytes(300_000))
     before = describe_source(str(tmp_path))
     assert before == describe_source(str(tmp_path))
     assert before['content'].startswith('1 file, 300,000 bytes')
@@ -528,7 +543,8 @@ def test_the_place_of_a_process():
 
 
 def test_the_head_listens_on_one_address_alone(tmp_path):
-    talk = Talk(Place(0, 1, (), 'node1', 'localhost', port := free_port()))
+    port = free_port()
+    talk = Talk(Place(0, 1, (), 'node1', 'localhost', port))
     talk.join()
     listening = {
         line.split()[1]
@@ -554,7 +570,10 @@ def test_every_process_of_a_node_takes_its_own_card(monkeypatch, env, gpus, card
     for key in ('LOCAL_RANK', 'SLURM_LOCALID'): monkeypatch.delenv(key, raising=False)
     for key, value in env.items(): monkeypatch.setenv(key, value)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
-    monkeypatch.setattr(torch.cuda, 'set_device', lambda n: (taken.append(n), 1 / 0))
+    def take_and_fail(number):
+        taken.append(number)
+        raise ZeroDivisionError
+    monkeypatch.setattr(torch.cuda, 'set_device', take_and_fail)
     with pytest.raises(ZeroDivisionError): talks._probe(None, 'nccl', (0, 1), 0)
     assert taken == [card]
 

@@ -277,11 +277,9 @@ def test_what_this_version_does_not_run_is_rendered_with_a_warning():
     'name', ['..', '', 'notes.txt', 'accelerate-nodex.yaml', '../job.sbatch', 3])
 def test_an_index_names_nothing_but_rendered_files(name):
     index = put(PLAIN).files['rendered.yaml']
-    index.write_text(
-        yaml.safe_dump(
-            {
-                **(written := yaml.safe_load(index.read_text())),
-                'files': written['files'] | {name: {}}}))
+    contents = yaml.safe_load(index.read_text())
+    contents['files'][name] = {}
+    index.write_text(yaml.safe_dump(contents))
     with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'): put(PLAIN)
 
 
@@ -289,8 +287,8 @@ def test_the_preflight_is_one_process_on_each_node():
     first, second = put(WAYS['full']).commands['preflight']
     assert ' '.join(second) == (
         'python3 -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 '
-        '--master-port=29500 '
-        '--nproc-per-node=1 -m llm_workbook preflight runs/x/recipe.yaml --directory runs/x')
+        '--master-port=29500 --nproc-per-node=1 '
+        '-m llm_workbook preflight runs/x/recipe.yaml --directory runs/x')
     assert first == [word.replace('rank=1', 'rank=0') for word in second]
     assert put(PLAIN, 'runs/y').commands['preflight'][0][3:5] == [
         '--standalone', '--nproc-per-node=1']

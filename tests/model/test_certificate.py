@@ -30,7 +30,8 @@ ZERO = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True},
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs; forks share it."
-    import accelerate, bitsandbytes, deepspeed, deepspeed.ops, peft, transformers  # noqa: E401, F401
+    import accelerate, bitsandbytes, peft, transformers  # noqa: E401, F401
+    import deepspeed, deepspeed.ops  # noqa: E401, F401
     import torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
     import torch.distributed.tensor  # noqa: F401
     transformers.logging.disable_progress_bar()

@@ -70,7 +70,9 @@ def test_edges_and_their_neighbours(top):
     rows = [edges]
     for way in (torch.inf, -torch.inf):
         near = edges
-        for _ in range(3): rows.append(near := torch.nextafter(near, torch.tensor(way)))
+        for _ in range(3):
+            near = torch.nextafter(near, torch.tensor(way))
+            rows.append(near)
     values = torch.cat([*rows, LEVELS * top]).clamp(-top, top)
     # Each row has its absmax
     values = torch.cat([values, torch.full((128 - len(values),), top)]).view(64, 2).t()

@@ -371,11 +371,10 @@ def test_a_kernel_in_a_process_group_is_refused(launch):
 
 
 def test_memory_is_sampled_where_the_peak_cannot_be_reset():
+    class ReadOnlyPath(type(Path())):
+        def write_text(self, *args): raise PermissionError
     def work(forbidden):
-        if forbidden:
-            gauges.Path = type(
-                'Path', (type(Path()),),
-                {'write_text': lambda *a: (_ for _ in ()).throw(PermissionError())})
+        if forbidden: gauges.Path = ReadOnlyPath
         with memory_trace() as trace:
             block = torch.ones(100 * 2**20, dtype=torch.uint8)
             time.sleep(0.1)

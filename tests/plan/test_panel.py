@@ -87,7 +87,8 @@ def test_whatever_goes_wrong_can_be_mended_in_the_panel():
         if a >= b: continue
         for x, y in product(rows[a][-3:], rows[b][-3:]):
             seen |= set(panel_state({a: x, b: y}).errors)
-    paths = {found[1] for error in seen if (found := re.match(r'([a-z]+\.[a-z_]+) ', error))}
+    matches = [re.match(r'([a-z]+\.[a-z_]+) ', error) for error in seen]
+    paths = {match[1] for match in matches if match}
     assert paths
     assert not paths - set(rows)
 

@@ -70,7 +70,9 @@ def test_the_page_has_these_ten(page): assert [t.name for t in page.TRIALS] == N
 def test_more_micro_batches_keep_more(page):
     "A leak over steps is one over micro-batches."
     def leaky(here, kept=True):
-        model, outputs = page.shard(model := here.model(), model.model.layers), []
+        model = here.model()
+        model = page.shard(model, model.model.layers)
+        outputs = []
         optimizer = page.AdamW(model.parameters())
         here.watch(model, optimizer)
         for _ in range(3):
@@ -121,7 +123,8 @@ def healthy(page, method, sharding, accumulation=1, checkpointing='none'):
 def reduced(state, bucket):
     import torch
     torch.distributed.all_reduce(bucket.buffer())
-    (future := torch.futures.Future()).set_result(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
     return future
 
 

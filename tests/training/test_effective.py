@@ -94,15 +94,16 @@ def spoilt_one_by_one(recipe):
 
 
 @pytest.fixture(scope='module')
-def told(recipe):
+def mismatches(recipe):
+    "What each rank was told, by what was spoilt and on which ranks."
     import peft, trl  # noqa: E401, F401
     return notebook_ranks(spoilt_one_by_one, 2, (recipe,), 240, fsdp_env(recipe))
 
 
 @pytest.mark.parametrize('spoil', SPOILT, ids=lambda spoil: spoil.__name__)
-def test_what_was_not_asked_for_is_told_to_every_rank(told, spoil):
+def test_what_was_not_asked_for_is_told_to_every_rank(mismatches, spoil):
     for who, where in ((1,), 'rank 1 of 2'), ((0, 1), 'every rank'):
-        messages = [rank.get((spoil.__name__, who), '') for rank in told]
+        messages = [rank.get((spoil.__name__, who), '') for rank in mismatches]
         assert messages[0] == messages[1]
         assert messages[0].startswith('what is in force is not what')
         for name in SPOILT[spoil].split(): assert f'{name}: asked' in messages[0], messages[0]

@@ -188,11 +188,13 @@ def test_a_loss_that_is_no_number_ends_every_rank_and_saves_nothing(judge, tmp_p
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named(judge, tmp_path):
-    def hang(loop, step):
-        if step == 2 and loop.run.rank == 1: time.sleep(1000)
     def work(*args):
-        step = module.train_step
-        module.train_step = lambda loop, window: (step(loop, window), hang(loop, loop.step))[0]
+        train_step = module.train_step
+        def step_and_hang(loop, window):
+            result = train_step(loop, window)
+            if loop.step == 2 and loop.run.rank == 1: time.sleep(1000)
+            return result
+        module.train_step = step_and_hang
         return module.train_loop(*args)
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run'), 15.0
     with pytest.raises(RankError): notebook_ranks(work, 2, task, 120, fsdp_env(judge))

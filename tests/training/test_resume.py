@@ -82,13 +82,13 @@ def watched(monkeypatch):
                     done.touch()
                     act()
         step = trainer.training_step
-        def noted(model, inputs, *more, **named):
-            what = (
-                trainer.state.global_step + 1, inputs['row'].tolist(), inputs['input_ids'].tolist())
+        def step_that_notes(model, inputs, *more, **named):
+            number = trainer.state.global_step + 1
+            note = number, inputs['row'].tolist(), inputs['input_ids'].tolist()
             with open(Path(directory, f'rows-{rank}'), 'a') as file:
-                file.write(json.dumps(what) + '\n')
+                file.write(json.dumps(note) + '\n')
             return step(model, inputs, *more, **named)
-        trainer.training_step = noted
+        trainer.training_step = step_that_notes
         trainer.add_callback(Act())
         return trainer
     monkeypatch.setattr(training, 'make_trainer', make_watched)
@@ -99,20 +99,21 @@ def run(recipe, directory, **how):
     return training.fine_tune(recipe, directory, 300, live=False, **how)
 
 
-def tell(number=signal.SIGTERM): os.kill(os.getpid(), number)
+def send_signal(number=signal.SIGTERM): os.kill(os.getpid(), number)
 
 
-def seen(directory, ranks): return [(directory/f'rows-{rank}').read_text() for rank in range(ranks)]
+def rows_taken(directory, ranks):
+    return [(directory/f'rows-{rank}').read_text() for rank in range(ranks)]
 
 
-def same(a, b, tolerance):
+def assert_same_metrics(a, b, tolerance):
     "Compare two lists of metrics, line by line."
     assert [m['step'] for m in a] == [m['step'] for m in b]
-    far = {
+    largest = {
         key: max(abs(x[key] - y[key]) for x, y in zip(a, b))
         for key in ('loss', 'grad_norm', 'learning_rate')}
-    print(far)
-    assert max(far.values()) <= tolerance
+    print(largest)
+    assert max(largest.values()) <= tolerance
     assert [m['seconds'] for m in b] == sorted(m['seconds'] for m in b)
 
 
@@ -120,14 +121,14 @@ def stopped_and_resumed(recipe, at, folder, tolerance):
     """Stop the last rank before step 4, in the middle of a pass over the rows, go on, and compare
     with a run that was left alone."""
     whole, ranks = run(recipe, folder/'whole'), recipe.cluster.ranks
-    at[ranks - 1, 4] = tell
+    at[ranks - 1, 4] = send_signal
     with pytest.raises(Preempted) as preempted: run(recipe, folder/'two')
     assert preempted.value.step == 4
     assert run_state(folder/'two') == {'state': 'preempted', 'step': 4}
     assert [found.step for found in survey(folder/'two').valid] == [4]
     resumed = run(recipe, folder/'two', resume=True)
-    same(whole.metrics, resumed.metrics, tolerance)
-    assert seen(folder/'whole', ranks) == seen(folder/'two', ranks)
+    assert_same_metrics(whole.metrics, resumed.metrics, tolerance)
+    assert rows_taken(folder/'whole', ranks) == rows_taken(folder/'two', ranks)
     assert resumed.ranks[0]['payload'] == whole.ranks[0]['payload']
     return resumed
 
@@ -154,14 +155,14 @@ def test_killed_ranks_go_on_from_the_last_commit_and_nothing_is_there_twice(
     saving = recipe.changed({'intervals.saving': 2})
     whole = run(saving, tmp_path/'whole')
     assert [found.step for found in survey(tmp_path/'whole').valid] == [8, 6]
-    watched[1, 6] = partial(tell, signal.SIGKILL)
+    watched[1, 6] = partial(send_signal, signal.SIGKILL)
     with pytest.raises(RankError, match='SIGKILL'): run(saving, tmp_path/'two')
     assert run_state(tmp_path/'two')['state'] == 'running'
     assert len(read_metrics(tmp_path/'two'/'metrics.jsonl')) == 5
     committed = survey(tmp_path/'two').valid[0].step
     assert committed in (2, 4)  # The save of step 4 may have been under way
     resumed = run(saving, tmp_path/'two', resume=True)
-    same(whole.metrics, resumed.metrics, 1e-6)
+    assert_same_metrics(whole.metrics, resumed.metrics, 1e-6)
     assert weights(resumed) == weights(whole)
 
 
@@ -184,13 +185,13 @@ def other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tm
     rows = some_rows(tmp_path/'rows', 24)
     plain = recipe.changed(WHOLE | {'method.dropout': 0.0, 'data.source': str(rows)})
     whole = run(plain, tmp_path/'whole')
-    watched[0, 4] = tell
+    watched[0, 4] = send_signal
     with pytest.raises(Preempted): run(plain, tmp_path/'two')
     alone = plain.changed(ALONE | {'batch.accumulation': 4})
     with pytest.raises(ValueError, match="sharding.strategy was 'fsdp2' and is 'none'"):
         run(alone, tmp_path/'two', resume=True)
     alone = plain.changed({'cluster.processes': 1, 'batch.accumulation': 4})
-    same(whole.metrics, run(alone, tmp_path/'two', resume=True).metrics, 1e-4)
+    assert_same_metrics(whole.metrics, run(alone, tmp_path/'two', resume=True).metrics, 1e-4)
 
 
 # Refused, or nothing to do
@@ -206,10 +207,8 @@ def test_a_changed_recipe_is_refused_with_the_fields(recipe, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             run(recipe.changed(changes), tmp_path/'run', resume=True)
-    assert {
-        path: path.read_bytes()
-        for path in (tmp_path/'run').iterdir()
-        if path.name != '.llmw.lock'} == before
+    paths = [path for path in (tmp_path/'run').iterdir() if path.name != '.llmw.lock']
+    assert {path: path.read_bytes() for path in paths} == before
     allowed = recipe.changed(
         {'intervals.saving': 3, 'cluster.processes': 1, 'batch.accumulation': 4})
     assert begin_run(allowed, tmp_path/'run', resume=True) == Start()
@@ -252,7 +251,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_is_named_and_the_one_before_is_u
     assert 'skipped checkpoint-4' in caplog.text
     assert flipped.name in caplog.text
     assert 'is not what was committed' in caplog.text
-    same(metrics, resumed.metrics, 0)
+    assert_same_metrics(metrics, resumed.metrics, 0)
     assert weights(resumed) == before
     assert (tmp_path/'run/checkpoint-4.aside-0').is_dir()
 
@@ -291,11 +290,12 @@ def test_a_trainer_without_a_method_that_is_replaced_is_refused():
 def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(
     recipe, tmp_path, monkeypatch, capsys
 ):
+    make = training.make_trainer
+    def signal_and_make(*args):
+        if os.environ['RANK'] == '1': send_signal()
+        return make(*args)
     with monkeypatch.context() as patch:
-        make = training.make_trainer
-        patch.setattr(
-            training, 'make_trainer',
-            lambda *args: (os.environ['RANK'] == '1' and tell(), make(*args))[1])
+        patch.setattr(training, 'make_trainer', signal_and_make)
         with pytest.raises(Preempted, match='preempted before its first step') as preempted:
             run(recipe, tmp_path/'run')
     assert preempted.value.step == 0
@@ -309,8 +309,11 @@ def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(
 
 def test_a_signal_while_the_result_is_saved_changes_nothing(recipe, tmp_path, monkeypatch):
     save = resuming.save_adapters
-    monkeypatch.setattr(
-        resuming, 'save_adapters', lambda *args: (tell(), tell(signal.SIGUSR1), save(*args))[2])
+    def save_under_signals(*args):
+        send_signal()
+        send_signal(signal.SIGUSR1)
+        return save(*args)
+    monkeypatch.setattr(resuming, 'save_adapters', save_under_signals)
     two = recipe.changed({'optimizer.steps': 2})
     assert len(run(two, tmp_path/'run').metrics) == 2
     assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
@@ -347,7 +350,8 @@ def test_a_whole_model_is_written_without_gathering_it(recipe, tmp_path, monkeyp
 # The program
 
 def program(recipe, directory, *words, ranks=1, **how):
-    recipe.save(file := directory.parent/'asked.yaml')
+    file = directory.parent/'asked.yaml'
+    recipe.save(file)
     launch = (
         ['-m', 'torch.distributed.run', '--standalone', f'--nproc-per-node={ranks}']
         if ranks > 1
