@@ -71,18 +71,16 @@ def rehearsal(recipe):
 @pytest.fixture
 def run(recipe, tmp_path):
     "A run that nobody ran."
-    (tmp_path/'metrics.jsonl').write_text(
-        ''.join(
-            json.dumps({'step': i, 'seconds': s, 'loss': 1.0}) + '\n'
-            for i, s in enumerate((4.0, 4.5, 5.25), 1)))
-
-    def rank(i):
+    metrics = [
+        {'step': step, 'seconds': seconds, 'loss': 1.0}
+        for step, seconds in enumerate((4.0, 4.5, 5.25), 1)]
+    lines = [json.dumps(row) + '\n' for row in metrics]
+    (tmp_path/'metrics.jsonl').write_text(''.join(lines))
+    def rank(number):
         rows = [('w', 'bfloat16', (20, 5), (10, 5), 200, 100)]
+        shards = ShardReport('fsdp2', 2, number, rows, 200, 7)
         trace = MemoryTrace(Bytes(300 * MIB), Bytes(700 * MIB))
-        return {
-            'shards': ShardReport('fsdp2', 2, i, rows, 200, 7), 'payload': None, 'memory': trace,
-            'saved': {}, 'seconds': 6.0}
-
+        return {'shards': shards, 'payload': None, 'memory': trace, 'saved': {}, 'seconds': 6.0}
     return Run(recipe, tmp_path, [rank(0), rank(1)])
 
 

@@ -48,7 +48,7 @@ def start_and_end(recipe, directory, workers, number) -> str:
     if end == 'kill': run.kill()
     try: run.wait(120)
     except Preempted: pass
-    assert run.workers._box.run is None
+    assert 'busy' not in repr(run.workers)
     return run.state
 
 

@@ -159,13 +159,13 @@ def test_a_bad_recipe_is_refused_in_the_kernel(change, words, recipe, workers, t
     with pytest.raises(ValueError, match=words):
         launch(recipe.changed(change), tmp_path/'run', workers)
     assert not (tmp_path/'run').exists()
-    assert workers._box.run is None
+    assert 'busy' not in repr(workers)
     assert below(workers) == []
 
 
 def test_without_workers_a_bad_recipe_starts_none(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        subprocess, 'Popen', lambda *words, **how: pytest.fail('a process was started'))
+    def fail(*words, **how): pytest.fail('a process was started')
+    monkeypatch.setattr(subprocess, 'Popen', fail)
     with pytest.raises(ValueError, match='nowhere'):
         launch(recipe.changed({'data.source': 'nowhere'}), tmp_path/'run')
     with pytest.raises(ValueError, match='timeout_s must be more than 0'):
@@ -185,16 +185,14 @@ def test_busy_workers_take_no_second_run(endless, recipe, tmp_path):
 
 
 def test_the_error_of_a_rank_arrives_as_it_is(recipe, workers, tmp_path):
-    with pytest.raises(
-        RankError, match=r'rank \d failed: FloatingPointError: (loss|grad_norm)'
-    ) as found:
-        launch(
-            recipe.changed(
-                {'optimizer.learning_rate': 1e30, 'optimizer.clip': 1e30, 'optimizer.steps': 6}),
-            tmp_path/'run', workers).wait(120)
+    bursting = recipe.changed(
+        {'optimizer.learning_rate': 1e30, 'optimizer.clip': 1e30, 'optimizer.steps': 6})
+    words = r'rank \d failed: FloatingPointError: (loss|grad_norm)'
+    with pytest.raises(RankError, match=words) as found:
+        launch(bursting, tmp_path/'run', workers).wait(120)
     assert found.value.traceback
     assert '--- 20' not in found.value.log
-    assert workers._box.run is None
+    assert 'busy' not in repr(workers)
 
 
 # Stop, go on, interrupt
@@ -212,9 +210,8 @@ def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     assert 3 <= step < 5000
     assert check(latest_valid(endless.directory), deep=True).step == step
     assert run_state(endless.directory) == {'state': 'preempted', 'step': step}
-    run = launch(
-        recipe.changed({'optimizer.steps': step + 2}), endless.directory, workers, resume=True
-    ).wait(120)
+    two_steps_more = recipe.changed({'optimizer.steps': step + 2})
+    run = launch(two_steps_more, endless.directory, workers, resume=True).wait(120)
     assert len(run.metrics) == step + 2
     assert endless.log(0).count('rank 0 of 2') == 2
 

@@ -561,9 +561,7 @@ def test_two_that_render_at_once_both_succeed(tmp_path, monkeypatch):
         real(part, file)
     monkeypatch.setattr(os, 'replace', replace)
     with ThreadPoolExecutor(2) as pool:
-        for one in [
-            pool.submit(rendering._write_if_changed, tmp_path/'a.yaml', 'a: 1\n')
-            for _ in range(2)
-        ]:
-            one.result()
+        arguments = rendering._write_if_changed, tmp_path/'a.yaml', 'a: 1\n'
+        both = [pool.submit(*arguments) for _ in range(2)]
+        for one in both: one.result()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [('a.yaml', 'a: 1\n')]
