@@ -17,7 +17,7 @@ from llm_workbook.report import CLASSES, Compared, Report, reconcile
 from llm_workbook.parallel.shard import ShardReport
 from llm_workbook.rehearsal.recorder import Recorder
 from llm_workbook.rehearsal.timeline import Span, Timeline
-from llm_workbook.plan.step_time import step_traffic
+from llm_workbook.plan.step_time import estimate_step
 from llm_workbook.training.fine_tune import Run
 
 MIB = 2**20
@@ -27,8 +27,8 @@ MIB = 2**20
 def recipe(): return shrink(Recipe.named('reviews-qlora')).changed({'optimizer.steps': 3})
 
 
-def line(kind, moment, size, place='gpu'):
-    return Line(kind, 'step', moment, place, size, 'n', {'n': size}, 'by hand')
+def line(kind, instant, size, place='gpu'):
+    return Line(kind, 'step', instant, place, size, 'n', {'n': size}, 'by hand')
 
 
 @pytest.fixture(scope='module')
@@ -100,7 +100,7 @@ def test_a_residual_is_measured_or_rehearsed_minus_planned():
 
 def test_two_peaks_at_two_stages_are_named_and_both_stages_shown(ledger, rehearsal):
     report = reconcile(ledger, rehearsal)
-    assert report.moments['peak'] == (
+    assert report.instants['peak'] == (
         'backward, head (head)', 'backward, layers (backward of model.layers.1, at mm)')
     assert (
         row(report, 'peak', 'all tensors').planned,
@@ -123,7 +123,7 @@ def test_classes_are_those_of_the_rehearsal(ledger, rehearsal):
     assert set(CLASSES.values()) <= {'weights', 'optimizer', 'collective', 'buffers', 'activations'}
 
 
-def test_every_stage_has_its_moments(ledger, rehearsal):
+def test_every_stage_has_its_instants(ledger, rehearsal):
     report, all_of = reconcile(ledger, rehearsal), {}
     for r in report.rows:
         if r.item == 'all tensors': all_of[r.part] = r[3:5]
@@ -132,7 +132,7 @@ def test_every_stage_has_its_moments(ledger, rehearsal):
         'forward, layers': (None, 124), 'forward, head': (129, 130), 'backward, head': (152, 151),
         'backward, layers': (127, 182), 'backward, embedding': (None, 128),
         'optimizer': (None, 127)}
-    assert report.moments['forward, embedding'] == (None, 'forward of model.embed_tokens, at mm')
+    assert report.instants['forward, embedding'] == (None, 'forward of model.embed_tokens, at mm')
 
 
 def test_of_several_micro_batches_the_fullest_counts(ledger, rehearsal):
@@ -153,7 +153,7 @@ def test_what_lies_between_two_micro_batches_is_no_optimizer(ledger, rehearsal):
 
 
 @pytest.mark.parametrize('name', recipe_names())
-def test_every_moment_of_a_ledger_has_its_stage(name, rehearsal):
+def test_every_instant_of_a_ledger_has_its_stage(name, rehearsal):
     plan = memory(Recipe.named(name))
     stages = {
         'peak', 'between steps', 'optimizer', 'work',
@@ -166,7 +166,7 @@ def test_every_moment_of_a_ledger_has_its_stage(name, rehearsal):
 
 def test_work_is_that_of_the_traffic(ledger, rehearsal):
     report = reconcile(ledger, rehearsal)
-    traffic = step_traffic(ledger.recipe, ledger.spec)
+    traffic = estimate_step(ledger.recipe, ledger.spec)
     sent = [c for c in traffic.collectives if c.kind == 'all_gather']
     assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(traffic.rank_executed), 18)
     assert row(report, 'work', 'all_gather, messages')[3:5] == (sum(c.count for c in sent), 2)
@@ -206,7 +206,7 @@ def test_a_second_rank_has_its_own_plan(recipe, rehearsal, run):
     other = memory(recipe, rank=1)
     kinds = ('weights', 'payload', 'adapters')
     held = sum(
-        x.size_b for x in other.lines if x.phase == 'step' and not x.moment and x.kind in kinds)
+        x.size_b for x in other.lines if x.phase == 'step' and not x.instant and x.kind in kinds)
     assert row(reconcile(plan, rehearsal, run), 'run', 'rank 1: parameters').planned == held
 
 
@@ -214,7 +214,7 @@ def test_seconds_are_the_middle_step_and_planned_where_a_machine_is_named(ledger
     report = reconcile(ledger, rehearsal, run)
     assert row(report, 'run', 'seconds per step')[3:] == (None, None, .625)
     assert any('cluster.hardware names no machine' in note for note in report.notes)
-    step_s = step_traffic(ledger.recipe, ledger.spec, node('cpu')).step_s
+    step_s = estimate_step(ledger.recipe, ledger.spec, node('cpu')).step_s
     on = reconcile(replace(ledger, node='cpu'), rehearsal, run)
     assert row(on, 'run', 'seconds per step').planned == step_s
     assert not any('names no machine' in note for note in on.notes)
@@ -260,8 +260,8 @@ def test_a_run_gets_its_report_and_the_report_says_where(ledger, rehearsal, run)
     assert 'stored in' in repr(report)
     back = Report.load(report.path)
     assert back == report
-    assert (back.residual, back.path, back.moments) == (
-        report.residual, report.path, report.moments)
+    assert (back.residual, back.path, back.instants) == (
+        report.residual, report.path, report.instants)
     assert back.to_dict() == report.to_dict()
 
 
@@ -334,7 +334,7 @@ def test_another_rank_or_type_is_refused_with_the_fix(ledger, rehearsal):
 
 # Shown
 
-def test_the_picture_names_both_moments(ledger, rehearsal):
+def test_the_picture_names_both_instants(ledger, rehearsal):
     figure = reconcile(ledger, rehearsal).plot()
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [w.split(':')[0] for w in words] == ['planned', 'rehearsed']

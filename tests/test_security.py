@@ -172,13 +172,13 @@ def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
 
 def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
     from llm_workbook.checkpoint.manifest import (
-        MANIFEST, DamagedCheckpoint, begin_save, commit, latest_valid)
+        MANIFEST, DamagedCheckpoint, begin_save, commit_checkpoint, latest_valid)
 
     facts = dict(ranks=1, strategy='ddp', method='full', recipe_hash='', versions={})
     for step in 1, 2:
         folder = begin_save(tmp_path, step)
         (folder/'state.json').write_text('{}')
-        commit(folder, facts | {'step': step})
+        commit_checkpoint(folder, facts | {'step': step})
     (folder/'rng_state_0.pth').write_bytes(pickle.dumps(Payload()))
     assert latest_valid(tmp_path) == tmp_path/'checkpoint-1'
     lie = (

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from llm_workbook.checkpoint import manifest as commits
-from llm_workbook.checkpoint.disk import disk_errors, room
+from llm_workbook.checkpoint.disk import disk_errors, check_disk
 from llm_workbook.training.run_directory import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import (
-    MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check, commit, latest_valid, prune,
+    MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check_checkpoint, commit_checkpoint, latest_valid, prune,
     survey)
 
 FACTS = dict(
@@ -40,7 +40,7 @@ def save(directory, step, files=FILES, **facts):
     "Save a whole checkpoint and return its folder."
     folder = begin_save(directory, step)
     write(folder, files)
-    commit(folder, FACTS | {'step': step} | facts, expected=[*files])
+    commit_checkpoint(folder, FACTS | {'step': step} | facts, expected=[*files])
     return folder
 
 
@@ -106,7 +106,7 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_it_is_used(
     message = caplog.records[-1].getMessage()
     assert message.startswith('skipped checkpoint-10')
     assert file in message or file == MANIFEST and 'no manifest' in message
-    with pytest.raises(DamagedCheckpoint) as caught: check(run/'checkpoint-10', deep=True)
+    with pytest.raises(DamagedCheckpoint) as caught: check_checkpoint(run/'checkpoint-10', deep=True)
     assert not caught.value.interrupted
     assert caught.value.folder == run/'checkpoint-10'
     damage(run/'checkpoint-5'/file)
@@ -137,9 +137,9 @@ def test_a_folder_of_somebody_else_is_not_taken_for_an_interrupted_save(tmp_path
 
 def test_what_is_committed_is_never_written_over(run):
     with pytest.raises(FileExistsError, match="'checkpoint-10' is committed"): begin_save(run, 10)
-    with pytest.raises(FileExistsError): commit(run/'checkpoint-10', FACTS | {'step': 10})
+    with pytest.raises(FileExistsError): commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
     cut(run/'checkpoint-10/state/rank-0.json')
-    with pytest.raises(FileExistsError): commit(run/'checkpoint-10', FACTS | {'step': 10})
+    with pytest.raises(FileExistsError): commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
     begin_save(run, 10)
     assert (run/'checkpoint-10.aside-0'/MANIFEST).exists()
     assert [f.folder.name for f in survey(run).found] == ['checkpoint-10', 'checkpoint-5']
@@ -167,7 +167,7 @@ def test_of_a_very_large_file_the_head_alone_is_hashed_unless_asked(tmp_path, mo
     for step, deep in (1, False), (2, True):
         folder = begin_save(tmp_path, step)
         write(folder, big)
-        manifest = commit(folder, FACTS | {'step': step}, deep=deep)
+        manifest = commit_checkpoint(folder, FACTS | {'step': step}, deep=deep)
         assert manifest.files['model.safetensors'].hashed_b == (5000 if deep else 100)
         assert manifest.files['small.json'].hashed_b == 2
         assert manifest.total_b == 5002
@@ -248,7 +248,7 @@ def test_a_kill_at_any_call_of_a_save_loses_nothing(tmp_path):
 ENDLESS = """
 import sys, time
 from pathlib import Path
-from llm_workbook.checkpoint.manifest import begin_save, commit, latest_valid, prune
+from llm_workbook.checkpoint.manifest import begin_save, commit_checkpoint, latest_valid, prune
 directory = Path(sys.argv[1])
 step = int(latest_valid(directory, deep=True).name.split('-')[1])
 print('on', flush=True)
@@ -293,7 +293,7 @@ def test_the_manifest_appears_after_everything_else_is_on_the_disk(tmp_path, mon
         real(a, b)
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
-    commit(folder, FACTS | {'step': 5})
+    commit_checkpoint(folder, FACTS | {'step': 5})
     at = done.index('replace')
     before = done[:at]
     after = done[at + 1:]
@@ -312,7 +312,7 @@ def limited(directory, limit_b):
     folder = begin_save(directory, 15)
     try:
         with disk_errors(folder, 11_010): write(folder)
-        commit(folder, FACTS | {'step': 15, 'extra': {'long': 'x' * 10_000}})
+        commit_checkpoint(folder, FACTS | {'step': 15, 'extra': {'long': 'x' * 10_000}})
     except OSError as error:
         return (
             0
@@ -358,23 +358,23 @@ def test_a_disk_that_fills_while_saving(disk):
     ):
         (folder/'big').write_bytes(bytes(2_000_000))
     with pytest.raises(OSError, match='is not saved.*make room') as caught:
-        commit(folder, FACTS | {'step': 10})
+        commit_checkpoint(folder, FACTS | {'step': 10})
     assert caught.value.errno == errno.ENOSPC
     assert latest_valid(disk, deep=True) == disk/'checkpoint-5'
     assert save(disk, 10) == latest_valid(disk, deep=True)
 
 
 def test_a_disk_without_entries_is_refused_before(disk):
-    assert room(disk, 1000, files=150) > 500_000
+    assert check_disk(disk, 1000, files=150) > 500_000
     with pytest.raises(OSError, match='makes 250 files; the disk takes 19[0-9] more'):
-        room(disk, 1000, files=250)
+        check_disk(disk, 1000, files=250)
 
 
 def test_a_read_only_directory_is_refused_before(disk):
     save(disk, 5, files={'a': b'1'})
     subprocess.run(['mount', '-o', 'remount,ro', str(disk)], check=True)
     for refused in (
-        lambda: room(disk, 1), lambda: begin_save(disk, 10), lambda: run_lock(disk).__enter__()
+        lambda: check_disk(disk, 1), lambda: begin_save(disk, 10), lambda: run_lock(disk).__enter__()
     ):
         with pytest.raises(OSError, match="'disk' cannot be written to: Read-only file system"):
             refused()
@@ -384,15 +384,15 @@ def test_a_read_only_directory_is_refused_before(disk):
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
 def test_a_directory_without_the_right_to_write_is_refused_before(tmp_path):
     tmp_path.chmod(0o555)
-    with pytest.raises(PermissionError, match='cannot be written to'): room(tmp_path, 1)
+    with pytest.raises(PermissionError, match='cannot be written to'): check_disk(tmp_path, 1)
 
 
 def test_a_vanished_directory_is_refused_before(run):
     folder = begin_save(run, 15)
     shutil.rmtree(run)
-    for refused in lambda: room(run, 1), lambda: begin_save(run, 20):
+    for refused in lambda: check_disk(run, 1), lambda: begin_save(run, 20):
         with pytest.raises(FileNotFoundError, match='was removed or never made'): refused()
-    with pytest.raises(FileNotFoundError): commit(folder, FACTS | {'step': 15})
+    with pytest.raises(FileNotFoundError): commit_checkpoint(folder, FACTS | {'step': 15})
     with pytest.raises(ValueError, match='is no directory'): prune(run, 1)
     assert latest_valid(run) is None
 
@@ -453,7 +453,7 @@ def test_a_manifest_that_lies_is_refused_without_a_trace(run, change, monkeypatc
     monkeypatch.chdir(run)
     before = sorted(run.rglob('*'))
     with pytest.raises(DamagedCheckpoint, match='checkpoint-10') as caught:
-        check(run/'checkpoint-10')
+        check_checkpoint(run/'checkpoint-10')
     assert 'byte for byte' not in str(caught.value), 'refused for what it says'
     assert 'digest' not in str(caught.value), 'refused for what it says'
     assert latest_valid(run) == run/'checkpoint-5'
@@ -472,7 +472,7 @@ TEXTS = {
 @pytest.mark.parametrize('text', TEXTS.values(), ids=TEXTS)
 def test_a_manifest_that_is_no_manifest_is_refused(run, text):
     (run/'checkpoint-10'/MANIFEST).write_bytes(text)
-    with pytest.raises(DamagedCheckpoint, match=MANIFEST): check(run/'checkpoint-10')
+    with pytest.raises(DamagedCheckpoint, match=MANIFEST): check_checkpoint(run/'checkpoint-10')
     assert latest_valid(run) == run/'checkpoint-5'
 
 
@@ -486,7 +486,7 @@ def test_a_manifest_with_random_bytes_changed_is_refused(run):
             changed[chance.randrange(len(text))] = chance.randrange(256)
         path.write_bytes(changed)
         if changed != text:
-            with pytest.raises(DamagedCheckpoint): check(run/'checkpoint-10')
+            with pytest.raises(DamagedCheckpoint): check_checkpoint(run/'checkpoint-10')
 
 
 class Payload:
@@ -503,12 +503,12 @@ def test_programs_are_kept_out(run, name, monkeypatch):
     program = {name: pickle.dumps(Payload())}
     write(run/'checkpoint-10', program)
     with pytest.raises(DamagedCheckpoint, match=f'{name}.*was not committed with it'):
-        check(run/'checkpoint-10', deep=True)
+        check_checkpoint(run/'checkpoint-10', deep=True)
     folder = begin_save(run, 15)
     write(folder, FILES | program)
     with pytest.raises(ValueError, match=f'{name}.*can carry a program'):
-        commit(folder, FACTS | {'step': 15})
-    commit(folder, FACTS | {'step': 15, 'strategy': 'zero3'})
+        commit_checkpoint(folder, FACTS | {'step': 15})
+    commit_checkpoint(folder, FACTS | {'step': 15, 'strategy': 'zero3'})
     assert latest_valid(run, deep=True) == folder
     assert not (run/'planted').exists()
 
@@ -519,21 +519,21 @@ def test_links_and_devices_are_refused(run, tmp_path_factory):
     (run/'checkpoint-10/state/rank-0.json').unlink()
     (run/'checkpoint-10/state/rank-0.json').symlink_to(outside/'checkpoint-10/state/rank-0.json')
     with pytest.raises(DamagedCheckpoint, match='state/rank-0.json. is a link'):
-        check(run/'checkpoint-10')
+        check_checkpoint(run/'checkpoint-10')
     shutil.rmtree(run/'checkpoint-10')
     (run/'checkpoint-10').symlink_to(outside/'checkpoint-10')
     with pytest.raises(DamagedCheckpoint, match='is a link or no folder'):
-        check(run/'checkpoint-10')
+        check_checkpoint(run/'checkpoint-10')
     shutil.move(run/'checkpoint-5'/MANIFEST, outside/MANIFEST)
     (run/'checkpoint-5'/MANIFEST).symlink_to(outside/MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match='cannot be read'): check(run/'checkpoint-5')
+    with pytest.raises(DamagedCheckpoint, match='cannot be read'): check_checkpoint(run/'checkpoint-5')
     (run/'checkpoint-5'/MANIFEST).unlink()
     os.mkfifo(run/'checkpoint-5'/MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match='is no plain file'): check(run/'checkpoint-5')
+    with pytest.raises(DamagedCheckpoint, match='is no plain file'): check_checkpoint(run/'checkpoint-5')
     folder = begin_save(run, 15)
     (folder/'model').symlink_to(outside)
     with pytest.raises(DamagedCheckpoint, match="'model' is a link"):
-        commit(folder, FACTS | {'step': 15})
+        commit_checkpoint(folder, FACTS | {'step': 15})
     begin_save(run, 15)
     assert (outside/'checkpoint-10'/MANIFEST).exists(), (
         'a link is never followed, not even to delete')
@@ -544,8 +544,8 @@ def test_what_belongs_to_another_user_is_refused_unless_trusted(run, name, monke
     if os.geteuid() == 0: os.chown(run/'checkpoint-10'/name, 12345, -1)
     else: monkeypatch.setattr(os, 'geteuid', lambda: 12345)
     with pytest.raises(DamagedCheckpoint, match='belongs to user.*trust=True'):
-        check(run/'checkpoint-10')
-    assert check(run/'checkpoint-10', trust=True).step == 10
+        check_checkpoint(run/'checkpoint-10')
+    assert check_checkpoint(run/'checkpoint-10', trust=True).step == 10
     assert latest_valid(run, trust=True) == survey(run, trust=True).newest == run/'checkpoint-10'
     if os.geteuid() == 0: assert latest_valid(run) == run/'checkpoint-5'
 
@@ -560,9 +560,9 @@ def test_facts_are_checked_before_anything_is_written(run):
         ({'step': 15, 'extra': {'x': float('nan')}}, 'finite'),
         ({}, 'step: is missing')
     ):
-        with pytest.raises(ValueError, match=words): commit(folder, FACTS | facts)
+        with pytest.raises(ValueError, match=words): commit_checkpoint(folder, FACTS | facts)
     with pytest.raises(ValueError, match=r"lacks \['model/rank-2"):
-        commit(folder, FACTS | {'step': 15}, expected=['model/rank-2.safetensors'])
+        commit_checkpoint(folder, FACTS | {'step': 15}, expected=['model/rank-2.safetensors'])
     assert not (folder/MANIFEST).exists()
     for step in (-1, True, '5', 5.0):
         with pytest.raises(ValueError, match='no number of steps'): begin_save(run, step)
@@ -590,7 +590,7 @@ def test_a_file_that_changes_while_it_is_committed_is_noticed(tmp_path, monkeypa
     with pytest.raises(
         DamagedCheckpoint, match='rank-0.json. has 11 bytes where 10 were committed'
     ):
-        commit(folder, FACTS | {'step': 5})
+        commit_checkpoint(folder, FACTS | {'step': 5})
     assert not (folder/MANIFEST).exists()
     assert latest_valid(tmp_path) is None
 
@@ -760,7 +760,7 @@ def test_a_disk_without_file_entries_is_full_and_one_that_counts_none_is_not(
 ):
     from llm_workbook.checkpoint import disk as claims
     monkeypatch.setattr(claims, '_free', lambda folder: (10**9, entries))
-    if enough: assert claims.room(tmp_path, 1) == 10**9
+    if enough: assert claims.check_disk(tmp_path, 1) == 10**9
     else:
         with pytest.raises(OSError, match=f'makes 64 files; the disk takes {entries} more'):
-            claims.room(tmp_path, 1)
+            claims.check_disk(tmp_path, 1)

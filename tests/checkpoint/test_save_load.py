@@ -26,7 +26,7 @@ from llm_workbook.training.memory_trace import memory_trace
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.checkpoint.consolidate import export_full
 from llm_workbook.checkpoint.sharded_files import (
-    CheckpointError, base_digest, kept, listed, named, read_slices, slices_here)
+    CheckpointError, base_digest, checkpoint_tensors, stored_tensors, unwrapped_parameters, read_slices, local_slices)
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -145,9 +145,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, how, world):
         assert on == again
         assert rates[0] == rates[1] < 1e-2
         assert facts == {'epoch': 0.5, 'rows': [1, 2], 'step': 3, 'ranks': world}
-    held = listed(tmp_path / 'checkpoint-3/model')
+    held = stored_tensors(tmp_path / 'checkpoint-3/model')
     assert {n: tuple(size) for n, (size, _) in held.items()} == {
-        n: tuple(t.shape) for n, t in kept(toy()).items()}
+        n: tuple(t.shape) for n, t in checkpoint_tensors(toy()).items()}
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_the_tiny_base_goes_on_bit_for_bit(tmp_path):
     for kind in ('full', 'qlora'):
         for on, again, *_, size_b, digest in run_ranks(exact, 2, (kind, 'fsdp2', tmp_path / kind)):
             assert on == again
-        held = listed(tmp_path / kind / 'checkpoint-3/model')
+        held = stored_tensors(tmp_path / kind / 'checkpoint-3/model')
         if kind == 'full':
             count = sum(size.numel() for size, _ in held.values())
             # Weights and two moments, halved
@@ -193,12 +193,12 @@ def saved(how, folder):
 def whole(live):
     "All tensors of model and optimizer, whole, by name."
     def full(t): return (t.full_tensor() if hasattr(t, 'full_tensor') else t).detach().clone()
-    names = {p: name for name, p in named(live[0]).items()}
+    names = {p: name for name, p in unwrapped_parameters(live[0]).items()}
     states = {
         f'{names[p]}.{key}': full(v)
         for p, state in live[1].state.items()
         for key, v in state.items()}
-    return {name: full(t) for name, t in kept(live[0]).items()} | states
+    return {name: full(t) for name, t in checkpoint_tensors(live[0]).items()} | states
 
 
 def resumed(how, folder):
@@ -390,7 +390,7 @@ def blocked():
     with tempfile.TemporaryDirectory() as folder, slow(0.5):
         for number in range(3):
             begin = time.monotonic()
-            slices_here(kept(model), copy=True)
+            local_slices(checkpoint_tensors(model), copy=True)
             copy_s = time.monotonic() - begin
             saving = save_checkpoint(Path(folder) / f'checkpoint-{number}', model, wait=False)
             finish_saving()
@@ -630,7 +630,7 @@ def exports(folder):
     save_checkpoint(folder / 'checkpoint-1', model)
     shapes = export_full(folder / 'checkpoint-1', folder / 'model', 'tiny-base', shard_b=4_000_000)
     export_full(folder / 'checkpoint-1', folder / 'half', 'tiny-base', dtype='bfloat16')
-    return shapes, {name: p.full_tensor().detach() for name, p in named(model).items()}
+    return shapes, {name: p.full_tensor().detach() for name, p in unwrapped_parameters(model).items()}
 
 
 def test_the_whole_model_is_exported(tmp_path):
@@ -669,14 +669,14 @@ def test_slices_of_a_tensor_meet(tmp_path):
         'half': torch.randn(3, 2).to(torch.bfloat16), 'none': torch.zeros(0, 4),
         'eighth': torch.randn(4).to(torch.float8_e4m3fn),
         'turned': torch.arange(6.0).reshape(2, 3).T}
-    slices.write_slices(tmp_path / 'rank.safetensors', slices_here(tensors))
+    slices.write_slices(tmp_path / 'rank.safetensors', local_slices(tensors))
     empty = {name: torch.zeros_like(t) for name, t in tensors.items()}
     read_slices(tmp_path, empty)
     def as_bytes(t): return t.contiguous().flatten().view(torch.uint8)
     assert all(as_bytes(t).equal(as_bytes(empty[name])) for name, t in tensors.items())
     with pytest.raises(CheckpointError, match='complex64 is no type that safetensors knows'):
         slices.write_slices(
-            tmp_path/'odd.safetensors', slices_here({'odd': torch.zeros(2, dtype=torch.complex64)}))
+            tmp_path/'odd.safetensors', local_slices({'odd': torch.zeros(2, dtype=torch.complex64)}))
 
 
 def reads_badly(folder):

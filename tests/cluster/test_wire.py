@@ -1,4 +1,4 @@
-"""Bytes that pass between the two nodes while they train, against what `step_traffic` says of
+"""Bytes that pass between the two nodes while they train, against what `estimate_step` says of
 gloo."""
 import cluster
 import pytest

@@ -15,7 +15,7 @@ from trouble import REPORT_LINES, children, wait_for
 
 from llm_workbook.training.run_directory import RunLocked
 from llm_workbook.checkpoint.manifest import latest_valid
-from llm_workbook.launching.background import Workers, launch
+from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
 
@@ -56,7 +56,7 @@ def start_and_end(recipe, directory, workers, number) -> str:
 def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
     begin = time.monotonic()
     threads = threading.active_count()
-    with Workers() as workers:
+    with WorkerProcess() as workers:
         workers.ready()
         start_and_end(recipe, tmp_path/'first', workers, 0)
         gc.collect()
@@ -86,7 +86,7 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
-    with Workers() as workers:
+    with WorkerProcess() as workers:
         for number in range(6):
             directory = tmp_path/f'run-{number}'
             endless = recipe.changed(STEADY | {'optimizer.steps': 5000})
@@ -105,11 +105,11 @@ def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_waits_for_the_imports_is_withdrawn(recipe, tmp_path):
-    workers = Workers()
+    workers = WorkerProcess()
     run = launch(recipe, tmp_path/'run', workers)
     run.stop()
     with pytest.raises(Preempted, match='before its first step'): run.wait(5)
-    assert repr(workers).startswith('Workers(importing')
+    assert repr(workers).startswith('WorkerProcess(importing')
     assert not (tmp_path/'run').exists()
     temp = workers._box.temp
     start = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_run_that_waits_for_the_imports_is_withdrawn(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_two_workers_do_not_share_a_directory(recipe, tmp_path):
-    with Workers() as one, Workers() as two:
+    with WorkerProcess() as one, WorkerProcess() as two:
         first = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', one)
         assert wait_for(lambda: first.metrics, 120)
         with pytest.raises(RunLocked, match='is taken by'):
@@ -135,9 +135,9 @@ def test_two_workers_do_not_share_a_directory(recipe, tmp_path):
 KERNEL = '''
     import time
     from pathlib import Path
-    from llm_workbook.launching.background import Workers, launch
+    from llm_workbook.launching.background import WorkerProcess, launch
     from llm_workbook.config.recipe import Recipe
-    workers = Workers()
+    workers = WorkerProcess()
     run = launch(Recipe.load('recipe.yaml'), 'run', workers)
     while len(run.metrics) < 3: time.sleep(0.05)
     Path('pid').write_text(str(workers._box.process.pid))
@@ -176,7 +176,7 @@ def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
 
 @pytest.mark.slow
 def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tmp_path):
-    workers = Workers()
+    workers = WorkerProcess()
     run = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', workers)
     assert wait_for(lambda: len(run.metrics) >= 2, 120)
     ranks = below(workers._box.process)
@@ -192,7 +192,7 @@ def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tm
 
 @pytest.mark.slow
 def test_workers_that_nobody_holds_end_by_themselves():
-    process = Workers()._box.process
+    process = WorkerProcess()._box.process
     gc.collect()
     assert process.wait(60) == 0
 

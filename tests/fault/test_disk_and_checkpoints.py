@@ -21,7 +21,7 @@ from trouble import disturb, files, fine_tune, losses
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.checkpoint.save_load import CheckpointError, load_checkpoint, save_checkpoint
-from llm_workbook.checkpoint.disk import room
+from llm_workbook.checkpoint.disk import check_disk
 from llm_workbook.training.run_directory import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, latest_valid, survey
 from llm_workbook.parallel.ranks import RankError, run_ranks
@@ -72,7 +72,7 @@ def test_06_and_24_no_room_and_no_entries_are_refused_before_anything_is_written
     disk, words, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(os, 'statvfs', lambda path: disk)
-    with pytest.raises(OSError, match=words) as caught: room(tmp_path, 1_000_000)
+    with pytest.raises(OSError, match=words) as caught: check_disk(tmp_path, 1_000_000)
     assert caught.value.errno == errno.ENOSPC
     assert files(tmp_path) == set()
     model = torch.nn.Linear(500, 500)

@@ -10,7 +10,7 @@ from trouble import REPORT_LINES, decoder_layers, fine_tune, losses
 from llm_workbook.checkpoint import save_load as checkpoint
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import rank_run
-from llm_workbook.checkpoint.manifest import check, latest_valid
+from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
 from llm_workbook.parallel.ranks import RankError
 
 # Printed at the end; set it to see it again
@@ -102,7 +102,7 @@ KILL = {'step': in_a_step, 'save': in_a_save, 'resume': in_a_resume}
 def committed_step(directory) -> int:
     "The step of the newest valid checkpoint; 0 if there is none."
     newest = latest_valid(directory, deep=True)
-    return check(newest, deep=True).step if newest else 0
+    return check_checkpoint(newest, deep=True).step if newest else 0
 
 
 @pytest.mark.slow

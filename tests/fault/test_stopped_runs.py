@@ -15,7 +15,7 @@ from trouble import exit_code, steps_done, torchrun, wait_for
 
 from llm_workbook.checkpoint import save_load as checkpoint
 from llm_workbook.training import fine_tune as training
-from llm_workbook.checkpoint.manifest import check, latest_valid, survey
+from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid, survey
 from llm_workbook.launching.job_scripts import sbatch
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.training.resume import Preempted
@@ -61,7 +61,7 @@ def log_of_signalled_run(long, directory, number, rank=None) -> str:
     assert state['state'] == 'preempted', (code, state, log[-3000:])
     assert sent <= state['step'] < STEPS, (
         'the run was over before the signal: more steps are needed here')
-    assert check(directory/f'checkpoint-{state["step"]}', deep=True).ranks == 2
+    assert check_checkpoint(directory/f'checkpoint-{state["step"]}', deep=True).ranks == 2
     undisturbed = losses(long.directory)[:state['step']]
     assert losses(directory) == pytest.approx(undisturbed, abs=1e-6)  # And no odd one
     return log
@@ -119,7 +119,7 @@ def test_03_a_second_signal_inside_a_save_changes_nothing(recipe, kept, tmp_path
         act_inside_a_save(patch, send_two_signals)
         with pytest.raises(Preempted) as preempted: fine_tune(kept.recipe, tmp_path/'run')
     assert preempted.value.step in (4, 5)
-    assert check(latest_valid(tmp_path/'run'), deep=True).step == preempted.value.step
+    assert check_checkpoint(latest_valid(tmp_path/'run'), deep=True).step == preempted.value.step
     assert_resumed_as_undisturbed(tmp_path/'run', kept)
 
 

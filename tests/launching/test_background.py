@@ -17,8 +17,8 @@ from trouble import fine_tune, small_recipe, steps_done, wait_for
 
 from llm_workbook.launching import background as launching
 from llm_workbook.training.run_directory import RunLocked
-from llm_workbook.checkpoint.manifest import check, latest_valid
-from llm_workbook.launching.background import Workers, launch
+from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
+from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.parallel.ranks import RankError, log_tail
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
@@ -35,7 +35,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def workers():
-    with Workers() as made: yield made
+    with WorkerProcess() as made: yield made
     assert psutil.Process().children(recursive=True) == []
 
 
@@ -208,7 +208,7 @@ def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     assert below(workers) == []
     step = preempted.value.step
     assert 3 <= step < 5000
-    assert check(latest_valid(endless.directory), deep=True).step == step
+    assert check_checkpoint(latest_valid(endless.directory), deep=True).step == step
     assert run_state(endless.directory) == {'state': 'preempted', 'step': step}
     two_steps_more = recipe.changed({'optimizer.steps': step + 2})
     run = launch(two_steps_more, endless.directory, workers, resume=True).wait(120)
@@ -321,4 +321,4 @@ def test_a_nursery_takes_no_second_run():
 def test_a_nursery_that_cannot_start_says_why(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(launching, '_PROGRAM', 'raise SystemExit("no torch here")')
     with pytest.raises(RuntimeError, match='no torch here'): launch(recipe, tmp_path/'run').wait(30)
-    with pytest.raises(RuntimeError, match='no torch here'): Workers().ready()
+    with pytest.raises(RuntimeError, match='no torch here'): WorkerProcess().ready()

@@ -10,14 +10,14 @@ from itertools import product
 import pytest
 from bench.shared import launches as table
 
-from llm_workbook.launching.background import Workers
+from llm_workbook.launching.background import WorkerProcess
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
 def workers():
-    with Workers() as made: yield made
+    with WorkerProcess() as made: yield made
 
 
 @pytest.fixture(scope='module')

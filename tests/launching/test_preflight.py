@@ -20,8 +20,8 @@ from llm_workbook.launching import node_report as witness
 from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.launching.rendezvous import Flaw, Place, Talk, place_of
-from llm_workbook.launching.node_report import describe_source, same_folder
+from llm_workbook.launching.rendezvous import Flaw, Place, Rendezvous, process_place
+from llm_workbook.launching.node_report import describe_source, check_shared_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -228,7 +228,7 @@ def test_an_interface_that_is_not_there(tmp_path):
 # Who is late, and who is not there
 
 def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
-    class Earlier(Talk):  # By 12 of its 14 seconds
+    class Earlier(Rendezvous):  # By 12 of its 14 seconds
         def __init__(self, place, face, limit_s):
             super().__init__(place, face, 15)
             self.began, self.until = self.began - 12, self.until - 12
@@ -237,7 +237,7 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
             time.sleep(3)
             super().run()
     def disturb(rank):
-        if rank: doctor.Talk = Earlier
+        if rank: doctor.Rendezvous = Earlier
         doctor._PlannedSave = Slow
         return {}
     found, made = two(tmp_path, disturb)
@@ -312,11 +312,11 @@ def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
-    take = Talk.take
+    take = Rendezvous.take
     def take_facts_within_2_s(self, key, host, doing, seconds=60., pause_s=0.005):
         limit_s = 2 if key == 'facts/1' else seconds
         return take(self, key, host, doing, limit_s, pause_s)
-    monkeypatch.setattr(Talk, 'take', take_facts_within_2_s)
+    monkeypatch.setattr(Rendezvous, 'take', take_facts_within_2_s)
     silent = partial(report_late, 6)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
     finding, other = (
@@ -393,7 +393,7 @@ def test_what_is_saved_is_what_the_ledger_plans():
     saved = doctor._PlannedSave(recipe)
     saved.join()
     lines = [x for x in doctor.memory(recipe).lines if (x.phase, x.place) == ('save', 'disk')]
-    assert saved.size_b == sum(x.size_b * (2 if x.each else 1) for x in lines) > 10**6
+    assert saved.size_b == sum(x.size_b * (2 if x.every_rank else 1) for x in lines) > 10**6
     assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
 
 
@@ -460,12 +460,12 @@ def test_a_driver_may_differ():
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
 def test_a_directory_without_the_right_to_write(tmp_path):
     (tmp_path/'run').mkdir(mode=0o500)
-    assert 'cannot be used' in same_folder(tmp_path/'run', 'ab', True)['error']
+    assert 'cannot be used' in check_shared_directory(tmp_path/'run', 'ab', True)['error']
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path/'file').write_text('')
-    assert same_folder(tmp_path/'file'/'run', 'ab', True) == {
+    assert check_shared_directory(tmp_path/'file'/'run', 'ab', True) == {
         'error': 'cannot be used: Not a directory', 'free_b': None}
     made = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'file'/'run')
     finding = only([f for f in made.problems if f.check == 'directory'], 'directory')
@@ -532,19 +532,19 @@ def test_the_place_of_a_process():
     slurm = {
         'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]',
         'SLURM_JOB_ID': '20007'}
-    assert place_of(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(
+    assert process_place(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(
         1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
     torchrun = {
         'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7',
         'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    assert place_of(torchrun)[:2] == (3, 4)
-    assert place_of(torchrun)[4:] == ('m', 7, True)
-    assert place_of(torchrun, 'x', 9)[4:] == ('x', 9, False)
+    assert process_place(torchrun)[:2] == (3, 4)
+    assert process_place(torchrun)[4:] == ('m', 7, True)
+    assert process_place(torchrun, 'x', 9)[4:] == ('x', 9, False)
 
 
 def test_the_head_listens_on_one_address_alone(tmp_path):
     port = free_port()
-    talk = Talk(Place(0, 1, (), 'node1', 'localhost', port))
+    talk = Rendezvous(Place(0, 1, (), 'node1', 'localhost', port))
     talk.join()
     listening = {
         line.split()[1]

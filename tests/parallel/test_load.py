@@ -16,7 +16,7 @@ from trouble import slow_case
 from llm_workbook.parallel import load as loading
 from llm_workbook.model.adapters import save_adapters
 from llm_workbook.files import asset
-from llm_workbook.parallel.load import arriving, load_sharded
+from llm_workbook.parallel.load import loaded_base, load_sharded
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import Batch, Method, Model, Precision, Recipe, Sharding
@@ -235,7 +235,7 @@ def trained(recipe, folder):
     from transformers import TrainerCallback
     from llm_workbook.training.fine_tune import make_trainer
     seen = {}
-    with arriving(recipe) as base:
+    with loaded_base(recipe) as base:
         if recipe.sharding.loading == 'sharded': assert next(base.parameters()).is_meta
         trainer = make_trainer(recipe, folder, ROWS, base)
 
@@ -308,7 +308,7 @@ def test_what_arriving_does_not_do():
         with pytest.raises(
             ValueError, match="is not carried out: set sharding.loading to 'every_rank'"
         ):
-            with arriving(RECIPE.changed(changes)): pass
+            with loaded_base(RECIPE.changed(changes)): pass
 
 
 # What cannot be loaded fails on all ranks at once, and names what is wrong

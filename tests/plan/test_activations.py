@@ -8,7 +8,7 @@ import transformers
 from bench.lines import step_peak_error
 from bench.shared.models import pack
 from llm_workbook import (
-    Recipe, Setting, adapted, coverage, head_tape, layer_tape, moments, saved, spec, working)
+    Recipe, Setting, has_adapter, coverage, head_tape, layer_tape, instant_lines, saved, spec, working_lines)
 from llm_workbook.model.adapters import add_adapters
 
 WIDTHS = dict(
@@ -107,14 +107,14 @@ def test_the_allocator_of_a_real_process_agrees():
     assert abs(row['error']) < 1
 
 
-def test_moments_say_what_matters():
+def test_instants_say_what_matters():
     llama = spec('llama-3.1-8b')
     changes = {
         'cluster.device': 'cuda', 'cluster.processes': 8, 'sharding.strategy': 'fsdp2', **BF16,
         **FULL}
 
     def peak(more):
-        found = moments(llama, recipe({**changes, 'batch.length': 8192, **more}))
+        found = instant_lines(llama, recipe({**changes, 'batch.length': 8192, **more}))
         return max((sum(i.size_b for i in items), name) for name, items in found.items())
     plain, moment = peak({})
     assert moment == 'loss'
@@ -147,7 +147,7 @@ def test_every_kind_is_one_of_the_ledger():
         many = {
             'cluster.processes': 1 if strategy == 'none' else 2, 'sharding.strategy': strategy,
             **BF16}
-        items = [item for found in moments(llama, recipe(many)).values() for item in found]
+        items = [item for found in instant_lines(llama, recipe(many)).values() for item in found]
         assert {'activations', 'logits', 'gradients'} <= {item.kind for item in items} <= kinds
         assert all(isinstance(item.size_b, int) and item.size_b > 0 for item in items)
         assert all(item.formula and item.source for item in items)
@@ -156,12 +156,12 @@ def test_every_kind_is_one_of_the_ledger():
 def test_it_is_quick():
     llama = spec('llama-3.1-8b')
     made = recipe({**QLORA, **BF16})
-    moments(llama, made)
+    instant_lines(llama, made)
     start = time.process_time()
-    for _ in range(1000): moments(llama, made)
+    for _ in range(1000): instant_lines(llama, made)
     assert time.process_time() - start < .3  # 0.3 ms each
     start = time.process_time()
-    for length in range(1000, 1100): moments(llama, made.changed({'batch.length': length}))
+    for length in range(1000, 1100): instant_lines(llama, made.changed({'batch.length': length}))
     assert time.process_time() - start < 2
 
 
@@ -170,7 +170,7 @@ def test_the_copy_of_a_new_head_has_gradients():
     made = Recipe.named('reviews-qlora').changed(
         {'model.head': 'classification', 'method.kind': 'lora', 'sharding.strategy': 'ddp'})
     gradients = [
-        line.size_b for line in moments(judge, made)['optimizer'] if line.kind == 'gradients']
+        line.size_b for line in instant_lines(judge, made)['optimizer'] if line.kind == 'gradients']
     assert gradients == [4 * coverage(judge, made.method).trained]
 
 
@@ -178,10 +178,10 @@ def test_the_copy_of_a_new_head_has_gradients():
     'call, words',
     [
         (lambda s, r: saved('llama', r), "'llama' is no ModelSpec"),
-        (lambda s, r: moments(s, 'x'), "'x' is no Recipe"),
-        (lambda s, r: working(s, r, 'los'), "'los' is no moment"),
+        (lambda s, r: instant_lines(s, 'x'), "'x' is no Recipe"),
+        (lambda s, r: working_lines(s, r, 'los'), "'los' is no moment"),
         (lambda s, r: layer_tape(s.units[-1], s, Setting()), 'has no o_proj'),
         (lambda s, r: head_tape(s, Setting(head='half')), "'half' is neither"),
-        (lambda s, r: adapted('lora', s), 'is no Setting')])
+        (lambda s, r: has_adapter('lora', s), 'is no Setting')])
 def test_mistakes_are_named(call, words):
     with pytest.raises(ValueError, match=words): call(spec('tiny-base'), recipe({}))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from llm_workbook import (
-    Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search, step_traffic)
+    Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search, estimate_step)
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
 SMALL = {'optimizer.kind': 'adamw', 'batch.loss_head': ['chunked', 'full']}
@@ -31,7 +31,7 @@ def key(row): return json.dumps(row.settings, sort_keys=True)
 def test_an_estimate_joins_the_parts():
     e = estimate(PAIR)
     assert e.ledger.to_dict() == memory(PAIR).to_dict()
-    assert e.traffic == step_traffic(PAIR)
+    assert e.traffic == estimate_step(PAIR)
     assert e.margin_b == e.node.gpu.memory_b - e.rooms[0].need_b
     assert [room.place for room in e.rooms] == ['gpu', 'host', 'disk']
     assert json.loads(json.dumps(e.to_dict()))['fits'] is e.fits

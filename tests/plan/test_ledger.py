@@ -11,9 +11,9 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 from bench.lines import step_peak_error
 from bench.record import ROOT
-from llm_workbook.plan.step_memory import moments, working
+from llm_workbook.plan.step_memory import instant_lines, working_lines
 from llm_workbook.plan.lines import KINDS
-from llm_workbook.plan.model_states import count_of, held, rank_of, tensors_of, whole_states
+from llm_workbook.plan.model_states import count_of, resident_lines, rank_of, tensors_of, whole_states
 from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
 from llm_workbook.parallel.ranks import run_ranks
@@ -25,11 +25,11 @@ TINY = spec('tiny-base')
 STRATEGIES = ['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp']
 
 
-def lines(changes: dict, rank: int = 0, moment: str = 'optimizer') -> list:
+def lines(changes: dict, rank: int = 0, instant: str = 'optimizer') -> list:
     return [
         x
-        for x in held(rank_of(BASE.changed(changes), TINY, rank), TINY)
-        if x.moment in ('', moment)]
+        for x in resident_lines(rank_of(BASE.changed(changes), TINY, rank), TINY)
+        if x.instant in ('', instant)]
 
 
 def size(found: list, *kinds: str) -> int: return sum(x.size_b for x in found if x.kind in kinds)
@@ -63,7 +63,7 @@ def test_rows_are_those_of_torch_chunk(ranks):
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_every_exact_formula_gives_its_bytes(strategy, method):
     for rank in range(3):
-        for x in held(rank_of(BASE.changed(every(strategy, method)), TINY, rank), TINY):
+        for x in resident_lines(rank_of(BASE.changed(every(strategy, method)), TINY, rank), TINY):
             assert eval(x.formula, {'ceil': math.ceil}, x.symbols) == x.size_b, x
             assert x.size_b >= 0
             assert type(x.size_b) is int
@@ -135,9 +135,9 @@ def test_small_parameters_stay_whole_under_zero3():
 
 def test_buckets_follow_the_knobs_and_not_the_model():
     full = {'method.kind': 'full', 'sharding.strategy': 'zero2', 'zero.reduce_bucket': 10**6}
-    assert size(lines(full, moment='loss'), 'zero_buckets') == 2 * 2 * 10**6
-    assert size(lines(full | {'zero.overlap': False}, moment='loss'), 'zero_buckets') == 2 * 10**6
-    assert size(lines(full | {'zero.contiguous': False}, moment='loss'), 'zero_buckets') == 0
+    assert size(lines(full, instant='loss'), 'zero_buckets') == 2 * 2 * 10**6
+    assert size(lines(full | {'zero.overlap': False}, instant='loss'), 'zero_buckets') == 2 * 10**6
+    assert size(lines(full | {'zero.contiguous': False}, instant='loss'), 'zero_buckets') == 0
 
 
 @pytest.mark.parametrize('kind, each', [('adamw', 8), ('adamw_bf16', 4), ('sgd', 0)])
@@ -179,7 +179,7 @@ def test_eight_bit_states_are_those_of_bitsandbytes():
 def test_eight_bit_states_begin_at_4096_numbers_as_in_bitsandbytes(shape):
     import bitsandbytes
     import torch
-    from llm_workbook.plan.model_states import Shape, _eight_bit
+    from llm_workbook.plan.model_states import TensorGroup, _eight_bit
     weights = [torch.nn.Parameter(torch.zeros(shape)), torch.nn.Parameter(torch.zeros(128, 128))]
     optimizer = bitsandbytes.optim.AdamW8bit(weights)
     for w in weights: w.grad = torch.ones_like(w)
@@ -189,7 +189,7 @@ def test_eight_bit_states_begin_at_4096_numbers_as_in_bitsandbytes(shape):
         for s in optimizer.state.values()
         for v in s.values()
         if torch.is_tensor(v)}
-    assert _eight_bit(tuple(Shape('weights', 1, tuple(w.shape), 0) for w in weights))[0] == sum(
+    assert _eight_bit(tuple(TensorGroup('weights', 1, tuple(w.shape), 0) for w in weights))[0] == sum(
         held_by.values())
 
 
@@ -239,7 +239,7 @@ def test_every_named_recipe_has_a_ledger(name):
         assert found.total(phase) <= found.peak()
     low, high = found.band
     assert low <= found.peak() <= high
-    assert found.to_dict()['moment'] == found.moment()
+    assert found.to_dict()['instant'] == found.instant()
     assert '<table>' in found._repr_html_()
     assert found.plot()
 
@@ -317,7 +317,7 @@ def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
         (line,) = [
             x
             for x in ledger.lines
-            if x.phase == 'save' and x.place == 'host' and x.moment == 'checkpoint']
+            if x.phase == 'save' and x.place == 'host' and x.instant == 'checkpoint']
         assert line.size_b == eval(line.formula, {'ceil': math.ceil}, line.symbols)
         assert planned == pytest.approx(line.size_b, rel=.02)
         assert copied == pytest.approx(line.size_b, rel=.02)
@@ -330,7 +330,7 @@ def test_deepspeed_copies_nothing_and_neither_does_a_run_without_checkpoints():
     saving = {'intervals.saving': 2, 'method.kind': 'full', 'cluster.processes': 2}
     def copies(changes):
         lines = memory(BASE.changed(changes)).lines
-        return [x for x in lines if x.place == 'host' and x.moment == 'checkpoint']
+        return [x for x in lines if x.place == 'host' and x.instant == 'checkpoint']
     assert copies(saving)
     assert not copies(saving | {'intervals.saving': 0})
     assert not copies(saving | {'sharding.strategy': 'zero3'})
@@ -417,9 +417,9 @@ def verdicts(changes: dict) -> tuple:
     found = memory(BASE.changed(changes))
     recipe = BASE.changed(changes)
     totals = found.to_dict()
-    lines = [(x.kind, x.phase, x.moment, x.place, x.size_b) for x in found.lines]
+    lines = [(x.kind, x.phase, x.instant, x.place, x.size_b) for x in found.lines]
     passing = {
-        name: [x.size_b for x in working(TINY, recipe, name)] for name in moments(TINY, recipe)}
+        name: [x.size_b for x in working_lines(TINY, recipe, name)] for name in instant_lines(TINY, recipe)}
     return (
         totals['allocated'], totals['band'], totals['device'], lines, passing,
         found.fits('8x-h100'))
@@ -448,7 +448,7 @@ def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
 
 def test_a_ledger_with_more_lines_leaves_the_first_as_it_was():
     first = memory(BASE)
-    line = first.lines[0]._replace(kind='context', phase='step', place='gpu', moment='', size_b=7)
+    line = first.lines[0]._replace(kind='context', phase='step', place='gpu', instant='', size_b=7)
     more = first.with_lines((line,))
     assert (more.total('step') - first.total('step'), more.total('load') - first.total('load')) == (
         7, 0)
@@ -477,7 +477,7 @@ def test_zero_reduces_in_the_backward_pass_alone(checkpointing):
                 'method.kind': 'full', 'sharding.strategy': 'zero2',
                 'sharding.activation_checkpointing': checkpointing})).lines
     buckets = {
-        x.moment for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
-    partition = {x.moment for x in zero if x.kind == 'gradients' and x.phase == 'step'}
+        x.instant for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
+    partition = {x.instant for x in zero if x.kind == 'gradients' and x.phase == 'step'}
     assert buckets == {'loss', 'head', 'last layer', 'first layer', 'embedding'}
     assert partition == {'head', 'last layer', 'first layer', 'embedding', 'optimizer'}

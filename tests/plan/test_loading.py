@@ -53,7 +53,7 @@ def loads(made, seed=None):
     "Load on this rank; bytes read, and the most that glibc had mapped for it while the base came."
     import bitsandbytes, peft, torch.distributed.fsdp  # noqa: E401, F401
     from llm_workbook.parallel import load as loading
-    from llm_workbook.rehearsal.fake_tensors import watched
+    from llm_workbook.rehearsal.fake_tensors import watched_operations
     libc, fill, peak = ctypes.CDLL(None), loading._fill, [0]
     libc.mallinfo2.restype = type(
         'Counts', (ctypes.Structure,), {'_fields_': [(str(i), ctypes.c_size_t) for i in range(10)]})
@@ -66,7 +66,7 @@ def loads(made, seed=None):
     start = mapped()
     def note_peak(*_): peak[0] = max(peak[0], mapped() - start)
     def watch(*args):
-        with watched(note_peak): return fill(*args)
+        with watched_operations(note_peak): return fill(*args)
     with patch.object(loading, '_fill', watch):
         model = loading.load_sharded(
             made.model, made.method, made.precision, made.sharding, 'cpu', seed)
@@ -137,7 +137,7 @@ def test_the_rehearsal_reads_what_a_rank_reads_and_holds_what_is_planned(base, k
             read_b(rank_of(made, shape, rank)), 2 * shape.parameters)
         planned = sum(ledger.total('load', place, 'allocated') for place in ('gpu', 'host'))
         # No numbers are packed on a stage
-        packing = sum(x.size_b for x in ledger.lines if x.moment == 'pack')
+        packing = sum(x.size_b for x in ledger.lines if x.instant == 'pack')
         assert -.02 * planned < planned - played.host_b - played.gpu_b < packing + .04 * planned
         assert played.rounding_b == 0
 

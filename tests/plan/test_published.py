@@ -62,7 +62,7 @@ def test_no_row_has_a_term_of_its_own():
 
 @pytest.mark.parametrize('row_id', ROWS)
 def test_the_library_reproduces_the_record(row_id):
-    from llm_workbook import memory, step_traffic
+    from llm_workbook import memory, estimate_step
     row = ROWS[row_id]
     recipe = published.recipe_of(row_id)
     node = published.node_of(recipe)
@@ -75,7 +75,7 @@ def test_the_library_reproduces_the_record(row_id):
         assert published.ledger_gib(ledger, figure['kind'], node) == pytest.approx(
             was['predicted']['ledger'], abs=2e-3)
     if 'time' in row:
-        measured, predicted = published.times(row, step_traffic(recipe, spec, node), recipe)
+        measured, predicted = published.times(row, estimate_step(recipe, spec, node), recipe)
         assert (measured, predicted) == pytest.approx(
             (recorded['time']['measured'], recorded['time']['predicted']), rel=1e-3, abs=1e-4)
 

@@ -11,7 +11,7 @@ from llm_workbook.plan.collectives import (
     Collective, Exchange, collective_s, node_of, step_messages, wire_bytes)
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.plan.step_time import _exchange_waits, step_traffic
+from llm_workbook.plan.step_time import _exchange_waits, estimate_step
 
 TINY = json.loads((asset('tiny-base') / 'config.json').read_text())
 MODELS = {
@@ -48,8 +48,8 @@ batch: {length: 4096}
 
 def sent(recipe, **more) -> list:
     large, small = step_messages(recipe, units='shard_model', **more)
-    return [c for x in large for part in (x.ahead, x.again, x.grads) for c in part] + [
-        c for c in small if c.moment != 'trainer']
+    return [c for x in large for part in (x.forward_gathers, x.backward_gathers, x.reductions) for c in part] + [
+        c for c in small if c.instant != 'trainer']
 
 
 # Messages
@@ -93,13 +93,13 @@ def test_hybrid_groups(group):
     made = sent(LARGE.changed({'sharding.group': group}))
     whole = sent(LARGE)
     assert {c.group for c in made if c.kind in ('all_gather', 'reduce_scatter')} == {group}
-    reduced = [c for c in made if c.kind == 'all_reduce' and c.moment == 'backward']
+    reduced = [c for c in made if c.kind == 'all_reduce' and c.instant == 'backward']
     assert {c.group for c in reduced} == {16 // group}
     assert len(reduced) == 2
     scattered = {c.tensor_b for c in made if c.kind == 'reduce_scatter'}
     # The slices that one group is left with
     assert {group * c.tensor_b for c in reduced} == scattered
-    assert not [c for c in whole if c.kind == 'all_reduce' and c.moment == 'backward']
+    assert not [c for c in whole if c.kind == 'all_reduce' and c.instant == 'backward']
 
 
 def test_an_even_model_sends_the_textbook_bytes():
@@ -133,7 +133,7 @@ def test_zero_gathers_updated_weights_in_the_type_that_computes(strategy, comput
     gathers = [
         (c.count, c.tensor_b, c.wire_b)
         for c in made
-        if c.kind == 'all_gather' and c.moment == 'optimizer']
+        if c.kind == 'all_gather' and c.instant == 'optimizer']
     assert gathers == [(1, size * 8_030_261_248, size * 501_891_328 * 15)]
 
 
@@ -150,7 +150,7 @@ def test_copies_of_slices_share_the_network(group):
     reduced = [
         c
         for c in sent(LARGE.changed({'sharding.group': group}))
-        if c.kind == 'all_reduce' and c.moment == 'backward']
+        if c.kind == 'all_reduce' and c.instant == 'backward']
     layers, = [c for c in reduced if c.count == 32]
     assert layers.tensor_b == layer_b // group
     assert layers.time_s == pytest.approx(layer_b / network.bps, rel=0.01)
@@ -161,7 +161,7 @@ def test_qlora_gathers_the_payload_and_reduces_adapters():
     reduced = sum(c.count * c.tensor_b for c in sent(lora) if c.kind == 'reduce_scatter')
     assert reduced == 4 * 41_943_040  # Adapters of rank 16 on all linear layers, float32
     def gathered(recipe):
-        gathers = [c for c in sent(recipe) if c.moment == 'backward' and c.kind == 'all_gather']
+        gathers = [c for c in sent(recipe) if c.instant == 'backward' and c.kind == 'all_gather']
         return sum(c.count * c.tensor_b for c in gathers)
     assert gathered(lora) < 0.3 * gathered(LARGE)
 
@@ -172,7 +172,7 @@ def test_every_strategy_reduces_every_gradient(strategy):
     reduced = sum(
         c.count * c.tensor_b
         for c in made
-        if c.moment == 'backward' and c.kind in ('reduce_scatter', 'all_reduce'))
+        if c.instant == 'backward' and c.kind in ('reduce_scatter', 'all_reduce'))
     size = 4 if strategy == 'ddp' else 2
     assert reduced == pytest.approx(size * spec('llama-3.1-8b').parameters, rel=1e-6)
 
@@ -181,7 +181,7 @@ def test_the_machine_must_have_room():
     with pytest.raises(ValueError, match='8 processes on the 4 GPUs'):
         node_of(LARGE, node('4x-a100-80'))
     with pytest.raises(ValueError, match='no network'):
-        step_traffic(LARGE, node=node('p4de').changed(network=None))
+        estimate_step(LARGE, node=node('p4de').changed(network=None))
 
 
 # FLOPs
@@ -210,7 +210,7 @@ def counted(recipe, config) -> int:
 @pytest.mark.parametrize('name', MODELS)
 def test_flops_are_those_that_torch_counts(name, kind, again):
     recipe = SMALL.changed({'method.kind': kind, 'sharding.activation_checkpointing': again})
-    made = step_traffic(recipe, spec=spec(MODELS[name]))
+    made = estimate_step(recipe, spec=spec(MODELS[name]))
     assert made.flops_executed == counted(recipe, MODELS[name])
     assert (
         made.flops_model == made.flops_executed
@@ -223,13 +223,13 @@ def test_model_flops_are_six_per_parameter_and_four_for_frozen_ones():
     tokens = LARGE.global_batch * 4096
     matrices = eight.parameters - 128_256 * 4096 - 65 * 4096
     attention = 12 * 32 * 4096 * 4096
-    assert step_traffic(LARGE).flops_model == tokens * (6 * matrices + attention)
-    frozen = step_traffic(LARGE.changed({'method.kind': 'lora', 'method.rank': 1})).flops_model
+    assert estimate_step(LARGE).flops_model == tokens * (6 * matrices + attention)
+    frozen = estimate_step(LARGE.changed({'method.kind': 'lora', 'method.rank': 1})).flops_model
     assert frozen == pytest.approx(tokens * (4 * matrices + attention), rel=4e-3)
 
 
 def test_fused_attention_runs_half_a_forward_pass_more():
-    fused = step_traffic(SMALL.changed({'model.attention': 'sdpa'}))
+    fused = estimate_step(SMALL.changed({'model.attention': 'sdpa'}))
     # Two products of 2 T T d, four heads of 64, four layers, two rows
     attention = 4 * 2 * 32 * 32 * 4 * 64 * 4
     assert fused.flops_executed - fused.flops_model == attention // 2
@@ -257,13 +257,13 @@ def test_faster_is_never_slower(path, changes):
     part, field = path.split('.')
     now = getattr(getattr(box, part), field) or getattr(box, part).bps
     times = [
-        step_traffic(recipe, node=box.changed({path: now * factor})).step_s
+        estimate_step(recipe, node=box.changed({path: now * factor})).step_s
         for factor in (0.25, 1, 4)]
     assert times == sorted(times, reverse=True)
 
 
 def test_parts_add_up_and_utilisation_is_below_one():
-    made = step_traffic(LARGE)
+    made = estimate_step(LARGE)
     parts = dict(made.parts)
     assert made.step_s == pytest.approx(sum(parts.values()))
     assert made.exposed_s <= made.comm_s + 1e-9
@@ -300,20 +300,20 @@ def test_the_optimizer_steps_over_what_its_group_leaves_to_a_rank(group, ranks):
     box = node('p4de')
     assert box.gpu.bandwidth_bps == pytest.approx(2.039e12, rel=0.02)
     seconds = 40 * 8_030_261_248 / ranks / (0.9 * box.gpu.bandwidth_bps)
-    made = dict(step_traffic(LARGE.changed({'sharding.group': group})).parts)
+    made = dict(estimate_step(LARGE.changed({'sharding.group': group})).parts)
     assert made['optimizer'] == pytest.approx(seconds, rel=1e-6)
 
 
 def test_nothing_hides_on_cpu_ranks():
-    made = step_traffic(SMALL.changed({'cluster.processes': 2, 'sharding.strategy': 'fsdp2'}))
+    made = estimate_step(SMALL.changed({'cluster.processes': 2, 'sharding.strategy': 'fsdp2'}))
     assert made.exposed_s == pytest.approx(made.comm_s)
 
 
 def test_offload_costs_copies_and_dequantisation_costs_time():
-    plain = step_traffic(LARGE)
-    away = step_traffic(
+    plain = estimate_step(LARGE)
+    away = estimate_step(
         LARGE.changed({'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}))
-    packed = step_traffic(LARGE.changed({'method.kind': 'qlora'}))
+    packed = estimate_step(LARGE.changed({'method.kind': 'qlora'}))
     assert dict(plain.parts)['copies'] == 0 < dict(away.parts)['copies']
     assert away.step_s > plain.step_s
     assert dict(plain.parts)['dequantise'] == 0 < dict(packed.parts)['dequantise']
@@ -322,15 +322,15 @@ def test_offload_costs_copies_and_dequantisation_costs_time():
 def test_a_plan_is_quick():
     model = spec('llama-3.1-8b')
     box = node('p4de')
-    step_traffic(LARGE, model, box)
+    estimate_step(LARGE, model, box)
     start = time.process_time()
-    for _ in range(50): step_traffic(LARGE, model, box)
+    for _ in range(50): estimate_step(LARGE, model, box)
     assert (time.process_time() - start) / 50 < 1.5e-3
 
 
 def test_fp8_speeds_up_products_alone():
     box, pair = node('8x-h100'), {'cluster.nodes': 1, 'cluster.hardware': '8x-h100'}
-    def parts(**more): return dict(step_traffic(LARGE.changed(pair | more), node=box).parts)
+    def parts(**more): return dict(estimate_step(LARGE.changed(pair | more), node=box).parts)
     plain = parts()
     quick = parts(**{'precision.compute': 'fp8'})
     assert quick['matmul'] < 0.6 * plain['matmul']
@@ -341,7 +341,7 @@ def test_fp8_speeds_up_products_alone():
 
 def gathers(recipe, units='trainer') -> list:
     large, _ = step_messages(recipe, units=units)
-    return [(c.count, c.tensor_b) for x in large for c in (*x.ahead, *x.again)]
+    return [(c.count, c.tensor_b) for x in large for c in (*x.forward_gathers, *x.backward_gathers)]
 
 
 def test_a_plan_gathers_what_lies_outside_the_layers_as_a_trainer_does():
@@ -354,11 +354,11 @@ def test_a_plan_gathers_what_lies_outside_the_layers_as_a_trainer_does():
     once = sum(count * size for count, size in gathers(frozen, 'shard_model'))
     assert sum(count * size for count, size in gathers(frozen)) == once + passes * embedding_b
     assert (
-        step_traffic(frozen).collectives == step_traffic(frozen, spec('llama-3.1-8b')).collectives)
+        estimate_step(frozen).collectives == estimate_step(frozen, spec('llama-3.1-8b')).collectives)
     assert sorted(
         (c.count, c.tensor_b)
-        for c in step_traffic(frozen).collectives
-        if c.kind == 'all_gather' and c.moment != 'trainer') == sorted(gathers(frozen))
+        for c in estimate_step(frozen).collectives
+        if c.kind == 'all_gather' and c.instant != 'trainer') == sorted(gathers(frozen))
     with pytest.raises(ValueError, match="'trainer' or 'shard_model'"):
         step_messages(frozen, units='zero')
 
@@ -376,5 +376,5 @@ def test_a_new_head_under_adapters_is_gathered_twice():
     padded = ranks * hidden  # Of fewer rows than ranks each has one, padded
     assert recipe.model.classes <= ranks
     assert large[-1].trained == recipe.model.classes * hidden
-    assert large[-1].ahead[0].tensor_b == padded * (4 + 2)  # The copy in float32, the other in bf16
-    assert large[-1].grads[0].tensor_b == padded * 4
+    assert large[-1].forward_gathers[0].tensor_b == padded * (4 + 2)  # The copy in float32, the other in bf16
+    assert large[-1].reductions[0].tensor_b == padded * 4

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llm_workbook.model.architecture import configuration, skeleton
 from llm_workbook.model.architecture import materialise
-from llm_workbook.rehearsal.fake_tensors import Memo, fake_ranks, fake_tensors, watched
+from llm_workbook.rehearsal.fake_tensors import OperationMemo, fake_ranks, fake_tensors, watched_operations
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Sharding
 from llm_workbook.parallel.shard import shard_model
@@ -267,7 +267,7 @@ def test_memory_gives_what_torch_gives(name):
         case()
         kept = second
         case()
-    with watched(tell(real)): case()
+    with watched_operations(tell(real)): case()
     def plain(rows): return [row for row in rows if row[0] != 'prim.device.default']
     assert plain(without) == first == second
     if name not in ('attention', 'layer norm', 'dropout'): assert first == real
@@ -276,7 +276,7 @@ def test_memory_gives_what_torch_gives(name):
 def test_what_was_seen_is_not_worked_out_again():
     from torch._subclasses.fake_tensor import FakeTensorMode
     with FakeTensorMode() as mode:
-        memo = Memo(mode)
+        memo = OperationMemo(mode)
         x = torch.ones(4, 4)
         outs = [memo(OPS.mm.default, (x, x), {}) for _ in range(5)]
     assert len(memo.results) == 1
@@ -343,7 +343,7 @@ def counted():
     calls = []
     def see(func, args, kwargs, out):
         calls.append(func._overloadpacket.__name__) if 'c10d' in func.namespace else None
-    with watched(see), FlopCounterMode(display=False) as counter: held = program()
+    with watched_operations(see), FlopCounterMode(display=False) as counter: held = program()
     return (
         [c for c in calls if 'wrap' not in c and c != 'wait_tensor'], counter.get_total_flops(),
         held)

@@ -16,7 +16,7 @@ from trouble import slow_case
 from llm_workbook import Recipe, rehearse, shrink
 from llm_workbook.config.document import RecipeError
 from llm_workbook.plan.ledger import memory
-from llm_workbook.rehearsal.program import play, script
+from llm_workbook.rehearsal.program import record_step, rehearsable
 from llm_workbook.config.recipe import recipe_names
 
 SHAPE = dict(
@@ -85,13 +85,13 @@ def test_every_rank_can_be_played(plain, rank):
 
 @pytest.mark.parametrize('name', recipe_names())
 def test_every_recipe_of_the_package_can_be_scripted_or_says_why_not(name):
-    try: made, notes = script(Recipe.named(name))
+    try: made, notes = rehearsable(Recipe.named(name))
     except RecipeError as error: assert 'cannot be rehearsed' in str(error)
-    else: assert made.cluster.device == 'cpu' and notes and script(made)[0] == made
+    else: assert made.cluster.device == 'cpu' and notes and rehearsable(made)[0] == made
 
 
 def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
-    made, notes = script(
+    made, notes = rehearsable(
         Recipe.named('7b-zero3-offload').changed({'sharding.offload_parameters': 'none'}))
     assert made.sharding.offload_optimizer == 'none'
     assert any('count to the GPU' in note for note in notes)
@@ -100,7 +100,7 @@ def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
 @pytest.mark.parametrize('strategy, kept', [('zero2', True), ('zero3', False), ('fsdp1', False)])
 def test_what_plays_for_another_strategy_keeps_what_it_keeps(plain, strategy, kept):
     "ZeRO-2 holds all weights for the whole step; ZeRO-3 and FSDP1 drop what they have gathered."
-    part, notes = script(
+    part, notes = rehearsable(
         plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16'}))
     assert (part.sharding.strategy, part.sharding.reshard_after_forward) == ('fsdp2', not kept)
     assert [note for note in notes if ' plays as FSDP2' in note]
@@ -129,7 +129,7 @@ def test_an_error_of_the_program_comes_out_as_it_is_and_leaves_nothing(plain):
     class Odd(Exception): pass
     from unittest.mock import patch
     with patch('llm_workbook.rehearsal.program.make_trainer', side_effect=Odd), pytest.raises(Odd):
-        play(script(plain)[0])
+        record_step(rehearsable(plain)[0])
     assert not dist.is_initialized()
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from llm_workbook import (
-    Both, Chat, ChatPanel, Method, Recipe, Voices, add_adapters, answers, asset, compare_chat,
+    ChatPair, Chat, ChatPanel, Method, Recipe, ChatComparison, add_adapters, answers, asset, compare_chat,
     load_base, load_chat, save_adapters, shrink)
 
 ASK = [{'role': 'user', 'content': 'How many letters are there in the word table?'}]
@@ -193,7 +193,7 @@ def test_a_table_has_both_answers_to_every_question(chat):
 
 def test_what_anybody_says_is_escaped():
     bad = '<img src=x onerror=alert(1)>"\'&'
-    html = Voices((Both(bad, bad, bad),))._repr_html_()
+    html = ChatComparison((ChatPair(bad, bad, bad),))._repr_html_()
     assert '<img' not in html
     assert html.count('&lt;img') == 3
     assert 'white-space:pre-wrap' in html

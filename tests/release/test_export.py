@@ -13,7 +13,7 @@ from hub import Hub
 from test_merge import moved_adapters
 
 import llm_workbook.release.export as exports
-from llm_workbook.checkpoint.manifest import DamagedCheckpoint, check
+from llm_workbook.checkpoint.manifest import DamagedCheckpoint, check_checkpoint
 from llm_workbook.training.data import load_rows
 from llm_workbook.files import asset
 from llm_workbook.release.export import export, push
@@ -48,7 +48,7 @@ def published(adapters, tmp_path_factory):
 def test_a_fresh_process_says_the_same(published):
     assert published.proof['difference'] == 0
     assert published.proof['answer']
-    assert check(published.directory, deep=True).extra == {'into': 'dequantised'}
+    assert check_checkpoint(published.directory, deep=True).extra == {'into': 'dequantised'}
     assert sum(published.files.values()) == sum(
         p.stat().st_size for p in published.directory.iterdir())
 
@@ -133,7 +133,7 @@ def test_a_relative_directory_will_do(adapters, tmp_path, monkeypatch):
     out = export(RECIPE, 'adapters', 'out', facts=NO)
     assert out.directory == tmp_path / 'run' / 'out'
     assert out.proof['difference'] == 0
-    assert check(tmp_path / 'run' / 'out', deep=True)
+    assert check_checkpoint(tmp_path / 'run' / 'out', deep=True)
     assert sorted(p.name for p in tmp_path.glob('run/*')) == ['adapters', 'out']
 
 
@@ -337,7 +337,7 @@ def test_failures_are_told_and_nothing_is_lost(published, tmp_path):
             assert second == ['done', f'{hub.url}/me/model']
             assert len(hub.commits) == 1
             assert hub.repos['me/model'].keys() == published.files.keys()
-    assert check(published.directory, deep=True)
+    assert check_checkpoint(published.directory, deep=True)
 
 
 def test_what_may_not_be_pushed_is_refused(published, tmp_path):

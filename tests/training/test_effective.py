@@ -9,7 +9,7 @@ from trouble import small_recipe
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
-from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm, explain_config
+from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm_settings, explain_config
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.parallel.backends import fsdp_env, zero_config
@@ -86,7 +86,7 @@ def spoilt_one_by_one(recipe):
                 made = prepared(recipe)
                 if made.accelerator.process_index in who: spoil(made)
                 try:
-                    confirm(
+                    confirm_settings(
                         recipe, made.model, made.optimizer, made.accelerator, made.loader, folder)
                 except ConfigMismatch as error:
                     errors[spoil.__name__, who] = str(error)
@@ -128,7 +128,7 @@ def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words)
     def rank():
         from llm_workbook.parallel.backends import cpu_fsdp
         with cpu_fsdp(): made = prepared(recipe)
-        confirm(
+        confirm_settings(
             recipe.changed(other), made.model, made.optimizer, made.accelerator, made.loader,
             tmp_path/'run')
 
@@ -211,9 +211,9 @@ def alone(recipe):
             "model.head: asked 'classification', found 'causal_lm'")])
 def test_adapters_and_packed_layers(alone, tmp_path, changes, words):
     asked, made = alone
-    confirm(asked, *made, tmp_path)
+    confirm_settings(asked, *made, tmp_path)
     with pytest.raises(ConfigMismatch, match=words):
-        confirm(asked.changed(changes), *made, tmp_path)
+        confirm_settings(asked.changed(changes), *made, tmp_path)
 
 
 def test_one_layer_of_many_is_seen(alone, tmp_path):
@@ -227,26 +227,26 @@ def test_one_layer_of_many_is_seen(alone, tmp_path):
             layer.get_submodule('base_layer') and made[0].get_input_embeddings().float())
     }.items():
         spoil()
-        with pytest.raises(ConfigMismatch, match=f'{name}: asked'): confirm(asked, *made, tmp_path)
+        with pytest.raises(ConfigMismatch, match=f'{name}: asked'): confirm_settings(asked, *made, tmp_path)
 
 
 def test_a_clip_is_watched_in_the_first_step(alone, tmp_path):
     asked, (model, optimizer, accelerator, loader) = alone
     assert (
-        confirm(asked, model, optimizer, accelerator, loader, tmp_path)['optimizer.clip'].read
+        confirm_settings(asked, model, optimizer, accelerator, loader, tmp_path)['optimizer.clip'].read
         == 'watched in the first step')
     with pytest.raises(ConfigMismatch, match='asked 1.0, the loop clips at 5.0'):
         accelerator.clip_grad_norm_(model.parameters(), 5.0)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    confirm(asked, model, optimizer, accelerator, loader, tmp_path)
+    confirm_settings(asked, model, optimizer, accelerator, loader, tmp_path)
     with pytest.raises(ConfigMismatch, match='asked 1.0, and the loop steps without'):
         optimizer.step()
 
 
 def test_what_no_object_says_is_said_so(alone, tmp_path):
     asked, made = alone
-    settings = confirm(asked, *made, tmp_path)
+    settings = confirm_settings(asked, *made, tmp_path)
     assert {
         s.read
         for s in settings.settings
