@@ -1,4 +1,5 @@
-"""The benchmark harness: lines that run, that are skipped, that nobody knows, and the records they leave."""
+"""The benchmark harness: lines that run, that are skipped, that nobody knows, and the records they
+leave."""
 import json
 import subprocess
 import sys
@@ -15,7 +16,10 @@ COMMITTED = sorted(RESULTS.glob('*/*.json'))
 def test_a_line_runs_and_its_record_is_valid():
     made = import_time.measure(repetitions=3)
     assert faults(made) == []
-    assert made['line'] == 'import_time' and made['unit'] == 's' and made['repetitions'] == 3 and made['goal'] == 0.5
+    assert made['line'] == 'import_time'
+    assert made['unit'] == 's'
+    assert made['repetitions'] == 3
+    assert made['goal'] == 0.5
     assert 0 < made['value'] <= made['worst']
     assert {'python', 'torch'} <= made['versions'].keys()
 
@@ -24,21 +28,30 @@ def test_the_last_line_printed_is_the_record_that_is_written(monkeypatch, tmp_pa
     made = record('import_time', [3.0, 1.0, 2.0], 's', [4.0, 8.0], peer='another')
     monkeypatch.setattr(import_time, 'measure', lambda: made)
     assert run_line('import_time', tmp_path) == made
-    said = capsys.readouterr().out.splitlines()
-    assert json.loads(said[-1]) == json.loads((tmp_path/'cpu/import_time.json').read_text()) == made
-    assert (made['value'], made['worst'], made['peer_value'], made['ratio'], made['repetitions']) == (2, 3, 6, 0.333, 3)
+    printed = capsys.readouterr().out.splitlines()
+    assert (
+        json.loads(printed[-1])
+        == json.loads((tmp_path/'cpu/import_time.json').read_text())
+        == made)
+    assert (
+        made['value'], made['worst'], made['peer_value'], made['ratio'],
+        made['repetitions']) == (2, 3, 6, 0.333, 3)
 
 
 def test_a_line_that_cannot_run_here_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv('LLMW_DATA', str(tmp_path))
     assert run_line('real_data', tmp_path) is None
-    assert 'real_data: skipped: no amazon_reviews.tsv and no instructions.json; set LLMW_DATA' in capsys.readouterr().out
+    assert (
+        'real_data: skipped: no amazon_reviews.tsv and no instructions.json; set LLMW_DATA'
+        in capsys.readouterr().out)
     assert not list(tmp_path.glob('*/*.json'))
     with pytest.raises(Skip): real_data.measure()
 
 
 def test_an_unknown_line_ends_with_the_known_names():
-    done = subprocess.run([sys.executable, '-m', 'bench.run', 'import_tyme'], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, '-m', 'bench.run', 'import_tyme'], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert done.stderr.strip() == f'no benchmark line import_tyme; known: {", ".join(LINES)}'
 
@@ -50,9 +63,14 @@ def test_without_a_name_all_lines_run(monkeypatch):
     assert tuple(ran) == LINES
 
 
-@pytest.mark.parametrize('change, fault', [
-    ({'value': '2'}, "value is '2'"), ({'unit': None}, 'unit is None'), ({'worst': True}, 'worst is True'),
-    ({'peer': 'another'}, 'come together'), ({'place': '/tmp' + '/x'}, 'path of one machine')])
+@pytest.mark.parametrize(
+    'change, fault',
+    [
+        ({'value': '2'}, "value is '2'"),
+        ({'unit': None}, 'unit is None'),
+        ({'worst': True}, 'worst is True'),
+        ({'peer': 'another'}, 'come together'),
+        ({'place': '/tmp' + '/x'}, 'path of one machine')])
 def test_a_bad_record_is_not_written(change, fault, tmp_path):
     made = record('import_time', [1.0], 's') | change
     with pytest.raises(ValueError, match=fault): save(made, tmp_path)
@@ -69,8 +87,10 @@ def test_a_record_without_a_date_is_not_written(tmp_path):
 def test_committed_records_are_valid(path):
     made = json.loads(path.read_text())
     assert faults(made) == []
-    assert made['line'] == path.stem and made['line'] in LINES
-    if 'peer' in made: assert isclose(made['ratio'], made['value'] / made['peer_value'], abs_tol=1e-3)
+    assert made['line'] == path.stem
+    assert made['line'] in LINES
+    if 'peer' in made:
+        assert isclose(made['ratio'], made['value'] / made['peer_value'], abs_tol=1e-3)
 
 
 def test_every_line_has_its_record():
@@ -81,16 +101,20 @@ def test_luck_is_counted_exactly():
     assert real_data.p_value(2, 2, 0.5) == 0.25
     assert isclose(real_data.p_value(0, 200, 0.5), 1)
     assert real_data.p_value(117, 200, 0.5) < 0.01 < real_data.p_value(116, 200, 0.5)
-    rows = [{'messages': [{}, {'content': word}]} for word in ('positive', 'positive', 'positive', 'negative')]
-    assert real_data.chance(rows) == 0.75 and real_data.chance(rows[2:]) == 0.5
+    rows = [
+        {'messages': [{}, {'content': word}]}
+        for word in ('positive', 'positive', 'positive', 'negative')]
+    assert real_data.chance(rows) == 0.75
+    assert real_data.chance(rows[2:]) == 0.5
 
 
 def test_rows_that_settings_were_tuned_on_are_never_held_out():
     try: source = real_data.folder()/real_data.FILES[0]
     except Skip as reason: pytest.skip(str(reason))
-    asked = lambda rows: {row['messages'][0]['content'] for row in rows}
+    def asked(rows): return {row['messages'][0]['content'] for row in rows}
     tuning, _ = real_data.pool(real_data.review_recipe(source))
     for seed in real_data.SEEDS:
         train, test = real_data.review_rows(source, seed)
         assert (len(train), len(test)) == (800, 200)
-        assert not asked(test) & asked(train) and asked(tuning) <= asked(train)
+        assert not asked(test) & asked(train)
+        assert asked(tuning) <= asked(train)

@@ -12,13 +12,18 @@ from page import KEY, ROOT, code_hash, library_hash, module_file, pages, record,
 @pytest.mark.parametrize('page', pages(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_outputs_are_those_of_the_code(page):
     nb = json.loads(page.read_text('utf-8'))
-    assert nb['metadata'].get(KEY) == record(nb['cells']), 'run make book: the code, or what it uses of the library, has changed since'
+    assert nb['metadata'].get(KEY) == record(nb['cells']), (
+        'run make book: the code, or what it uses of the library, has changed since')
 
 
 @pytest.mark.parametrize('page', pages(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_warnings_and_no_retries_are_kept(page):
-    outputs = [output for cell in json.loads(page.read_text('utf-8'))['cells'] for output in cell.get('outputs', [])]
-    assert [''.join(output['text'])[:200] for output in outputs if output.get('name') == 'stderr'] == []
+    outputs = [
+        output
+        for cell in json.loads(page.read_text('utf-8'))['cells']
+        for output in cell.get('outputs', [])]
+    assert [
+        ''.join(output['text'])[:200] for output in outputs if output.get('name') == 'stderr'] == []
 
 
 def cell(source): return [{'cell_type': 'code', 'source': source, 'outputs': []}]
@@ -26,11 +31,13 @@ def cell(source): return [{'cell_type': 'code', 'source': source, 'outputs': []}
 
 def test_a_page_uses_what_its_modules_use():
     used = used_modules(cell('from llm_workbook import estimate'))
-    assert {'plan.estimate', 'plan.ledger', 'config.recipe', 'display'} <= used and 'launching.render' not in used
+    assert {'plan.estimate', 'plan.ledger', 'config.recipe', 'display'} <= used
+    assert 'launching.render' not in used
     assert used_modules(cell('import llm_workbook.plan.ledger')) >= {'plan.ledger', 'config.recipe'}
     assert used_modules(cell('from llm_workbook.training import data')) >= {'training.data'}
     assert used_modules(cell('#| default_exp files\n%matplotlib inline')) == {'files', 'display'}
-    assert used_modules(cell('x = 1')) == set() and module_file('plan') is None
+    assert used_modules(cell('x = 1')) == set()
+    assert module_file('plan') is None
 
 
 def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_path):
@@ -38,10 +45,14 @@ def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_pat
     copy = tmp_path/'llm_workbook'
     shutil.copytree(page.PACKAGE, copy, ignore=shutil.ignore_patterns('__pycache__'))
     monkeypatch.setattr(page, 'PACKAGE', copy)
-    plan, other = cell('from llm_workbook.plan.estimate import estimate'), cell('from llm_workbook.display import gib')
+    plan = cell('from llm_workbook.plan.estimate import estimate')
+    other = cell('from llm_workbook.display import gib')
 
     def hashes():
-        for cached in (page.tree_of, page.owners, page.reached, page.plain_text, page.named_assets, page.asset_digest):
+        for cached in (
+            page.tree_of, page.owners, page.reached, page.plain_text, page.named_assets,
+            page.asset_digest
+        ):
             cached.cache_clear()
         return library_hash(plan), library_hash(other)
     before = hashes()
@@ -49,15 +60,20 @@ def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_pat
     assert hashes() == before
     with (copy/'plan/ledger.py').open('a') as file: file.write('\nCHANGED = 1\n')
     changed = hashes()
-    assert changed[0] != before[0] and changed[1] == before[1]
+    assert changed[0] != before[0]
+    assert changed[1] == before[1]
     with (copy/'assets/hardware.yaml').open('a') as file: file.write('# A comment\n')
-    assert hashes()[0] != changed[0] and hashes()[1] == before[1]
+    assert hashes()[0] != changed[0]
+    assert hashes()[1] == before[1]
     monkeypatch.undo()
     hashes()
 
 
 def test_only_a_change_of_code_counts():
-    cells = [{'cell_type': 'code', 'source': ['x = 1\n', 'y = 2'], 'outputs': []}, {'cell_type': 'markdown', 'source': ['# A']}]
+    cells = [
+        {'cell_type': 'code', 'source': ['x = 1\n', 'y = 2'], 'outputs': []},
+        {'cell_type': 'markdown', 'source': ['# A']},
+    ]
     other = copy.deepcopy(cells)
     other[1]['source'], other[0]['outputs'], other[0]['source'] = ['# B'], ['z'], 'x = 1\ny = 2\n'
     assert code_hash(other) == code_hash(cells)
@@ -65,20 +81,30 @@ def test_only_a_change_of_code_counts():
     assert code_hash(other) != code_hash(cells)
 
 
-TAUGHT = tuple('config model plan parallel checkpoint training rehearsal launching release recipes'.split())  # Folders whose pages follow each other
+# Folders whose pages follow each other
+TAUGHT = tuple(
+    'config model plan parallel checkpoint training rehearsal launching release recipes'.split())
 BESIDE = {'next': 1, 'before': -1, 'last': -1}
 
 
 def misled(page: Path, text: str) -> list[str]:
     "Links and mentions in `text` that lead nowhere, or not where their words say."
-    found = [m[0] for m in re.finditer(r'(?<!\[)[Cc]hapter \d+', text) if page.parent.name in TAUGHT]  # By a link, or it is soon wrong
+    # By a link, or it is soon wrong
+    found = [
+        m[0] for m in re.finditer(r'(?<!\[)[Cc]hapter \d+', text) if page.parent.name in TAUGHT]
     row = [other.resolve() for other in pages() if other.parent == page.parent]
     for words, target in re.findall(r'\[([^]]*)\]\(([^)#:]+\.ipynb)', text):
         number = re.fullmatch(r'[Cc]hapter (\d+)', words)
-        side = re.fullmatch(r'(?:the )?(?:(next|last) (?:page|chapter)|(?:page|chapter) (before))', words)
+        side = re.fullmatch(
+            r'(?:the )?(?:(next|last) (?:page|chapter)|(?:page|chapter) (before))', words)
         if not (page.parent/target).exists(): found.append(target)
-        elif number and int(number[1]) != int(Path(target).name[:2]): found.append(f'{words}: {target}')
-        elif side and (page.parent/target).resolve() != row[(row.index(page) + BESIDE[side[1] or side[2]]) % len(row)]:
+        elif number and int(number[1]) != int(Path(target).name[:2]):
+            found.append(f'{words}: {target}')
+        elif (
+            side
+            and (page.parent / target).resolve()
+            != row[(row.index(page) + BESIDE[side[1] or side[2]]) % len(row)]
+        ):
             found.append(f'{words}: {target}')
     return found
 
@@ -86,10 +112,22 @@ def misled(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize('page', pages(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_where_they_say(page):
     cells = json.loads(page.read_text('utf-8'))['cells']
-    assert misled(page, '\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown')) == []
+    assert (
+        misled(
+            page,
+            '\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown'))
+        == [])
 
 
-@pytest.mark.parametrize('text', ['as chapter 12 says', '[chapter 7](09_collectives.ipynb)', '[the page before](09_collectives.ipynb)', '[there](99_no.ipynb)'])
+@pytest.mark.parametrize(
+    'text',
+    [
+        'as chapter 12 says', '[chapter 7](09_collectives.ipynb)',
+        '[the page before](09_collectives.ipynb)', '[there](99_no.ipynb)'])
 def test_a_link_that_misleads_is_seen(text):
     assert len(misled(ROOT/'nbs/plan/08_ledger.ipynb', text)) == 1
-    assert misled(ROOT/'nbs/plan/08_ledger.ipynb', '[chapter 9](09_collectives.ipynb), the [next page](09_collectives.ipynb)') == []
+    assert (
+        misled(
+            ROOT/'nbs/plan/08_ledger.ipynb',
+            '[chapter 9](09_collectives.ipynb), the [next page](09_collectives.ipynb)')
+        == [])

@@ -1,4 +1,5 @@
-"""The wheel and the source archive hold what they should, and what is in them works where the checkout is not."""
+"""The wheel and the source archive hold what they should, and what is in them works where the
+checkout is not."""
 import os
 import subprocess
 import sys
@@ -21,15 +22,20 @@ def run(*command, **kwargs) -> str:
 
 def sources() -> list[Path]:
     "Every file that goes into the archives."
-    inside = [p for p in (ROOT/'llm_workbook').rglob('*') if p.is_file() and '__pycache__' not in p.parts]
+    inside = [
+        p
+        for p in (ROOT/'llm_workbook').rglob('*')
+        if p.is_file() and '__pycache__' not in p.parts]
     return inside + [ROOT/part for part in PARTS]
 
 
 @pytest.fixture(scope='session')
 def archives(tmp_path_factory) -> tuple[Path, Path]:
     "Return (wheel, source archive): those in dist when nothing is newer, else built here."
-    folder, newest = ROOT/'dist', max(p.stat().st_mtime for p in sources())
-    if not (found := sorted(folder.glob('*.whl'))) or found[0].stat().st_mtime < newest:
+    folder = ROOT/'dist'
+    newest = max(p.stat().st_mtime for p in sources())
+    found = sorted(folder.glob('*.whl'))
+    if not found or found[0].stat().st_mtime < newest:
         folder = tmp_path_factory.mktemp('dist')
         run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', folder, ROOT)
     return next(folder.glob('*.whl')), next(folder.glob('*.tar.gz'))
@@ -57,13 +63,21 @@ def test_both_are_fit_to_be_published(archives):
 
 
 def test_the_wheel_works_from_another_place(archives, tmp_path):
-    run(sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index', '--target', tmp_path/'site', archives[0])
-    program = ("import llm_workbook, pathlib, sys; from llm_workbook import Recipe, asset, recipe_names; "
-               "assert 'torch' not in sys.modules; [Recipe.named(n) for n in recipe_names()]; "
-               "assert (asset('tiny-base')/'config.json').read_bytes(); print(pathlib.Path(llm_workbook.__file__).parent)")
-    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {'PYTHONPATH': str(tmp_path/'site')}
-    assert run(sys.executable, '-c', program, cwd=tmp_path, env=env).strip() == str(tmp_path/'site/llm_workbook')
-    assert '70b-2x24gb-qlora' in run(tmp_path/'site/bin/llm-workbook', 'recipes', cwd=tmp_path, env=env)
+    run(
+        sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index', '--target',
+        tmp_path/'site', archives[0])
+    program = (
+        "import llm_workbook, pathlib, sys; from llm_workbook import Recipe, asset, recipe_names; "
+        "assert 'torch' not in sys.modules; [Recipe.named(n) for n in recipe_names()]; "
+        "assert (asset('tiny-base')/'config.json').read_bytes(); "
+        "print(pathlib.Path(llm_workbook.__file__).parent)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {
+        'PYTHONPATH': str(tmp_path/'site')}
+    assert run(sys.executable, '-c', program, cwd=tmp_path, env=env).strip() == str(
+        tmp_path/'site/llm_workbook')
+    assert '70b-2x24gb-qlora' in run(
+        tmp_path/'site/bin/llm-workbook', 'recipes', cwd=tmp_path, env=env)
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@ def test_the_table_is_long_and_names_are_unique():
 def test_a_row_can_be_carried_out(row):
     "The line is there once, in module and cell, and what takes its place is read by Python."
     assert FIELDS <= row.keys() <= FIELDS | {'slow', 'equivalent'}
-    assert 1 <= len(row['find'].splitlines()) <= 3 and row['find'] != row['replace']
+    assert 1 <= len(row['find'].splitlines()) <= 3
+    assert row['find'] != row['replace']
     assert row['harm'].endswith('.')
     made = mutants.edits(row, mutants.ROOT)
     for path, new in made.items():
@@ -44,9 +45,9 @@ def test_its_tests_exist(row):
         place, *options = shlex.split(test)
         path, _, name = place.partition('::')
         assert (mutants.ROOT/path).is_file(), test
-        said = dict(zip(options[::2], options[1::2], strict=True))
-        assert said.keys() <= {'-k', '-m'}, test
-        words = {name, *re.findall(r'\w+', said.get('-k', ''))} - {'and', 'or', 'not', ''}
+        chosen = dict(zip(options[::2], options[1::2], strict=True))
+        assert chosen.keys() <= {'-k', '-m'}, test
+        words = {name, *re.findall(r'\w+', chosen.get('-k', ''))} - {'and', 'or', 'not', ''}
         assert all(word in text(path) for word in words), test
     quick = [test for test in row['tests'] if ' -m ' not in test]
     assert bool(quick) is not row.get('slow', False), 'slow: only tests marked slow catch it'
@@ -54,13 +55,14 @@ def test_its_tests_exist(row):
 
 # The tool
 
-ROW = {'name': 'a-1', 'module': 'llm_workbook/training/watchdog.py', 'find': 'nowhere', 'replace': '',
-       'harm': '', 'tests': []}
+ROW = {
+    'name': 'a-1', 'module': 'llm_workbook/training/watchdog.py', 'find': 'nowhere', 'replace': '',
+    'harm': '', 'tests': []}
 
 
 def test_a_row_at_fault_is_named():
-    said = 'a-1: `find` occurs 0 times in llm_workbook/training/watchdog.py'
-    with pytest.raises(mutants.RowError, match=said):
+    words = 'a-1: `find` occurs 0 times in llm_workbook/training/watchdog.py'
+    with pytest.raises(mutants.RowError, match=words):
         mutants.edits(ROW, mutants.ROOT)
     with pytest.raises(mutants.RowError, match='occurs [0-9]{2,} times'):
         mutants.edits(ROW | {'find': 'self'}, mutants.ROOT)
@@ -70,8 +72,8 @@ def test_a_row_at_fault_is_named():
 
 def test_names_and_beginnings_choose_rows():
     assert [row['name'] for row in mutants.chosen(ROWS, 'guards-2')] == ['guards-2']
-    some = {row['name'] for row in mutants.chosen(ROWS, 'guards-2, nf4-*')}
-    assert some == {'guards-2', 'nf4-1', 'nf4-2', 'nf4-3'}
+    names = {row['name'] for row in mutants.chosen(ROWS, 'guards-2, nf4-*')}
+    assert names == {'guards-2', 'nf4-1', 'nf4-2', 'nf4-3'}
     assert mutants.chosen(ROWS, '') == ROWS
 
 
@@ -122,7 +124,8 @@ def test_a_mistake_is_caught_by_the_first_test_that_fails_and_taken_out_again(pr
 
 def test_a_mistake_that_nobody_sees_survives(project, tmp_path):
     found, _ = ran(tmp_path, 'blind')
-    assert found.by == '' and 'SURVIVED' in mutants.line(found)
+    assert found.by == ''
+    assert 'SURVIVED' in mutants.line(found)
     caught = mutants.Caught('a', 'tests/test_b.py -m slow', 1.0)
     hidden = mutants.Caught('c', '', 1.0, True)
     assert mutants.summary([found, caught, hidden]) == (

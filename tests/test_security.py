@@ -1,4 +1,5 @@
-"""What SECURITY.md promises: reading runs nothing, a refusal names what it refuses, and a token stays where it was."""
+"""What SECURITY.md promises: reading runs nothing, a refusal names what it refuses, and a token
+stays where it was."""
 import ast
 import json
 import os
@@ -23,11 +24,13 @@ class Payload:
 
 @pytest.fixture(autouse=True)
 def nothing_runs(tmp_path, monkeypatch):
-    "In a folder of its own, with somebody at the keyboard who says yes to everything: no payload leaves its file."
+    """In a folder of its own, with somebody at the keyboard who says yes to everything: no payload
+    leaves its file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr('builtins.input', lambda *asked: 'yes')
     yield
-    assert not Path('planted').exists() and not list(tmp_path.rglob('planted'))
+    assert not Path('planted').exists()
+    assert not list(tmp_path.rglob('planted'))
 
 
 @pytest.fixture
@@ -38,16 +41,20 @@ def base(tmp_path):
 
 def recipe_of(base, **changes):
     data = {'source': str(asset('sample-conversations')), 'format': 'messages'}
-    return Recipe(name='poisoned', model={'source': str(base)}, data=data, batch={'micro': 1, 'length': 64},
-                  optimizer={'steps': 2}).changed(changes)
+    return Recipe(
+        name='poisoned', model={'source': str(base)}, data=data, batch={'micro': 1, 'length': 64},
+        optimizer={'steps': 2}).changed(changes)
 
 
 # Recipes
 
-YAML = {'object': f'!!python/object/apply:os.system ["touch planted"]', 'module': '!!python/module:os', 'name': '!!python/name:os.system',
-        'field': 'version: 1\nname: !!python/object/apply:os.system ["touch planted"]', 'new': '!!python/object/new:os.system ["touch planted"]',
-        'eval': f'!!python/object/apply:eval ["__import__(\'os\').system(\'touch planted\')"]',
-        'bomb': 'a: &a [x, x]\nb: &b [*a, *a]\nversion: *b', 'deep': '[' * 1200}
+YAML = {
+    'object': f'!!python/object/apply:os.system ["touch planted"]', 'module': '!!python/module:os',
+    'name': '!!python/name:os.system',
+    'field': 'version: 1\nname: !!python/object/apply:os.system ["touch planted"]',
+    'new': '!!python/object/new:os.system ["touch planted"]',
+    'eval': f'!!python/object/apply:eval ["__import__(\'os\').system(\'touch planted\')"]',
+    'bomb': 'a: &a [x, x]\nb: &b [*a, *a]\nversion: *b', 'deep': '[' * 1200}
 
 
 @pytest.mark.parametrize('text', YAML.values(), ids=YAML)
@@ -57,7 +64,11 @@ def test_a_recipe_is_data(text, tmp_path):
     with pytest.raises(RecipeError, match='recipe.yaml'): Recipe.load(tmp_path/'recipe.yaml')
 
 
-@pytest.mark.parametrize('text', ['{{ 7 * 7 }}', '${HOME}', '$(touch planted)', '`touch planted`', "__import__('os')." + CALL[3:]])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '{{ 7 * 7 }}', '${HOME}', '$(touch planted)', '`touch planted`',
+        "__import__('os')." + CALL[3:]])
 def test_what_stands_in_a_recipe_is_not_evaluated(text):
     with pytest.raises(RecipeError): Recipe(name=text)
     with pytest.raises(ValueError, match='is no path here'): resolve(text)
@@ -65,10 +76,14 @@ def test_what_stands_in_a_recipe_is_not_evaluated(text):
 
 # Bases: templates, code and pickles that come with a model
 
-TEMPLATES = {'class': "{{ ''.__class__.__mro__[1].__subclasses__() }}", 'globals': '{{ cycler.__init__.__globals__.' + CALL + ' }}',
-             'import': "{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch planted') }}",
-             'function': "{{ lipsum.__globals__['os'].popen('touch planted').read() }}", 'file': "{% include '/etc/passwd' %}",
-             'change': "{{ messages.append('x') }}", 'endless': '{% for i in range(10**9) %}x{% endfor %}'}
+TEMPLATES = {
+    'class': "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    'globals': '{{ cycler.__init__.__globals__.' + CALL + ' }}',
+    'import': "{{ self.__init__.__globals__.__builtins__."
+              "__import__('os').system('touch planted') }}",
+    'function': "{{ lipsum.__globals__['os'].popen('touch planted').read() }}",
+    'file': "{% include '/etc/passwd' %}", 'change': "{{ messages.append('x') }}",
+    'endless': '{% for i in range(10**9) %}x{% endfor %}'}
 
 
 @pytest.mark.parametrize('where', ['chat_template.jinja', 'tokenizer_config.json'])
@@ -81,14 +96,21 @@ def test_a_chat_template_is_rendered_in_a_sandbox(base, template, where):
         (base/'chat_template.jinja').unlink()
         config = json.loads((base/where).read_text())
         (base/where).write_text(json.dumps(config | {'chat_template': template}))
-    with pytest.raises(ValueError, match='the chat template refuses this conversation'): check_recipe(recipe_of(base))
+    with pytest.raises(ValueError, match='the chat template refuses this conversation'):
+        check_recipe(recipe_of(base))
 
 
 def with_code(base, **config):
     "Let a base ask for code of its own, in `config.json` and for its tokenizer."
     (base/'evil.py').write_text(f'import os\n{CALL}\n')
-    for file, more in (('config.json', {'auto_map': {'AutoConfig': 'evil.C', 'AutoModelForCausalLM': 'evil.M'}} | config),
-                       ('tokenizer_config.json', {'auto_map': {'AutoTokenizer': ['evil.T', 'evil.T']}, 'tokenizer_class': 'Evil'})):
+    for file, more in (
+        (
+            'config.json',
+            {'auto_map': {'AutoConfig': 'evil.C', 'AutoModelForCausalLM': 'evil.M'}} | config),
+        (
+            'tokenizer_config.json',
+            {'auto_map': {'AutoTokenizer': ['evil.T', 'evil.T']}, 'tokenizer_class': 'Evil'})
+    ):
         (base/file).write_text(json.dumps(json.loads((base/file).read_text()) | more))
     return base
 
@@ -99,9 +121,11 @@ def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base)
     from llm_workbook.training.fine_tune import check_recipe
     recipe = recipe_of(with_code(base))
     with pytest.raises(ValueError, match='custom code'): check_recipe(recipe)
-    assert type(load_base(base, recipe.method, device='cpu')).__module__.startswith('transformers.'), 'the known class, not theirs'
+    assert type(load_base(base, recipe.method, device='cpu')).__module__.startswith(
+        'transformers.'), 'the known class, not theirs'
     with_code(base, model_type='evil')
-    with pytest.raises(ValueError, match='custom code'): load_base(base, recipe.method, device='cpu')
+    with pytest.raises(ValueError, match='custom code'):
+        load_base(base, recipe.method, device='cpu')
     with pytest.raises(ValueError, match="no model_type 'evil'"): spec(str(base))
 
 
@@ -110,7 +134,8 @@ def test_a_base_of_pickles_is_refused(base):
     from llm_workbook.model.weight_files import Weights
     for file in base.glob('*.safetensors'): file.unlink()
     (base/'pytorch_model.bin').write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(OSError, match='safetensors'): load_base(base, recipe_of(base).method, device='cpu')
+    with pytest.raises(OSError, match='safetensors'):
+        load_base(base, recipe_of(base).method, device='cpu')
     with pytest.raises(ValueError, match='holds pickles only'): Weights(base)
 
 
@@ -118,8 +143,11 @@ def test_adapters_that_are_pickles_are_refused(base, tmp_path):
     from llm_workbook.model.adapters import load_adapters
     folder = tmp_path/'adapters'
     folder.mkdir()
-    (folder/'adapter_config.json').write_text(json.dumps({'peft_type': 'LORA', 'r': 2, 'target_modules': ['q_proj'],
-                                                          'base_model_name_or_path': str(base)}))
+    (folder/'adapter_config.json').write_text(
+        json.dumps(
+            {
+                'peft_type': 'LORA', 'r': 2, 'target_modules': ['q_proj'],
+                'base_model_name_or_path': str(base)}))
     (folder/'adapter_model.bin').write_bytes(pickle.dumps(Payload()))
     with pytest.raises(ValueError, match='adapter_model.safetensors'): load_adapters(None, folder)
 
@@ -131,7 +159,8 @@ def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
     folder = tmp_path/'rows'
     folder.mkdir()
     (folder/'rows.py').write_text(f'import os\n{CALL}\n')
-    for split in 'train', 'test': shutil.copy(asset('sample-conversations')/f'{split}.jsonl', folder)
+    for split in 'train', 'test':
+        shutil.copy(asset('sample-conversations')/f'{split}.jsonl', folder)
     train, _ = load_rows(recipe_of('tiny-base', **{'data.source': str(folder)}).data, 0)
     assert train
     (folder/'rows.pkl').write_bytes(pickle.dumps(Payload()))
@@ -142,7 +171,9 @@ def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
 # Checkpoints: the manifest is tested in test_commits.py, with the kinds of files that are programs
 
 def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
-    from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, begin_save, commit_checkpoint, latest_valid
+    from llm_workbook.checkpoint.manifest import (
+        MANIFEST, DamagedCheckpoint, begin_save, commit_checkpoint, latest_valid)
+
     facts = dict(ranks=1, strategy='ddp', method='full', recipe_hash='', versions={})
     for step in 1, 2:
         folder = begin_save(tmp_path, step)
@@ -150,7 +181,10 @@ def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
         commit_checkpoint(folder, facts | {'step': step})
     (folder/'rng_state_0.pth').write_bytes(pickle.dumps(Payload()))
     assert latest_valid(tmp_path) == tmp_path/'checkpoint-1'
-    lie = (tmp_path/'checkpoint-1'/MANIFEST).read_text().replace('"state.json"', '"../checkpoint-2/rng_state_0.pth"')
+    lie = (
+        (tmp_path/'checkpoint-1'/MANIFEST)
+        .read_text()
+        .replace('"state.json"', '"../checkpoint-2/rng_state_0.pth"'))
     (tmp_path/'checkpoint-1'/MANIFEST).write_text(lie)
     with pytest.raises(DamagedCheckpoint, match='none of its checkpoints'): latest_valid(tmp_path)
 
@@ -160,22 +194,27 @@ def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
 def test_a_token_in_the_environment_is_written_nowhere(tmp_path, monkeypatch, capfd):
     from llm_workbook.training.fine_tune import fine_tune
     canary = 'hf' + '_' + 'Canary' * 6  # Put together here, so that this file holds no token
-    for name in 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY': monkeypatch.setenv(name, canary)
+    for name in 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY':
+        monkeypatch.setenv(name, canary)
     rows = tmp_path/'rows'
     rows.mkdir()
     for split in 'train', 'test':
-        lines = (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True)
+        lines = (
+            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
         (rows/f'{split}.jsonl').write_text(''.join(lines[:12]))
     monkeypatch.setenv('TMPDIR', str(tmp_path/'temp'))
     (tmp_path/'temp').mkdir()
     recipe = recipe_of('tiny-base', **{'data.source': str(rows), 'intervals.saving': 1})
     run = fine_tune(recipe, tmp_path/'run', 300, live=False)
     files = [path for path in tmp_path.rglob('*') if path.is_file()]
-    assert run.saved.is_dir() and {'checkpoint-1', 'checkpoint-2'} <= {path.relative_to(tmp_path/'run').parts[0] for path in files
-                                                                      if path.is_relative_to(tmp_path/'run')}
+    assert run.saved.is_dir()
+    assert {'checkpoint-1', 'checkpoint-2'} <= {
+        path.relative_to(tmp_path/'run').parts[0]
+        for path in files
+        if path.is_relative_to(tmp_path/'run')}
     assert [path.name for path in files if canary.encode() in path.read_bytes()] == []
-    said = ''.join(capfd.readouterr())
-    assert canary not in said + repr(run) + run._repr_html_() + json.dumps(run.to_dict())
+    printed = ''.join(capfd.readouterr())
+    assert canary not in printed + repr(run) + run._repr_html_() + json.dumps(run.to_dict())
 
 
 # The sources
@@ -183,14 +222,23 @@ def test_a_token_in_the_environment_is_written_nowhere(tmp_path, monkeypatch, ca
 def called(path, function):
     "Source of the calls of `function`, a pattern, in a module."
     tree = ast.walk(ast.parse(path.read_text()))
-    return [ast.unparse(n) for n in tree if isinstance(n, ast.Call) and re.fullmatch(function, ast.unparse(n.func))]
+    return [
+        ast.unparse(n)
+        for n in tree
+        if isinstance(n, ast.Call) and re.fullmatch(function, ast.unparse(n.func))]
 
 
-@pytest.mark.parametrize('path', sorted((ROOT/'llm_workbook').rglob('*.py')), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    'path', sorted((ROOT/'llm_workbook').rglob('*.py')),
+    ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_sources_load_nothing_that_can_run(path):
-    "Left out, `trust_remote_code` lets transformers ask at the keyboard; processes of one launch send each other pickles."
+    """Left out, `trust_remote_code` lets transformers ask at the keyboard; processes of one launch
+    send each other pickles."""
     assert not called(path, 'eval|exec|os.system|os.popen')
     assert [call for call in called(path, 'torch.load') if 'weights_only=True' not in call] == []
     assert path.stem in ('ranks', 'background') or not called(path, r'pickle\.\w+')
-    loads = [call for call in called(path, r'Auto\w+\.from_pretrained') if 'resolve(' in call and "'tiny-base'" not in call]
+    loads = [
+        call
+        for call in called(path, r'Auto\w+\.from_pretrained')
+        if 'resolve(' in call and "'tiny-base'" not in call]
     assert [call for call in loads if 'trust_remote_code=False' not in call] == []

@@ -1,4 +1,5 @@
-"""What tests of faults share: waiting, looking at processes, and a model and rows small enough to be broken often."""
+"""What tests of faults share: waiting, looking at processes, and a model and rows small enough to
+be broken often."""
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from llm_workbook.files import asset
 from llm_workbook.config.recipe import Recipe
 
-SAID = []  # Lines for the end of the report, whether tests pass or not
+REPORT_LINES = []  # Lines for the end of the report, whether tests pass or not
 CANARY = 'hf' + '_' + 'Canary' * 6  # Put together here, so that no file holds it
 TOKENS = 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY'
 
@@ -20,14 +21,20 @@ TOKENS = 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY'
 def wait_for(condition, seconds=10):
     "Look until `condition()` holds, at most so long; give back what it was last."
     end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end: time.sleep(0.05)
+    found = condition()
+    while not found and time.monotonic() < end:
+        time.sleep(0.05)
+        found = condition()
     return found
 
 
-def variables() -> dict: return {key: value for key, value in os.environ.items() if key != 'PYTEST_CURRENT_TEST'}
+def variables() -> dict:
+    return {key: value for key, value in os.environ.items() if key != 'PYTEST_CURRENT_TEST'}
 
 
-def children() -> list: return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+def children() -> list:
+    return [
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def ports(process=None) -> set:
@@ -36,7 +43,7 @@ def ports(process=None) -> set:
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 
 
-def later(*values):
+def slow_case(*values):
     "A case that takes long: `make test` leaves it out, `make test-fault` runs it."
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -53,22 +60,26 @@ def small_base(folder: Path) -> Path:
     torch.manual_seed(0)
     AutoTokenizer.from_pretrained(asset('tiny-base')).save_pretrained(folder)
     config = json.loads((asset('tiny-base')/'config.json').read_text())
-    config |= {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4,
-               'num_key_value_heads': 2, 'head_dim': 16}
+    config |= {
+        'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2,
+        'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 16}
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
     return folder
 
 
 def small_recipe(folder: Path, rows=24, **changes) -> Recipe:
-    "Full training of the small base over two ranks, 6 steps of 2 rows; dotted changes as `changed` takes them."
+    """Full training of the small base over two ranks, 6 steps of 2 rows; dotted changes as
+    `changed` takes them."""
     (folder/'rows').mkdir(parents=True, exist_ok=True)
     for split in 'train', 'test':
-        lines = (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True)
+        lines = (
+            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
         (folder/'rows'/f'{split}.jsonl').write_text(''.join(lines[:rows]))
-    plain = Recipe(name='small', model={'source': str(small_base(folder/'base'))},
-                   data={'source': str(folder/'rows'), 'format': 'messages'}, method={'kind': 'full'},
-                   precision={'compute': 'float32'}, batch={'micro': 1, 'length': 64},
-                   optimizer={'steps': 6, 'learning_rate': 1e-3})
+    plain = Recipe(
+        name='small', model={'source': str(small_base(folder/'base'))},
+        data={'source': str(folder/'rows'), 'format': 'messages'}, method={'kind': 'full'},
+        precision={'compute': 'float32'}, batch={'micro': 1, 'length': 64},
+        optimizer={'steps': 6, 'learning_rate': 1e-3})
     return plain.changed(changes)
 
 
@@ -83,46 +94,68 @@ def losses(directory: Path) -> list:
     return [row['loss'] for row in read_metrics(directory/'metrics.jsonl')]
 
 
+def decoder_layers(trainer) -> list:
+    return [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
+
+
 def disturb(monkeypatch, act, rank=1, passes=3):
     "Let one rank call `act` in the middle of a forward pass, the third if not said otherwise."
     from llm_workbook.training import fine_tune as training
-    make, seen = training.make_trainer, []
-    def hook(*args):
-        seen.append(1)
-        if len(seen) == passes: act()
-    def make_disturbed(*args, **how):
-        trainer = make(*args, **how)
-        layers = [m for m in trainer.model.modules() if type(m).__name__ == 'LlamaDecoderLayer']
-        if int(os.environ['RANK']) == rank: layers[1].register_forward_pre_hook(hook)
+    make_trainer = training.make_trainer
+    passes_done = []
+    def count_and_act(*args):
+        passes_done.append(1)
+        if len(passes_done) == passes: act()
+    def make_disturbed_trainer(*args, **how):
+        trainer = make_trainer(*args, **how)
+        if int(os.environ['RANK']) == rank:
+            decoder_layers(trainer)[1].register_forward_pre_hook(count_and_act)
         return trainer
-    monkeypatch.setattr(training, 'make_trainer', make_disturbed)
+    monkeypatch.setattr(training, 'make_trainer', make_disturbed_trainer)
 
 
-def torchrun(recipe, directory: Path, *options, program=('-m', 'llm_workbook', 'train'), words=()) -> subprocess.Popen:
-    "Start two ranks by torchrun, as the job script does; what they say goes into `log` beside the directory."
+def torchrun(
+    recipe, directory: Path, *options, program=('-m', 'llm_workbook', 'train'), words=()
+) -> subprocess.Popen:
+    """Start two ranks by torchrun, as the job script does; what they say goes into `log` beside the
+    directory."""
     directory.parent.mkdir(exist_ok=True)
     recipe.save(directory.parent/'recipe.yaml')
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', *options, *program,
-               directory.parent/'recipe.yaml', '--directory', directory, *words]
+    command = [
+        sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2',
+        *options, *program, directory.parent/'recipe.yaml', '--directory', directory, *words]
+    environment = os.environ | {name: CANARY for name in TOKENS}
+    environment['TMPDIR'] = str(directory.parent)  # torchrun leaves a folder there
     with open(directory.parent/'log', 'a') as log:
-        env = os.environ | {'TMPDIR': str(directory.parent)} | {name: CANARY for name in TOKENS}  # torchrun leaves a folder there
-        return subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, cwd=directory.parent, env=env)
+        return subprocess.Popen(
+            list(map(str, command)), stdout=log, stderr=log, cwd=directory.parent,
+            env=environment)
 
 
-def steps(directory) -> int: return len(losses(directory)) if directory.is_dir() else 0
+def steps_done(directory) -> int:
+    if not directory.is_dir(): return 0
+    return len(losses(directory))
 
 
-def ended(process, seconds=90) -> int:
-    try: return process.wait(seconds)
+def exit_code(process, seconds=90) -> int:
+    "Wait for a process to end; one that does not end in time is killed with all below it."
+    try:
+        return process.wait(seconds)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []: child.kill()
+        still_runs = process.poll() is None
+        below = psutil.Process(process.pid).children(recursive=True) if still_runs else []
+        for child in below: child.kill()
         process.kill()
 
 
-def launched(recipe, kind):
-    "Render, and run the commands of one kind; it begins with the loss that one process has for the same rows."
+def assert_commands_train(recipe, kind):
+    """Render, and run the commands of one kind; it begins with the loss that one process has for
+    the same rows."""
     from bench.shared.launches import by_command, single
     by_command(recipe, Path('runs/a b'), kind)
     fine_tune(single(recipe), Path('runs/alone'))
-    found, alone = losses(Path('runs/a b')), losses(Path('runs/alone'))
-    assert len(found) == 2 and found[0] == pytest.approx(alone[0], abs=1e-5) and found[1] != found[0]
+    by_ranks = losses(Path('runs/a b'))
+    by_one_process = losses(Path('runs/alone'))
+    assert len(by_ranks) == 2
+    assert by_ranks[0] == pytest.approx(by_one_process[0], abs=1e-5)
+    assert by_ranks[1] != by_ranks[0]

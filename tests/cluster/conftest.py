@@ -21,18 +21,25 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope='session', autouse=True)
 def slurm(tmp_path_factory):
     "The cluster, its commands on PATH, and jobs that take no more threads than there are cores."
-    if why := cluster.obstacle(): pytest.skip(why)
-    if cluster.nodes(): pytest.fail('a cluster is up, perhaps with jobs of yours: make cluster-down first')
+    obstacle = cluster.obstacle()
+    if obstacle: pytest.skip(obstacle)
+    if cluster.nodes():
+        pytest.fail('a cluster is up, perhaps with jobs of yours: make cluster-down first')
     cluster.up()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {'PATH': f'{cluster.HOME}/bin:{os.environ["PATH"]}', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1',
-                            'TMPDIR': str(tmp_path_factory.mktemp('temp'))}.items(): patch.setenv(name, value)
+        for name, value in {
+            'PATH': f'{cluster.HOME}/bin:{os.environ["PATH"]}', 'HF_HUB_OFFLINE': '1',
+            'OMP_NUM_THREADS': '1', 'TMPDIR': str(tmp_path_factory.mktemp('temp'))
+        }.items():
+            patch.setenv(name, value)
         try: yield cluster
         finally: cluster.down()
 
 
 @pytest.fixture(autouse=True)
-def idle_before(slurm): assert cluster.wait_for(lambda: cluster.nodes() == 'node1 idle, node2 idle', 60), cluster.nodes()
+def idle_before(slurm):
+    assert cluster.wait_for(lambda: cluster.nodes() == 'node1 idle, node2 idle', 60), (
+        cluster.nodes())
 
 
 def toy(letter: str, processes=1, **changes) -> Recipe:
@@ -58,7 +65,8 @@ def until(job, condition, seconds=PATIENCE_S):
 def finished(job): return until(job, lambda status: status.state == 'COMPLETED')
 
 
-def training(job, step=4): return until(job, lambda status: status.run == 'running' and status.step >= step)
+def training(job, step=4):
+    return until(job, lambda status: status.run == 'running' and status.step >= step)
 
 
 def losses(directory: Path) -> list:
@@ -82,13 +90,15 @@ def places() -> dict:
 def as_alone(recipe: Recipe, job, directory: Path):
     "The first loss is that of one process, and no rank held more than its part."
     fine_tune(table.single(recipe), directory, timeout_s=PATIENCE_S, live=False)
-    assert table.well(cell := table.compare(recipe, job.directory, directory)), cell
+    cell = table.compare(recipe, job.directory, directory)
+    assert table.well(cell), cell
 
 
 @pytest.fixture(scope='session')
 def full():
     "All losses can be compared to the last digits: float32, for 24 steps."
-    return toy('D', **{'precision.compute': 'float32', 'optimizer.steps': 24, 'intervals.saving': 0})
+    return toy(
+        'D', **{'precision.compute': 'float32', 'optimizer.steps': 24, 'intervals.saving': 0})
 
 
 @pytest.fixture(scope='session')

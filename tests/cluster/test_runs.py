@@ -14,31 +14,44 @@ def test_the_full_recipe_trains_over_two_nodes(full, whole, tmp_path):
     job, where = whole
     assert where == {0: 'node1', 1: 'node2'}
     as_alone(full, job, tmp_path/'alone')
-    assert job.status().to_dict() == {'state': 'COMPLETED', 'reason': '', 'nodes': ['node1', 'node2'], 'restarts': 0,
-                                      'exit_code': 0, 'run': 'finished', 'step': 24, 'steps': 24}
+    assert job.status().to_dict() == {
+        'state': 'COMPLETED', 'reason': '', 'nodes': ['node1', 'node2'], 'restarts': 0,
+        'exit_code': 0, 'run': 'finished', 'step': 24, 'steps': 24}
     assert Job.of(job.directory) == job
 
 
 def test_each_node_saves_half(whole):
-    "The trainer refuses to start unless what each rank holds is its share; here is what each wrote."
+    """The trainer refuses to start unless what each rank holds is its share; here is what each
+    wrote."""
     job, _ = whole
     kept = survey(job.directory).valid
     assert [found.step for found in kept] == [24, 12]
     for found in kept:
-        sizes = {path.name: path.stat().st_size for path in found.folder.rglob('rank-*-of-00002.safetensors')}
-        assert len(sizes) == 2 and max(sizes.values()) < 0.6 * sum(sizes.values())
+        sizes = {
+            path.name: path.stat().st_size
+            for path in found.folder.rglob('rank-*-of-00002.safetensors')}
+        assert len(sizes) == 2
+        assert max(sizes.values()) < 0.6 * sum(sizes.values())
 
 
 @pytest.mark.parametrize('letter, processes', [('A', 2), ('B2', 1), ('B3', 1), ('C', 1)])
 def test_the_other_recipes_train_over_two_nodes(letter, processes, tmp_path):
     "A on two processes of each, so that the rank on a node is not the rank among all."
     recipe = toy(letter, processes)
-    finished(job := start(recipe, tmp_path/'run'))
+    job = start(recipe, tmp_path/'run')
+    finished(job)
     assert seen(job.directory)['hosts'] == ['node1'] * processes + ['node2'] * processes
     as_alone(recipe, job, tmp_path/'alone')
 
 
-HOSTILE = ['x"; touch here; "', "x'; touch here; '", 'x\n#SBATCH --wrap="touch here"', 'x\ntouch here', '$(touch here)', '`touch here`']
+HOSTILE = [
+    'x"; touch here; "',
+    "x'; touch here; '",
+    'x\n#SBATCH --wrap="touch here"',
+    'x\ntouch here',
+    '$(touch here)',
+    '`touch here`',
+]
 
 
 @pytest.mark.parametrize('text', HOSTILE)
@@ -62,5 +75,6 @@ def test_a_directory_with_a_strange_name_is_one_word(full, tmp_path, monkeypatch
 
 
 def test_slurm_says_why_it_refuses(full, tmp_path):
-    with pytest.raises(SlurmError, match='invalid partition'): start(full, tmp_path/'run', partition='nowhere')
+    with pytest.raises(SlurmError, match='invalid partition'):
+        start(full, tmp_path/'run', partition='nowhere')
     with pytest.raises(ValueError, match='nothing was submitted'): Job.of(tmp_path/'run')

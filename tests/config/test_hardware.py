@@ -1,4 +1,5 @@
-"""Hardware: figures have sources and sane sizes, machines are put together rightly, drivers and limits read rightly."""
+"""Hardware: figures have sources and sane sizes, machines are put together rightly, drivers and
+limits read rightly."""
 import importlib
 import pickle
 import sys
@@ -7,63 +8,86 @@ import types
 import pytest
 from llm_workbook.config import this_machine
 from llm_workbook.config.document import RecipeError
-from llm_workbook.config.hardware import Gpu, Link, Node, gpu, gpus, link, links, node, nodes, same_nodes
+from llm_workbook.config.hardware import (
+    Gpu, Link, Node, gpu, gpus, link, links, node, nodes, same_nodes)
 from llm_workbook.config.this_machine import detect, measure
 
-FIGURES = {'name': 'x', 'memory_b': 2**34, 'bf16_flops': 1e14, 'fp16_flops': 1e14, 'fp32_flops': 1e13, 'bandwidth_bps': 1e12,
-           'power_w': 300, 'price_hour': 1}
+FIGURES = {
+    'name': 'x', 'memory_b': 2**34, 'bf16_flops': 1e14, 'fp16_flops': 1e14, 'fp32_flops': 1e13,
+    'bandwidth_bps': 1e12, 'power_w': 300, 'price_hour': 1}
 
 
 # The figures
 
 @pytest.mark.parametrize('card', [gpu(name) for name in gpus()], ids=lambda card: card.name)
 def test_a_gpu_has_sources_and_sane_ratios(card):
-    needed = {'memory_b', 'flops', 'bandwidth_bps', 'power_w', 'price_hour'} | ({'ceiling'} if card.ceiling else set())
-    assert needed == set(dict(card.sources)) and all(dict(card.sources).values())
+    needed = {'memory_b', 'flops', 'bandwidth_bps', 'power_w', 'price_hour'} | (
+        {'ceiling'} if card.ceiling else set())
+    assert needed == set(dict(card.sources))
+    assert all(dict(card.sources).values())
     assert card.bf16_flops >= card.fp16_flops >= card.fp32_flops
     assert card.fp8_flops is None or 1.99 <= card.fp8_flops / card.bf16_flops <= 2.05
-    assert card.flops() <= card.bf16_flops and 0 < card.price_hour < 20
-    assert card.link in links() and card.host_link in links() and (card.nvlink or 'nvlink4') in links()
+    assert card.flops() <= card.bf16_flops
+    assert 0 < card.price_hour < 20
+    assert card.link in links()
+    assert card.host_link in links()
+    assert (card.nvlink or 'nvlink4') in links()
     assert 30 < card.ridge < 500
     if card.name != 'cpu':
-        assert card.memory_b % 2**20 == 0 and 20 * 2**30 < card.memory_b < 200 * 2**30
+        assert card.memory_b % 2**20 == 0
+        assert 20 * 2**30 < card.memory_b < 200 * 2**30
         assert 3e10 < card.bf16_flops / card.power_w < 3e12
         assert card.driver_names
 
 
 def test_the_gpus_the_book_promises_are_there():
-    promised = 'rtx-3090 rtx-4090 rtx-5090 rtx-a5000 a10g l4 l40s a100-40 a100-80 h100 h200 b200 mi300x cpu'
-    assert set(gpus()) >= set(promised.split())
+    workstation = 'rtx-3090 rtx-4090 rtx-5090 rtx-a5000'
+    server = 'a10g l4 l40s a100-40 a100-80 h100 h200 b200 mi300x'
+    promised = {*workstation.split(), *server.split(), 'cpu'}
+    assert set(gpus()) >= promised
     drivers = [name for card in map(gpu, gpus()) for name in card.driver_names]
     assert len(drivers) == len(set(drivers))
 
 
 def test_peaks_are_dense_and_accumulate_in_fp32():
-    advertised = {'rtx-3090': 142e12, 'rtx-4090': 330.3e12, 'rtx-5090': 419e12, 'rtx-a5000': 222.2e12, 'l4': 242e12,
-                  'a100-80': 624e12, 'h100': 1979e12, 'b200': 4500e12}
-    assert all(gpu(name).bf16_flops == pytest.approx(sheet / 2, rel=.001) for name, sheet in advertised.items())
+    advertised = {
+        'rtx-3090': 142e12, 'rtx-4090': 330.3e12, 'rtx-5090': 419e12, 'rtx-a5000': 222.2e12,
+        'l4': 242e12, 'a100-80': 624e12, 'h100': 1979e12, 'b200': 4500e12}
+    assert all(
+        gpu(name).bf16_flops == pytest.approx(sheet / 2, rel=0.001)
+        for name, sheet in advertised.items())
 
 
 @pytest.mark.parametrize('way', [link(name) for name in links()], ids=lambda way: way.name)
 def test_a_link_has_a_source_and_sane_ratios(way):
-    assert way.source and 0 < way.bps <= way.nominal_bps
+    assert way.source
+    assert 0 < way.bps <= way.nominal_bps
     assert way.measured_bps is None or way.bps == way.measured_bps
-    assert way.latency_s < 1e-3 and way.hop_s < 1e-3
+    assert way.latency_s < 1e-3
+    assert way.hop_s < 1e-3
 
 
 def test_a_slot_of_half_the_lanes_has_half_the_rate():
-    for gen in (4, 5): assert link(f'pcie{gen}-x8').nominal_bps * 2 == link(f'pcie{gen}-x16').nominal_bps
-    assert link('pcie5-x16').nominal_bps == 2 * link('pcie4-x16').nominal_bps == 4 * link('pcie3-x16').nominal_bps
+    for gen in (4, 5):
+        assert link(f'pcie{gen}-x8').nominal_bps * 2 == link(f'pcie{gen}-x16').nominal_bps
+    assert (
+        link('pcie5-x16').nominal_bps
+        == 2 * link('pcie4-x16').nominal_bps
+        == 4 * link('pcie3-x16').nominal_bps)
 
 
 # Machines
 
-@pytest.mark.parametrize('name', [*nodes(), *gpus(), *(f'{n}x-{g}' for g in gpus() for n in (1, 2, 16))])
+@pytest.mark.parametrize(
+    'name', [*nodes(), *gpus(), *(f'{n}x-{g}' for g in gpus() for n in (1, 2, 16))])
 def test_every_machine_reads_back_equal(name):
     machine = node(name)
     assert Node.parse(machine.dump()) == machine == Node(**machine.to_dict())
-    assert pickle.loads(pickle.dumps(machine)) == machine and hash(machine) == hash(node(name))
-    assert machine.memory_b > 0 and machine.price_hour >= 0 and machine.total_gpu_b == machine.gpus * machine.gpu.memory_b
+    assert pickle.loads(pickle.dumps(machine)) == machine
+    assert hash(machine) == hash(node(name))
+    assert machine.memory_b > 0
+    assert machine.price_hour >= 0
+    assert machine.total_gpu_b == machine.gpus * machine.gpu.memory_b
     assert machine.backend == ('gloo' if machine.gpu.name == 'cpu' else 'nccl')
 
 
@@ -71,30 +95,50 @@ def test_a_file_names_what_the_package_knows(tmp_path):
     file = tmp_path/'lab.yml'
     file.write_text('version: 1\nname: lab\ngpu: h200\ngpus: 4\nnetwork: infiniband-400\n')
     machine = node(file)
-    assert machine.gpu == gpu('h200') and machine.link == link('nvlink4') and machine.network.bps == 40e9
+    assert machine.gpu == gpu('h200')
+    assert machine.link == link('nvlink4')
+    assert machine.network.bps == 40e9
     assert machine.memory_b == 2 * 4 * gpu('h200').memory_b
     assert node(str(file)).changed(name='4x-h200', network=None) == node('4x-h200')
 
 
-@pytest.mark.parametrize('name, words', [
-    ('2x-rtx-3900', "did you mean 'rtx-3090'"), ('h1000', "did you mean 'h100'"), ('0x-h100', '1 to 16'),
-    ('17x-h100', '1 to 16'),
-    ('-2x-h100', 'no machine'), ('', 'no machine'), ('dgx-h10', "did you mean 'dgx-h100'"), ('none.yaml', 'cannot be read'),
-    ('8x', 'no machine'), ('8x-', 'no figures'), ('99999999999x-cpu', '1 to 1024'), ('h100\nh100', 'no machine'),
-    (None, 'no machine')])
+@pytest.mark.parametrize(
+    'name, words',
+    [
+        ('2x-rtx-3900', "did you mean 'rtx-3090'"),
+        ('h1000', "did you mean 'h100'"),
+        ('0x-h100', '1 to 16'),
+        ('17x-h100', '1 to 16'),
+        ('-2x-h100', 'no machine'),
+        ('', 'no machine'),
+        ('dgx-h10', "did you mean 'dgx-h100'"),
+        ('none.yaml', 'cannot be read'),
+        ('8x', 'no machine'),
+        ('8x-', 'no figures'),
+        ('99999999999x-cpu', '1 to 1024'),
+        ('h100\nh100', 'no machine'),
+        (None, 'no machine')])
 def test_an_unknown_machine_says_what_was_meant(name, words):
     with pytest.raises(ValueError, match=words): node(name)
 
 
-@pytest.mark.parametrize('field, value, words', [
-    ('memory_b', -1, 'greater than 0'), ('memory_b', 11 * 10**12, 'less than or equal to 10000000000000'),
-    ('bandwidth_bps', 0, 'greater than 0'),
-    ('bf16_flops', -1e12, 'greater than'), ('bf16_flops', 1e18, 'less than'), ('ceiling', 1.01, 'less than or equal to 1'),
-    ('power_w', 1e5, 'less than'), ('price_hour', -1, 'greater than'), ('fp32_flops', float('nan'), 'finite'),
-    ('memory_b', '24 GB', 'integer')])
+@pytest.mark.parametrize(
+    'field, value, words',
+    [
+        ('memory_b', -1, 'greater than 0'),
+        ('memory_b', 11 * 10**12, 'less than or equal to 10000000000000'),
+        ('bandwidth_bps', 0, 'greater than 0'),
+        ('bf16_flops', -1e12, 'greater than'),
+        ('bf16_flops', 1e18, 'less than'),
+        ('ceiling', 1.01, 'less than or equal to 1'),
+        ('power_w', 1e5, 'less than'),
+        ('price_hour', -1, 'greater than'),
+        ('fp32_flops', float('nan'), 'finite'),
+        ('memory_b', '24 GB', 'integer')])
 def test_absurd_figures_are_refused(field, value, words):
     with pytest.raises(RecipeError, match=words): Gpu(**FIGURES | {field: value})
-    with pytest.raises(RecipeError, match=rf'gpu\.{field}'): Node(name='n', gpus=1, gpu=FIGURES | {field: value})
+    with pytest.raises(RecipeError, match=rf'gpu\.{field}'):
+        Node(name='n', gpus=1, gpu=FIGURES | {field: value})
 
 
 def test_mistakes_in_a_file_come_together_with_their_lines():
@@ -107,11 +151,13 @@ def test_mistakes_in_a_file_come_together_with_their_lines():
 def test_a_processor_is_shared_and_a_gpu_is_not():
     two = node('2x-cpu')
     one = two.using(1)
-    assert one.gpu.bf16_flops == 2 * two.gpu.bf16_flops and one.gpu.memory_b == two.memory_b
+    assert one.gpu.bf16_flops == 2 * two.gpu.bf16_flops
+    assert one.gpu.memory_b == two.memory_b
     for n in (1, 2, 3, 4):
         shared = two.using(n)
         assert shared.gpus * shared.gpu.fp32_flops == pytest.approx(2 * two.gpu.fp32_flops)
-        assert shared.total_gpu_b <= two.memory_b and shared.price_hour == pytest.approx(two.price_hour)
+        assert shared.total_gpu_b <= two.memory_b
+        assert shared.price_hour == pytest.approx(two.price_hour)
     assert node('8x-h100').using(4) == node('8x-h100')
     with pytest.raises(ValueError, match='at most one each'): node('8x-h100').using(9)
     with pytest.raises(ValueError, match='at least 1'): node('8x-h100').using(0)
@@ -124,25 +170,34 @@ def test_rent_takes_the_place_of_prices():
 
 
 def test_differing_machines_are_named():
-    a, b = node('8x-h100'), node('8x-a100-80').changed(name='old')
+    a = node('8x-h100')
+    b = node('8x-a100-80').changed(name='old')
     with pytest.raises(ValueError) as caught: same_nodes([a, a, b])
-    assert "8x-h100 and old differ in gpu.name ('h100' and 'a100-80'), link.name ('nvlink4' and 'nvlink3')" in str(caught.value)
+    assert (
+        "8x-h100 and old differ in gpu.name ('h100' and 'a100-80'), link.name ('nvlink4' and "
+        "'nvlink3')"
+        in str(caught.value))
     assert 'bf16_flops' not in str(caught.value)
-    with pytest.raises(ValueError, match='network.name'): same_nodes([a, a.changed(network='efa-400')])
-    with pytest.raises(ValueError, match=r'gpu.price_hour \(3.49 and 1'): same_nodes([a, a.changed({'gpu.price_hour': 1})])
+    with pytest.raises(ValueError, match='network.name'):
+        same_nodes([a, a.changed(network='efa-400')])
+    with pytest.raises(ValueError, match=r'gpu.price_hour \(3.49 and 1'):
+        same_nodes([a, a.changed({'gpu.price_hour': 1})])
     with pytest.raises(ValueError, match='gpus'): same_nodes([a, a.changed(gpus=4)])
     with pytest.raises(ValueError, match='at least one'): same_nodes([])
     less = a.changed(name='b', memory_b=a.memory_b - 2**20)
-    assert same_nodes([a]) == a and same_nodes([a, less]) == a.changed(memory_b=less.memory_b)
+    assert same_nodes([a]) == a
+    assert same_nodes([a, less]) == a.changed(memory_b=less.memory_b)
 
 
 def test_a_machine_shows_itself():
     machine = node('p4d').changed(notes=['<b>'])
-    assert '&lt;b&gt;' in machine._repr_html_() and 'efa-400' in machine._repr_html_()
+    assert '&lt;b&gt;' in machine._repr_html_()
+    assert 'efa-400' in machine._repr_html_()
     assert machine.plot()._repr_png_()[:4] == b'\x89PNG'
 
 
-# This machine. No GPU is where these tests run, so NVML is imitated: they check what is made of its answers, not the answers.
+# This machine. No GPU is where these tests run, so NVML is imitated: they check what is made of its
+# answers, not the answers.
 
 class Fake(types.ModuleType):
     "The part of NVML that is used, for `count` GPUs called `name`."
@@ -159,7 +214,8 @@ class Fake(types.ModuleType):
     def nvmlDeviceGetCount(self): return len(self.names)
     def nvmlDeviceGetHandleByIndex(self, i): return i
     def nvmlDeviceGetName(self, h): return self.names[h]
-    def nvmlDeviceGetMemoryInfo(self, h): return types.SimpleNamespace(total=self.memory_mib * 2**20)
+    def nvmlDeviceGetMemoryInfo(self, h):
+        return types.SimpleNamespace(total=self.memory_mib * 2**20)
     def nvmlDeviceGetMaxPcieLinkGeneration(self, h): return self.facts['gen']
     def nvmlDeviceGetMaxPcieLinkWidth(self, h): return self.facts['width']
     def nvmlDeviceGetP2PStatus(self, a, b, index): return 0 if self.facts['peers'] else 1
@@ -188,7 +244,9 @@ def test_known_gpus_are_recognised_and_keep_the_drivers_memory(monkeypatch):
     assert machine.changed(same) == node('8x-h100').changed(same)
     assert dict(machine.gpu.sources)['memory_b'] == 'the driver'
     machine = seen(monkeypatch, [b'NVIDIA A100-SXM4-40GB'] * 4, 40536, nvlinks=12, peers=1)
-    assert machine.gpu.name == 'a100-40' and machine.gpu.memory_b == 40536 * 2**20 and machine.link == link('nvlink3')
+    assert machine.gpu.name == 'a100-40'
+    assert machine.gpu.memory_b == 40536 * 2**20
+    assert machine.link == link('nvlink3')
 
 
 def test_a_desktop_is_read_slot_by_slot(monkeypatch):
@@ -199,35 +257,43 @@ def test_a_desktop_is_read_slot_by_slot(monkeypatch):
     assert seen(monkeypatch, names, 24576, peers=1).link == link('pcie4-x16')
     assert seen(monkeypatch, names[:1], 24576).link == link('pcie4-x16')
     odd = seen(monkeypatch, names, 24576, width=4, gen=3)
-    assert odd.link.name == 'pcie3-x4-host' and odd.link.nominal_bps == link('pcie3-x16').nominal_bps / 4 and odd.link.share == .5
+    assert odd.link.name == 'pcie3-x4-host'
+    assert odd.link.nominal_bps == link('pcie3-x16').nominal_bps / 4
+    assert odd.link.share == .5
 
 
 def test_an_unknown_gpu_is_derived_and_says_so(monkeypatch):
     machine = seen(monkeypatch, ['NVIDIA Fancy 9000'], 12288)
     card = machine.gpu
     assert (card.name, card.memory_b, card.power_w) == ('NVIDIA Fancy 9000', 12288 * 2**20, 350)
-    assert card.fp32_flops == pytest.approx(gpu('rtx-3090').fp32_flops, rel=.01)  # Its cores and clocks were given
+    # Its cores and clocks were given
+    assert card.fp32_flops == pytest.approx(gpu('rtx-3090').fp32_flops, rel=.01)
     assert card.bf16_flops == pytest.approx(gpu('rtx-3090').bf16_flops, rel=.01)
     assert card.bandwidth_bps == pytest.approx(gpu('rtx-3090').bandwidth_bps, rel=.01)
-    assert 'derived' in dict(card.sources)['flops'] and 'unknown' in dict(card.sources)['price_hour']
-    assert card.bf16 and card.fp8_flops is None
+    assert 'derived' in dict(card.sources)['flops']
+    assert 'unknown' in dict(card.sources)['price_hour']
+    assert card.bf16
+    assert card.fp8_flops is None
     assert seen(monkeypatch, ['x'], 1024, able=(8, 9)).gpu.fp8_flops
     old = seen(monkeypatch, ['x'], 1024, able=(7, 5)).gpu
-    assert not old.bf16 and old.flops('float16') > 0
+    assert not old.bf16
+    assert old.flops('float16') > 0
     with pytest.raises(ValueError, match='x has no bfloat16 units: compute in float16'): old.flops()
     assert seen(monkeypatch, ['x', 'x'], 1024, nvlinks=6).link.nominal_bps == 150e9
 
 
 def test_mixed_gpus_are_refused(monkeypatch):
     names = ['NVIDIA H100 80GB HBM3', 'NVIDIA L4']
-    with pytest.raises(ValueError, match='GPUs here differ .*h100.*l4'): seen(monkeypatch, names, 23034)
+    with pytest.raises(ValueError, match='GPUs here differ .*h100.*l4'):
+        seen(monkeypatch, names, 23034)
 
 
 def test_without_a_driver_it_is_the_processor(monkeypatch):
     monkeypatch.setattr(this_machine, '_cores', lambda: 8)
     machine = seen(monkeypatch, [], 0)
     assert (machine.gpus, machine.backend, machine.gpu.name) == (2, 'gloo', 'cpu')
-    assert machine.gpu.bf16_flops == 4 * gpu('cpu').bf16_flops and machine.gpu.memory_b == machine.memory_b // 2
+    assert machine.gpu.bf16_flops == 4 * gpu('cpu').bf16_flops
+    assert machine.gpu.memory_b == machine.memory_b // 2
     monkeypatch.setitem(sys.modules, 'pynvml', None)
     assert detect() == machine.changed(disk_b=detect().disk_b)
     monkeypatch.setattr(this_machine.Path, 'exists', lambda path: True)
@@ -241,15 +307,21 @@ def test_a_real_nvml_has_the_functions_that_are_called():
     assert (real.NVML_P2P_STATUS_OK, real.NVML_CLOCK_SM, real.NVML_CLOCK_MEM) == (0, 1, 2)
 
 
-@pytest.mark.parametrize('line, folder, file', [('0::/a/b', 'a', 'memory.max'), ('0::/', '', 'memory.max'),
-                                                ('4:memory:/a/b', 'memory/a/b', 'memory.limit_in_bytes')])
+@pytest.mark.parametrize(
+    'line, folder, file',
+    [
+        ('0::/a/b', 'a', 'memory.max'),
+        ('0::/', '', 'memory.max'),
+        ('4:memory:/a/b', 'memory/a/b', 'memory.limit_in_bytes')])
 def test_a_container_may_use_less_than_the_machine_has(tmp_path, line, folder, file):
     (tmp_path/'proc/self').mkdir(parents=True)
     (tmp_path/'proc/self/cgroup').write_text(f'3:cpu:/x\n{line}\n')
     group = tmp_path/'sys/fs/cgroup'/folder
     group.mkdir(parents=True)
     (group/file).write_text('max\n' if file == 'memory.max' else '9223372036854771712\n')
-    assert this_machine._host(tmp_path)['memory_b'] == this_machine._host(tmp_path/'none')['memory_b']
+    assert (
+        this_machine._host(tmp_path)['memory_b']
+        == this_machine._host(tmp_path/'none')['memory_b'])
     (group/file).write_text('1073741824\n')
     assert this_machine._host(tmp_path)['memory_b'] == 2**30
 
@@ -258,9 +330,12 @@ def test_measuring_changes_speeds_only():
     machine = node('cpu')
     timed = measure(machine, 256)
     assert timed.changed({'gpu': 'cpu'}) == machine
-    assert timed.gpu.bf16_flops != machine.gpu.bf16_flops and timed.gpu.bandwidth_bps > 0
+    assert timed.gpu.bf16_flops != machine.gpu.bf16_flops
+    assert timed.gpu.bandwidth_bps > 0
 
 
 def test_the_shelf_is_read_once():
-    assert gpu('h100') is gpu('H100') and importlib.import_module('llm_workbook.config.hardware').link('loopback') is link('loopback')
+    assert gpu('h100') is gpu('H100')
+    assert importlib.import_module('llm_workbook.config.hardware').link('loopback') is link(
+        'loopback')
     assert isinstance(link('loopback'), Link)

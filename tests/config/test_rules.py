@@ -1,4 +1,5 @@
-"""What assets/rules.yaml calls measured is so: two real ranks on the tiny base, and what each combination does to them."""
+"""What assets/rules.yaml calls measured is so: two real ranks on the tiny base, and what each
+combination does to them."""
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from llm_workbook.files import resolve
 from llm_workbook.training.loop import skip_compiler
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
-from llm_workbook.config.recipe import Data, Method, Model, Precision, Recipe, planned_only, rules, shrink
+from llm_workbook.config.recipe import (
+    Data, Method, Model, Precision, Recipe, planned_only, rules, shrink)
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 
 MEASURED = {rule.id for rule in rules() if rule.source.startswith('measured')}
@@ -28,7 +30,8 @@ def repeats(*ids):
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs; forks share it."
-    import accelerate, bitsandbytes, peft, torch.distributed.fsdp, torch.distributed.tensor, transformers  # noqa: E401, F401
+    import accelerate, bitsandbytes, peft, transformers  # noqa: E401, F401
+    import torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
     transformers.logging.disable_progress_bar()
 
 
@@ -36,7 +39,8 @@ def base(kind='lora', storage='float32', compute='float32', reentrant=None):
     "The tiny base with adapters that have a gradient, and checkpointing of one kind or none."
     import torch
     torch.manual_seed(0)
-    model = load_base('tiny-base', Method(kind=kind, storage=storage), Precision(compute=compute), 'cpu')
+    model = load_base(
+        'tiny-base', Method(kind=kind, storage=storage), Precision(compute=compute), 'cpu')
     if kind != 'full': model = add_adapters(model, Method(kind=kind), dtype=compute)
     for name, parameter in model.named_parameters():
         if 'lora_B' in name: torch.nn.init.normal_(parameter, std=.02)
@@ -82,44 +86,61 @@ def test_reentrant_checkpointing_of_adapters_under_ddp():
         import tempfile
         with tempfile.TemporaryDirectory() as folder:
             args = TrainingArguments(folder, use_cpu=True, report_to='none')
-            return Trainer(base(reentrant=True), args).accelerator.ddp_handler.find_unused_parameters
+            return Trainer(
+                base(reentrant=True), args).accelerator.ddp_handler.find_unused_parameters
 
-    def run(reentrant): return step(DistributedDataParallel(base(reentrant=reentrant), find_unused_parameters=True))
-    assert run_ranks(find_unused, 2, timeout_s=120) == [True, True], 'transformers no longer looks for unused parameters'
+    def run(reentrant):
+        return step(DistributedDataParallel(base(reentrant=reentrant), find_unused_parameters=True))
+
+    assert run_ranks(find_unused, 2, timeout_s=120) == [True, True], (
+        'transformers no longer looks for unused parameters')
     assert run_ranks(run, 2, args=(False,), timeout_s=120)
-    with pytest.raises(RankError, match='mark a variable ready only once'): run_ranks(run, 2, args=(True,), timeout_s=120)
+    with pytest.raises(RankError, match='mark a variable ready only once'):
+        run_ranks(run, 2, args=(True,), timeout_s=120)
 
 
 @repeats('fsdp2-reentrant')
 def test_reentrant_checkpointing_inside_an_fsdp2_unit_loses_gradients():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl, checkpoint_wrapper)
 
     def norms(kind):
         model = shard(base('full'), lambda layer: checkpoint_wrapper(layer, checkpoint_impl=kind))
-        return step(model), {name: p.grad.full_tensor().norm().item() for name, p in model.named_parameters()}
+        return step(model), {
+            name: p.grad.full_tensor().norm().item() for name, p in model.named_parameters()}
 
     right, wrong = (run_ranks(norms, 2, args=(kind,), timeout_s=120)[0]
                     for kind in (CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT))
     lost = [name for name, norm in wrong[1].items() if norm == 0]
-    assert right[0] == pytest.approx(wrong[0], rel=1e-6) and 0 not in right[1].values()
-    assert lost and all('k_proj' in name or 'v_proj' in name for name in lost)
+    assert right[0] == pytest.approx(wrong[0], rel=1e-6)
+    assert 0 not in right[1].values()
+    assert lost
+    assert all('k_proj' in name or 'v_proj' in name for name in lost)
     whole = [sum(n**2 for n in found.values())**.5 for _, found in (right, wrong)]
     assert whole == pytest.approx([33.65, 21.09], abs=.02)
 
 
 @repeats('sharded-tensors-need-torch-optimizers')
-@pytest.mark.parametrize('kind, words', [
-    ('adamw', None), ('sgd', None), ('adafactor', 'mixed torch.Tensor and DTensor'), ('adamw_8bit', 'mixed torch.Tensor and DTensor'),
-    ('paged_adamw', 'sharding strategy'), ('paged_adamw_8bit', 'mixed torch.Tensor and DTensor')])
+@pytest.mark.parametrize(
+    'kind, words',
+    [
+        ('adamw', None),
+        ('sgd', None),
+        ('adafactor', 'mixed torch.Tensor and DTensor'),
+        ('adamw_8bit', 'mixed torch.Tensor and DTensor'),
+        ('paged_adamw', 'sharding strategy'),
+        ('paged_adamw_8bit', 'mixed torch.Tensor and DTensor')])
 def test_optimizers_on_sharded_tensors(kind, words):
     def run():
         import bitsandbytes as bnb
         import torch
         from transformers.optimization import Adafactor
         model = shard(base())
-        makers = {'adamw': torch.optim.AdamW, 'sgd': torch.optim.SGD, 'adamw_8bit': bnb.optim.AdamW8bit,
-                  'paged_adamw': bnb.optim.PagedAdamW32bit, 'paged_adamw_8bit': bnb.optim.PagedAdamW8bit,
-                  'adafactor': lambda ps, lr: Adafactor(ps, lr=lr, scale_parameter=False, relative_step=False)}
+        makers = {
+            'adamw': torch.optim.AdamW, 'sgd': torch.optim.SGD, 'adamw_8bit': bnb.optim.AdamW8bit,
+            'paged_adamw': bnb.optim.PagedAdamW32bit, 'paged_adamw_8bit': bnb.optim.PagedAdamW8bit,
+            'adafactor': lambda ps, lr: Adafactor(
+                ps, lr=lr, scale_parameter=False, relative_step=False)}
         optimizer = makers[kind]([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         first = step(model)
         optimizer.step()
@@ -135,12 +156,15 @@ def test_int8_under_fsdp2():
     def run(sharded):
         from torch.nn.parallel import DistributedDataParallel
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-        model = AutoModelForCausalLM.from_pretrained(resolve('tiny-base'), dtype='bfloat16', device_map={'': 'cpu'},
-                                                     quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve('tiny-base'), dtype='bfloat16', device_map={'': 'cpu'},
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True))
         model = add_adapters(model, Method(kind='lora'), dtype='bfloat16').train()
         return step(shard(model) if sharded else DistributedDataParallel(model))
     assert run_ranks(run, 2, args=(False,), timeout_s=120)
-    with pytest.raises(RankError, match="has no attribute 'CB'"): run_ranks(run, 2, args=(True,), timeout_s=120)
+    with pytest.raises(RankError, match="has no attribute 'CB'"):
+        run_ranks(run, 2, args=(True,), timeout_s=120)
 
 
 def zero3(model, optimizer=None):
@@ -150,9 +174,13 @@ def zero3(model, optimizer=None):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer(trained) if optimizer else torch.optim.AdamW(trained, lr=1e-3)
     low = next(p.dtype for p in trained) == torch.bfloat16
-    config = {'train_micro_batch_size_per_gpu': 2, 'bf16': {'enabled': low}, 'zero_allow_untested_optimizer': True,
-              'zero_optimization': {'stage': 3, 'reduce_bucket_size': 10**6, 'stage3_param_persistence_threshold': 0}}
-    return deepspeed.initialize(model=model, model_parameters=trained, optimizer=optimizer, config=config)
+    config = {
+        'train_micro_batch_size_per_gpu': 2, 'bf16': {'enabled': low},
+        'zero_allow_untested_optimizer': True,
+        'zero_optimization': {
+            'stage': 3, 'reduce_bucket_size': 10**6, 'stage3_param_persistence_threshold': 0}}
+    return deepspeed.initialize(
+        model=model, model_parameters=trained, optimizer=optimizer, config=config)
 
 
 @repeats('zero-casts-the-payload')
@@ -163,10 +191,12 @@ def test_deepspeed_casts_the_payload(storage):
         return loss(model).item(), loss(zero3(model)[0]).item()
 
     if storage == 'float32':
-        with pytest.raises(RankError, match='is invalid for input of size'): run_ranks(run, 2, timeout_s=300)
+        with pytest.raises(RankError, match='is invalid for input of size'):
+            run_ranks(run, 2, timeout_s=300)
         return
     for whole, partitioned in run_ranks(run, 2, timeout_s=300):
-        assert (whole == partitioned) == (storage != 'float16'), 'a cast payload trains on another model'
+        assert (whole == partitioned) == (storage != 'float16'), (
+            'a cast payload trains on another model')
 
 
 @pytest.mark.slow
@@ -179,14 +209,22 @@ def test_zero3_checkpoints_adapters_either_way():
         for _ in range(2):
             value = loss(engine)
             engine.backward(value)
-            gradients = {name: safe_get_full_grad(p).norm().item() for name, p in engine.module.named_parameters() if p.requires_grad}
+            gradients = {
+                name: safe_get_full_grad(p).norm().item()
+                for name, p in engine.module.named_parameters()
+                if p.requires_grad}
             engine.step()
             losses += [value.item(), float(engine.get_global_grad_norm() or 0)]
-        assert len(gradients) == 56 and 0 not in gradients.values() and torch.is_grad_enabled()
+        assert len(gradients) == 56
+        assert 0 not in gradients.values()
+        assert torch.is_grad_enabled()
         return losses, gradients
-    plain, checkpointed, reentrant = (run_ranks(run, 2, args=(how,), timeout_s=300)[0] for how in (None, False, True))
+
+    plain, checkpointed, reentrant = (
+        run_ranks(run, 2, args=(how,), timeout_s=300)[0] for how in (None, False, True))
     for other in checkpointed, reentrant:
-        assert other[0] == pytest.approx(plain[0], rel=1e-5) and other[1] == pytest.approx(plain[1], rel=1e-4)
+        assert other[0] == pytest.approx(plain[0], rel=1e-5)
+        assert other[1] == pytest.approx(plain[1], rel=1e-4)
 
 
 @repeats('fsdp2-offload-needs-a-gpu')
@@ -196,11 +234,16 @@ def test_offload_of_fsdp2_pins_memory():
         from accelerate import Accelerator
         with cpu_fsdp(): accelerator = Accelerator(cpu=True)
         model = base()
-        return accelerator.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
-    recipe = Recipe(name='rule', model=Model(source='tiny-base'), data=Data(source='sample-conversations'),
-                    sharding={'offload_parameters': 'cpu', 'offload_optimizer': 'cpu'})
+        return accelerator.prepare(
+            model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+
+    recipe = Recipe(
+        name='rule', model=Model(source='tiny-base'), data=Data(source='sample-conversations'),
+        sharding={'offload_parameters': 'cpu', 'offload_optimizer': 'cpu'})
     env = fsdp_env(recipe)
-    assert env['FSDP_OFFLOAD_PARAMS'] == 'true' and planned_only(recipe) and not planned_only(recipe.changed({'cluster.device': 'cuda'}))
+    assert env['FSDP_OFFLOAD_PARAMS'] == 'true'
+    assert planned_only(recipe)
+    assert not planned_only(recipe.changed({'cluster.device': 'cuda'}))
     with pytest.raises(RankError, match='Cannot access accelerator device when none is available'):
         notebook_ranks(run, 2, env=env, timeout_s=120)
 
@@ -209,13 +252,19 @@ def test_offload_of_fsdp2_pins_memory():
 def test_adafactor_has_nothing_to_factor_under_zero():
     def run():
         from transformers.optimization import Adafactor
-        make = lambda trained: Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
+
+        def make(trained):
+            return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
         engine, optimizer, *_ = zero3(base(), make)
         engine.backward(loss(engine))
         engine.step()
-        return [{name: tuple(value.shape) for name, value in state.items() if hasattr(value, 'shape')} for state in optimizer.state.values()]
+        return [
+            {name: tuple(value.shape) for name, value in state.items() if hasattr(value, 'shape')}
+            for state in optimizer.state.values()]
+
     for states in run_ranks(run, 2, timeout_s=300):
-        assert states and all('exp_avg_sq' in state and 'exp_avg_sq_row' not in state for state in states)
+        assert states
+        assert all('exp_avg_sq' in state and 'exp_avg_sq_row' not in state for state in states)
 
 
 @repeats('half-needs-a-gpu', 'paging-needs-a-gpu')
@@ -229,7 +278,10 @@ def test_what_a_cpu_ignores():
         weight.grad = torch.ones_like(weight)
         optimizer = bnb.optim.PagedAdamW8bit([weight])
         optimizer.step()
-        return accelerator.mixed_precision, accelerator.native_amp, accelerator.scaler, optimizer.page_mng.paged_tensors
+        return (
+            accelerator.mixed_precision, accelerator.native_amp, accelerator.scaler,
+            optimizer.page_mng.paged_tensors)
+
     assert run_ranks(run, 1, timeout_s=120) == [('fp16', False, None, [])]
 
 
@@ -243,16 +295,21 @@ def test_packing_without_flash_builds_the_whole_mask(monkeypatch):
         return plain(*args, attn_mask=attn_mask, **kwargs)
     monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', spy)
     model = AutoModelForCausalLM.from_pretrained(resolve('tiny-base'), dtype='float32').train()
-    a, b = (torch.randint(5, 1000, (1, n), generator=torch.Generator().manual_seed(n)) for n in (20, 30))
+    a, b = (
+        torch.randint(5, 1000, (1, n), generator=torch.Generator().manual_seed(n)) for n in (20, 30)
+    )
     alone = model(input_ids=b, use_cache=False).logits
     assert masks[-1] is None
     positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
-    packed = model(input_ids=torch.cat([a, b], 1), position_ids=positions, use_cache=False).logits[:, 20:]
-    assert masks[-1].shape[-2:] == (50, 50) and torch.allclose(packed, alone, atol=1e-4)
+    packed = model(input_ids=torch.cat([a, b], 1), position_ids=positions, use_cache=False).logits[
+        :, 20:]
+    assert masks[-1].shape[-2:] == (50, 50)
+    assert torch.allclose(packed, alone, atol=1e-4)
 
 
 def test_fp8_passes_packed_layers_by(monkeypatch):
-    "accelerate's conversion, with a stand-in for Transformer Engine: a plain layer is converted, a packed one is not."
+    """accelerate's conversion, with a stand-in for Transformer Engine: a plain layer is converted,
+    a packed one is not."""
     import sys
 
     import accelerate.utils.transformer_engine as convert
@@ -260,17 +317,21 @@ def test_fp8_passes_packed_layers_by(monkeypatch):
     from bitsandbytes.nn import Linear4bit
 
     class Fp8(torch.nn.Linear):
-        def __init__(self, inputs, outputs, bias, params_dtype): super().__init__(inputs, outputs, bias, dtype=params_dtype)
+        def __init__(self, inputs, outputs, bias, params_dtype):
+            super().__init__(inputs, outputs, bias, dtype=params_dtype)
     engine = SimpleNamespace(Linear=Fp8, LayerNorm=torch.nn.LayerNorm)
     monkeypatch.setitem(sys.modules, 'transformer_engine', SimpleNamespace(pytorch=engine))
     monkeypatch.setitem(sys.modules, 'transformer_engine.pytorch', engine)
     monkeypatch.setattr(convert, 'is_transformer_engine_available', lambda: True)
     monkeypatch.setattr(convert, 'GatheredParameters', lambda *args, **kwargs: nullcontext())
-    packed = torch.nn.Sequential(Linear4bit(64, 64, bias=False, quant_type='nf4', quant_storage=torch.bfloat16).to('cpu'))
+    packed = torch.nn.Sequential(
+        Linear4bit(64, 64, bias=False, quant_type='nf4', quant_storage=torch.bfloat16).to('cpu'))
     plain = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
     with torch.no_grad():
         for model in packed, plain: convert.convert_model(model)
-    assert type(plain[0]) is Fp8 and type(packed[0]) is Linear4bit and packed[0].weight.shape[1] == 1
+    assert type(plain[0]) is Fp8
+    assert type(packed[0]) is Linear4bit
+    assert packed[0].weight.shape[1] == 1
 
 
 def test_every_measured_rule_is_repeated_here():

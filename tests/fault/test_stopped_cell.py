@@ -5,7 +5,7 @@ import textwrap
 import threading
 
 import pytest
-from trouble import CANARY, TOKENS, losses, wait_for
+from trouble import CANARY, TOKENS, steps_done, wait_for
 
 from llm_workbook.checkpoint.manifest import latest_valid
 
@@ -19,24 +19,36 @@ CELLS = '''
     print('interrupt me')
     fine_tune(recipe, 'run')
     # %%
-    print([child.pid for child in psutil.Process().children(recursive=True)], latest_valid('run').name)
+    left = [child.pid for child in psutil.Process().children(recursive=True)]
+    print(left, latest_valid('run').name)
     # %%
     run = fine_tune(recipe, 'run', resume=True, live=False)
     print(len(run.metrics))
 '''
 
 
+def stdout(cell) -> str:
+    "All that a cell has printed."
+    streams = [output for output in cell.outputs if output.output_type == 'stream']
+    return ''.join(stream.text for stream in streams if stream.name == 'stdout')
+
+
 @pytest.mark.slow
 def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeypatch):
-    nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
+    nbformat = pytest.importorskip('nbformat')
+    nbclient = pytest.importorskip('nbclient')
     for name in TOKENS: monkeypatch.setenv(name, CANARY)
     recipe.changed({'optimizer.steps': 80, 'intervals.saving': 5}).save(tmp_path/'recipe.yaml')
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in textwrap.dedent(CELLS).strip().split('\n# %%\n')])
-    client = nbclient.NotebookClient(nb, timeout=120, kernel_name='python3', allow_errors=True, resources={'metadata': {'path': str(tmp_path)}})
-    seen = {}
+    sources = textwrap.dedent(CELLS).strip().split('\n# %%\n')
+    nb = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, sources)))
+    client = nbclient.NotebookClient(
+        nb, timeout=120, kernel_name='python3', allow_errors=True,
+        resources={'metadata': {'path': str(tmp_path)}})
+    at_stop = {}
     def stop():
-        wait_for(lambda: (tmp_path/'run').is_dir() and len(losses(tmp_path/'run')) >= 12, 80)
-        seen['step'], seen['committed'] = len(losses(tmp_path/'run')), latest_valid(tmp_path/'run')
+        wait_for(lambda: steps_done(tmp_path/'run') >= 12, 80)
+        at_stop['step'] = steps_done(tmp_path/'run')
+        at_stop['committed'] = latest_valid(tmp_path/'run')
         os.killpg(os.getpgid(client.km.provisioner.process.pid), signal.SIGINT)
     def on_start(cell, cell_index):
         if 'interrupt me' in cell.source: threading.Thread(target=stop).start()
@@ -44,9 +56,11 @@ def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeyp
     client.execute()
     errors = [[o.ename for o in cell.outputs if o.output_type == 'error'] for cell in nb.cells]
     assert errors == [[], ['Preempted'], [], []], [o for cell in nb.cells for o in cell.outputs]
-    said = [''.join(o.text for o in cell.outputs if o.output_type == 'stream' and o.name == 'stdout') for cell in nb.cells]
-    assert 12 <= seen['step'] < 80 and seen['committed'] is not None
-    left, committed = said[2].split()
-    assert left == '[]' and seen['step'] <= int(committed.removeprefix('checkpoint-')) < 80, said
-    assert said[3] == '80\n', said
+    printed = list(map(stdout, nb.cells))
+    assert 12 <= at_stop['step'] < 80
+    assert at_stop['committed'] is not None
+    processes, committed = printed[2].split()
+    assert processes == '[]', printed
+    assert at_stop['step'] <= int(committed.removeprefix('checkpoint-')) < 80, printed
+    assert printed[3] == '80\n', printed
     assert CANARY not in nbformat.writes(nb)

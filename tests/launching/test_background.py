@@ -1,4 +1,5 @@
-"""Runs beside the kernel: what comes back, what is refused, how they stop, and that nothing stays however they end."""
+"""Runs beside the kernel: what comes back, what is refused, how they stop, and that nothing stays
+however they end."""
 import gc
 import os
 import signal
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from trouble import fine_tune, small_recipe, steps, wait_for
+from trouble import fine_tune, small_recipe, steps_done, wait_for
 
 from llm_workbook.launching import background as launching
 from llm_workbook.training.run_directory import RunLocked
@@ -25,8 +26,11 @@ from llm_workbook.training.run_directory import run_state
 
 @pytest.fixture(scope='module')
 def recipe(tmp_path_factory):
-    "Two steps of a tiny full fine-tune on two ranks; it may be made longer without becoming another recipe."
-    return small_recipe(tmp_path_factory.mktemp('small'), **{'optimizer.steps': 2, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0})
+    """Two steps of a tiny full fine-tune on two ranks; it may be made longer without becoming
+    another recipe."""
+    return small_recipe(
+        tmp_path_factory.mktemp('small'),
+        **{'optimizer.steps': 2, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0})
 
 
 @pytest.fixture(scope='module')
@@ -47,7 +51,9 @@ def done(recipe, workers, tmp_path_factory):
 def endless(recipe, workers, tmp_path):
     "A run of 5,000 steps that has done three."
     run = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', workers)
-    assert wait_for(lambda: steps(run.directory) >= 3 or run.state != 'running', 60) and run.state == 'running', run.wait(1)
+    assert wait_for(lambda: steps_done(run.directory) >= 3 or run.state != 'running', 60), run.wait(
+        1)
+    assert run.state == 'running', run.wait(1)
     yield run
     run.kill()
     assert wait_for(lambda: run.state not in ('running', 'stopping'), 20)
@@ -59,34 +65,56 @@ def below(workers) -> list: return psutil.Process(workers._box.process.pid).chil
 # What comes back
 
 def test_a_run_gives_what_fine_tune_gives(done, recipe, tmp_path):
-    run, plain = done.wait(), fine_tune(recipe, tmp_path/'plain')
-    assert run is done.wait() and run.metrics[-1]['loss'] == pytest.approx(plain.metrics[-1]['loss'], abs=1e-6)
-    assert [r['shards'] for r in run.ranks] == [r['shards'] for r in plain.ranks] and run.saved.is_dir()
-    assert run.to_dict().keys() == plain.to_dict().keys() and run.ranks[0].keys() == plain.ranks[0].keys()
+    run = done.wait()
+    plain = fine_tune(recipe, tmp_path/'plain')
+    assert run is done.wait()
+    assert run.metrics[-1]['loss'] == pytest.approx(plain.metrics[-1]['loss'], abs=1e-6)
+    assert [r['shards'] for r in run.ranks] == [r['shards'] for r in plain.ranks]
+    assert run.saved.is_dir()
+    assert run.to_dict().keys() == plain.to_dict().keys()
+    assert run.ranks[0].keys() == plain.ranks[0].keys()
 
 
 def test_it_tells_how_it_stands(done, endless):
-    assert done.state == 'finished' and '2 of 2 steps' in repr(done)
-    assert endless.state == 'running' and 'running' in repr(endless)
-    for run in done, endless: assert 'rank' in run._repr_html_() and '<script' not in run._repr_html_()
-    with pytest.raises(TimeoutError, match="'run' is still running after 0.01 s"): endless.wait(0.01)
+    assert done.state == 'finished'
+    assert '2 of 2 steps' in repr(done)
+    assert endless.state == 'running'
+    assert 'running' in repr(endless)
+    for run in done, endless:
+        assert 'rank' in run._repr_html_()
+        assert '<script' not in run._repr_html_()
+    with pytest.raises(TimeoutError, match="'run' is still running after 0.01 s"):
+        endless.wait(0.01)
 
 
 def test_logs_stay_in_the_directory_and_are_read_from_their_end(done):
-    assert sorted(path.name for path in (done.directory/'logs').iterdir()) == ['rank-0.log', 'rank-1.log']
-    assert 'rank 1 of 2' in done.log(1) and 'rank 1 has returned' in done.log(1)
-    assert all(f'"step": {step}' in done.log() for step in (1, 2)) and 'Warning' not in done.log()
+    assert sorted(path.name for path in (done.directory/'logs').iterdir()) == [
+        'rank-0.log', 'rank-1.log']
+    assert 'rank 1 of 2' in done.log(1)
+    assert 'rank 1 has returned' in done.log(1)
+    assert all(f'"step": {step}' in done.log() for step in (1, 2))
+    assert 'Warning' not in done.log()
     with open(done.directory/'logs/rank-1.log', 'ab') as log:
         log.truncate(2**30)  # A sparse gigabyte
-        log.seek(0, os.SEEK_END), log.write(b'\nthe last line\n')
+        log.seek(0, os.SEEK_END)
+        log.write(b'\nthe last line\n')
     start = time.process_time()
-    assert done.log(1) == 'the last line\n' and time.process_time() - start < 0.5
+    assert done.log(1) == 'the last line\n'
+    assert time.process_time() - start < 0.5
     for rank in -1, 2, 0.5:
         with pytest.raises(ValueError, match=f'rank {rank} is none of 0 to 1'): done.log(rank)
 
 
-@pytest.mark.parametrize('most_b, after_b, found', [(100, 0, 'one\ntwo\nthree\n'), (6, 0, 'three\n'), (9, 0, 'three\n'), (10, 0, 'two\nthree\n'),
-                                                   (100, 4, 'two\nthree\n'), (3, 0, 'ee\n'), (100, 14, '')])
+@pytest.mark.parametrize(
+    'most_b, after_b, found',
+    [
+        (100, 0, 'one\ntwo\nthree\n'),
+        (6, 0, 'three\n'),
+        (9, 0, 'three\n'),
+        (10, 0, 'two\nthree\n'),
+        (100, 4, 'two\nthree\n'),
+        (3, 0, 'ee\n'),
+        (100, 14, '')])
 def test_the_end_of_a_log_is_whole_lines(most_b, after_b, found, tmp_path):
     (tmp_path/'log').write_text('one\ntwo\nthree\n')
     assert log_tail(tmp_path/'log', most_b, after_b) == found
@@ -106,70 +134,103 @@ def test_a_kernel_in_the_worst_of_states(recipe, workers, tmp_path, monkeypatch)
     assert len(launch(recipe, tmp_path/'run', workers).wait(120).metrics) == 2
 
 
-def test_the_next_run_has_the_variables_and_the_folder_of_the_moment(recipe, workers, tmp_path, monkeypatch):
+def test_the_next_run_has_the_variables_and_the_folder_of_the_moment(
+    recipe, workers, tmp_path, monkeypatch
+):
     (tmp_path/'rows').symlink_to(recipe.data.source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('LLMW_LOGS', str(tmp_path/'elsewhere'))
     monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'MUCH')
-    with pytest.raises(RankError, match='TORCH_DISTRIBUTED_DEBUG'): launch(recipe.changed({'data.source': 'rows'}), 'run', workers).wait(120)
-    assert (tmp_path/'run/logs').is_dir() and not (tmp_path/'elsewhere').exists()
+    with pytest.raises(RankError, match='TORCH_DISTRIBUTED_DEBUG'):
+        launch(recipe.changed({'data.source': 'rows'}), 'run', workers).wait(120)
+    assert (tmp_path/'run/logs').is_dir()
+    assert not (tmp_path/'elsewhere').exists()
 
 
 # Refused
 
-@pytest.mark.parametrize('change, words', [({'data.source': 'nowhere'}, 'nowhere'), ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
-                                           ({'batch.length': 8}, '8')])
+@pytest.mark.parametrize(
+    'change, words',
+    [
+        ({'data.source': 'nowhere'}, 'nowhere'),
+        ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
+        ({'batch.length': 8}, '8')])
 def test_a_bad_recipe_is_refused_in_the_kernel(change, words, recipe, workers, tmp_path):
-    with pytest.raises(ValueError, match=words): launch(recipe.changed(change), tmp_path/'run', workers)
-    assert not (tmp_path/'run').exists() and workers._box.run is None and below(workers) == []
+    with pytest.raises(ValueError, match=words):
+        launch(recipe.changed(change), tmp_path/'run', workers)
+    assert not (tmp_path/'run').exists()
+    assert 'busy' not in repr(workers)
+    assert below(workers) == []
 
 
 def test_without_workers_a_bad_recipe_starts_none(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, 'Popen', lambda *words, **how: pytest.fail('a process was started'))
-    with pytest.raises(ValueError, match='nowhere'): launch(recipe.changed({'data.source': 'nowhere'}), tmp_path/'run')
-    with pytest.raises(ValueError, match='timeout_s must be more than 0'): launch(recipe, tmp_path/'run', timeout_s=0)
+    def fail(*words, **how): pytest.fail('a process was started')
+    monkeypatch.setattr(subprocess, 'Popen', fail)
+    with pytest.raises(ValueError, match='nowhere'):
+        launch(recipe.changed({'data.source': 'nowhere'}), tmp_path/'run')
+    with pytest.raises(ValueError, match='timeout_s must be more than 0'):
+        launch(recipe, tmp_path/'run', timeout_s=0)
 
 
 def test_what_only_the_directory_knows_is_raised_by_wait(done, recipe, workers):
-    with pytest.raises(ValueError, match="'run' holds a run already"): launch(recipe, done.directory, workers).wait(60)
-    assert launch(recipe, done.directory, workers, resume=True).wait(60).ranks == []  # It had finished
+    with pytest.raises(ValueError, match="'run' holds a run already"):
+        launch(recipe, done.directory, workers).wait(60)
+    # It had finished
+    assert launch(recipe, done.directory, workers, resume=True).wait(60).ranks == []
 
 
 def test_busy_workers_take_no_second_run(endless, recipe, tmp_path):
-    with pytest.raises(RuntimeError, match="busy with 'run'"): launch(recipe, tmp_path/'other', endless.workers)
+    with pytest.raises(RuntimeError, match="busy with 'run'"):
+        launch(recipe, tmp_path/'other', endless.workers)
 
 
 def test_the_error_of_a_rank_arrives_as_it_is(recipe, workers, tmp_path):
-    with pytest.raises(RankError, match=r'rank \d failed: FloatingPointError: (loss|grad_norm)') as found:
-        launch(recipe.changed({'optimizer.learning_rate': 1e30, 'optimizer.clip': 1e30, 'optimizer.steps': 6}), tmp_path/'run', workers).wait(120)
-    assert found.value.traceback and '--- 20' not in found.value.log and workers._box.run is None
+    bursting = recipe.changed(
+        {'optimizer.learning_rate': 1e30, 'optimizer.clip': 1e30, 'optimizer.steps': 6})
+    words = r'rank \d failed: FloatingPointError: (loss|grad_norm)'
+    with pytest.raises(RankError, match=words) as found:
+        launch(bursting, tmp_path/'run', workers).wait(120)
+    assert found.value.traceback
+    assert '--- 20' not in found.value.log
+    assert 'busy' not in repr(workers)
 
 
 # Stop, go on, interrupt
 
 def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     start = time.monotonic()
-    endless.stop(), endless.stop()  # Twice is once
-    with pytest.raises(Preempted) as told: endless.wait(60)
-    assert time.monotonic() - start < 5 and endless.state == 'preempted' and below(workers) == []
-    step = told.value.step
-    assert 3 <= step < 5000 and check_checkpoint(latest_valid(endless.directory), deep=True).step == step
+    # Twice is once
+    endless.stop()
+    endless.stop()
+    with pytest.raises(Preempted) as preempted: endless.wait(60)
+    assert time.monotonic() - start < 5
+    assert endless.state == 'preempted'
+    assert below(workers) == []
+    step = preempted.value.step
+    assert 3 <= step < 5000
+    assert check_checkpoint(latest_valid(endless.directory), deep=True).step == step
     assert run_state(endless.directory) == {'state': 'preempted', 'step': step}
-    run = launch(recipe.changed({'optimizer.steps': step + 2}), endless.directory, workers, resume=True).wait(120)
-    assert len(run.metrics) == step + 2 and endless.log(0).count('rank 0 of 2') == 2
+    two_steps_more = recipe.changed({'optimizer.steps': step + 2})
+    run = launch(two_steps_more, endless.directory, workers, resume=True).wait(120)
+    assert len(run.metrics) == step + 2
+    assert endless.log(0).count('rank 0 of 2') == 2
 
 
 def interrupt(after_s, times=1):
     def act():
-        for _ in range(times): time.sleep(after_s), os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(times):
+            time.sleep(after_s)
+            os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=act, daemon=True).start()
 
 
 def test_an_interrupt_saves_and_frees_everything(endless, workers):
     interrupt(0.2)
     start = time.monotonic()
-    with pytest.raises(Preempted) as told: endless.wait(60)
-    assert time.monotonic() - start < 5 and told.value.step >= 3 and below(workers) == []
+    with pytest.raises(Preempted) as preempted: endless.wait(60)
+    assert time.monotonic() - start < 5
+    assert preempted.value.step >= 3
+    assert below(workers) == []
 
 
 def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeypatch):
@@ -178,7 +239,9 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
     interrupt(0.3, times=2)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt): endless.wait(60)
-    assert time.monotonic() - start < 5 and below(workers) == [] and endless.state == 'preempted'
+    assert time.monotonic() - start < 5
+    assert below(workers) == []
+    assert endless.state == 'preempted'
     with pytest.raises(Preempted, match='before its first step'): endless.wait()
     assert list(os.scandir(workers._box.temp)) == []
 
@@ -188,27 +251,42 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
 def test_a_run_whose_process_is_killed_says_so(endless, workers):
     below(workers)[0].kill()
     with pytest.raises(RuntimeError, match='exit code -9'): endless.wait(30)
-    assert endless.state == 'failed' and below(workers) == []
+    assert endless.state == 'failed'
+    assert below(workers) == []
 
 
 def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
-    box, sent = SimpleNamespace(lock=threading.RLock(), ready=threading.Event(), once=False, waits={'do': 'run'}), []
+    box = SimpleNamespace(
+        lock=threading.RLock(), ready=threading.Event(), once=False, waits={'do': 'run'})
+    sent = []
     box.run = launching.Launched(None, None, SimpleNamespace(_box=box))
     monkeypatch.setattr(launching, '_send', lambda box, **what: sent.append(what))
     monkeypatch.setattr(launching, '_committed', lambda directory: 0)
     ready, plain = threading.Thread(target=launching._hand_over, args=(box,)), launching._end_run
-    def end_late(*what): ready.start(), ready.join(0.3), plain(*what)  # The workers become ready at the worst of moments
+    # The workers become ready at the worst of moments
+    def end_late(*what):
+        ready.start()
+        ready.join(0.3)
+        plain(*what)
     monkeypatch.setattr(launching, '_end_run', end_late)
-    (run := box.run).stop(), ready.join(5)
-    assert run.state == 'preempted' and sent == [] and box.run is None and box.waits is None
+    run = box.run
+    run.stop()
+    ready.join(5)
+    assert run.state == 'preempted'
+    assert sent == []
+    assert box.run is None
+    assert box.waits is None
 
 
 def test_what_a_nursery_has_imported_is_not_collected_again_in_every_child(monkeypatch):
-    monkeypatch.setattr(launching, '_HEAVY', []), monkeypatch.setattr(launching, '_OPENS_CUDA', ())
+    monkeypatch.setattr(launching, '_HEAVY', [])
+    monkeypatch.setattr(launching, '_OPENS_CUDA', ())
     before = gc.get_freeze_count()
     try:
         launching._import_all()
-        assert gc.isenabled() and gc.get_freeze_count() > before + 100_000 and gc.get_count()[0] < 1000
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before + 100_000
+        assert gc.get_count()[0] < 1000
     finally: gc.unfreeze()
 
 
@@ -216,9 +294,14 @@ SAVING = """trap 'echo saved > {place}; exit 0' TERM; touch {place}; while :; do
 DEAF = "trap '' TERM; touch {place}; while :; do sleep 0.02; done"
 
 
-@pytest.mark.parametrize('program, said, code', [(SAVING, 'saved\n', 0), (DEAF, '', -signal.SIGKILL)], ids=['saves', 'does not listen'])
-def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(program, said, code, tmp_path, monkeypatch):
-    "The nursery's own signals to a process that stands for the run; the whole of it is in tests/fault."
+@pytest.mark.parametrize(
+    'program, words, code', [(SAVING, 'saved\n', 0), (DEAF, '', -signal.SIGKILL)],
+    ids=['saves', 'does not listen'])
+def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(
+    program, words, code, tmp_path, monkeypatch
+):
+    """The nursery's own signals to a process that stands for the run; the whole of it is in
+    tests/fault."""
     run = subprocess.Popen(['bash', '-c', program.format(place=tmp_path/'run')])
     assert wait_for((tmp_path/'run').exists)
     monkeypatch.setattr(launching, '_LAST_S', 0.5 if code else 10)
@@ -226,7 +309,7 @@ def test_the_run_of_a_kernel_that_has_gone_is_told_to_save_before_it_is_killed(p
     nursery.child, nursery.stop_sent = run.pid, False
     nursery.bury = lambda: run.poll() is not None and setattr(nursery, 'child', None)
     launching._save_and_end(nursery)
-    assert (run.wait(5), (tmp_path/'run').read_text()) == (code, said)
+    assert (run.wait(5), (tmp_path/'run').read_text()) == (code, words)
 
 
 def test_a_nursery_takes_no_second_run():

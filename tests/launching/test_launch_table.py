@@ -1,7 +1,8 @@
-"""Each published recipe under each launcher of this machine: the first loss is that of one process, and each rank holds its part.
+"""Each published recipe under each launcher of this machine: the first loss is that of one process,
+and each rank holds its part.
 
-Each command starts one of the two stages of recipe B. SLURM has its row in tests/cluster; the committed record of
-`make bench LINE=launch_table` has them all.
+Each command starts one of the two stages of recipe B. SLURM has its row in tests/cluster; the
+committed record of `make bench LINE=launch_table` has them all.
 """
 from functools import cache
 from itertools import product
@@ -24,17 +25,22 @@ def alone(workers, tmp_path_factory):
     "The directory of the one process that a recipe is compared with."
     @cache
     def run(letter):
-        table.by_cell(table.single(table.toy(letter)), directory := tmp_path_factory.mktemp(letter)/'run', workers)
+        directory = tmp_path_factory.mktemp(letter)/'run'
+        recipe = table.single(table.toy(letter))
+        table.by_cell(recipe, directory, workers)
         return directory
     return run
 
 
-ELSEWHERE = ('B2', 'torchrun'), ('B3', 'accelerate')  # In the record
+ONLY_IN_THE_RECORD = ('B2', 'torchrun'), ('B3', 'accelerate')
+PAIRS = [pair for pair in product(table.RECIPES, table.LAUNCHERS[:3])
+         if pair not in ONLY_IN_THE_RECORD]
 
 
-@pytest.mark.parametrize('letter, launcher', [pair for pair in product(table.RECIPES, table.LAUNCHERS[:3]) if pair not in ELSEWHERE])
+@pytest.mark.parametrize('letter, launcher', PAIRS)
 def test_the_first_loss_is_that_of_one_process(letter, launcher, alone, workers, tmp_path):
     recipe, directory = table.run(letter, launcher, tmp_path, workers)
-    assert table.well(cell := table.compare(recipe, directory, alone(letter))), cell
+    cell = table.compare(recipe, directory, alone(letter))
+    assert table.well(cell), cell
     nodes, processes = (1, 2) if launcher == 'notebook' else table.TWO.get(letter, (1, 2))
     assert (cell['nodes'], cell['ranks']) == (nodes, nodes * processes)

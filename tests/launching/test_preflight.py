@@ -1,4 +1,5 @@
-"""Each check of the doctor fails where it should and says so, on real processes; who does not come is named in time."""
+"""Each check of the doctor fails where it should and says so, on real processes; who does not come
+is named in time."""
 import json
 import os
 import socket
@@ -37,17 +38,35 @@ def attend(recipe, directory, port, disturb=None, late=()):
     "Be one of two nodes, node1 or node2, of which `disturb` spoils one."
     rank = int(os.environ['RANK'])
     if rank in late: return None
-    socket.getfqdn = lambda: f'10.83.0.{rank + 1}'  # A name that leads to another address, without any DNS
-    said = {'SLURM_PROCID': rank, 'SLURM_NTASKS': 2, 'SLURM_JOB_NODELIST': 'node[1-2]', 'SLURMD_NODENAME': f'node{rank + 1}'}
+    # A name that leads to another address, without any DNS
+    socket.getfqdn = lambda: f'10.83.0.{rank + 1}'
+    variables = {
+        'SLURM_PROCID': rank, 'SLURM_NTASKS': 2, 'SLURM_JOB_NODELIST': 'node[1-2]',
+        'SLURMD_NODENAME': f'node{rank + 1}'}
     own = disturb(rank) if disturb else {}
-    env = {k: str(v) for k, v in (said | own.get('env', {})).items()}
-    return preflight(own.get('recipe', recipe), own.get('directory', directory), env, 'localhost', port).to_dict()
+    variables |= own.get('env', {})
+    env = {name: str(value) for name, value in variables.items()}
+    recipe = own.get('recipe', recipe)
+    directory = own.get('directory', directory)
+    return preflight(recipe, directory, env, 'localhost', port).to_dict()
+
+
+def report_late(seconds, rank):
+    "Let rank 1 wait so long before it reports what it sees."
+    report_node = doctor.report_node
+    def wait_and_report(*args):
+        time.sleep(seconds * rank)
+        return report_node(*args)
+    doctor.report_node = wait_and_report
+    return {}
 
 
 def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Flaw], dict]:
-    "Run the doctor on two processes that say they are two nodes; both must come to the same verdict."
+    """Run the doctor on two processes that say they are two nodes; both must come to the same
+    verdict."""
     start = time.monotonic()
-    first, second = run_ranks(attend, 2, (recipe, tmp_path/'run', free_port(), disturb), timeout_s=50)
+    arguments = recipe, tmp_path/'run', free_port(), disturb
+    first, second = run_ranks(attend, 2, arguments, timeout_s=50)
     assert time.monotonic() - start < 30
     assert first == second
     return [Flaw(**f) for f in first['findings']], first
@@ -72,24 +91,32 @@ def say(name, value):
 def test_two_nodes_that_are_alike_may_go(tmp_path):
     found, made = two(tmp_path)
     assert found == []
-    assert [m['host'] for m in made['members']] == ['node1', 'node2'] and made['members'][0]['free_b'] > 2**20
+    assert [m['host'] for m in made['members']] == ['node1', 'node2']
+    assert made['members'][0]['free_b'] > 2**20
     assert abs(made['members'][1]['clock_s']) <= made['members'][1]['error_s'] + 0.001 < 0.5
     link, = made['links']
-    assert link['hosts'] == ['node1', 'node2'] and link['bps'] > 1e6 and not link['wrong']
+    assert link['hosts'] == ['node1', 'node2']
+    assert link['bps'] > 1e6
+    assert not link['wrong']
     assert not list((tmp_path/'run').iterdir())  # No token stays
 
 
 def test_one_machine_from_a_cell(tmp_path):
     made = preflight(ONE, tmp_path/'run')
-    assert not made.problems and len(made.members) == 2 and ': go' in repr(made)
-    assert 'all-reduce' in made._repr_html_() and json.dumps(made.to_dict())
+    assert not made.problems
+    assert len(made.members) == 2
+    assert ': go' in repr(made)
+    assert 'all-reduce' in made._repr_html_()
+    assert json.dumps(made.to_dict())
 
 
 def test_three_ranks_are_joined_in_a_ring(tmp_path):
     made = preflight(ONE.changed({'cluster.processes': 3}), tmp_path/'run')
-    assert not made.problems and len(made.links) == 3
+    assert not made.problems
+    assert len(made.links) == 3
     assert talks._rounds([0, 1, 2, 3]) == [[(0, 1), (2, 3)], [(1, 2), (0, 3)], [(0, 2)]]
-    assert talks._rounds([0, 1]) == [[(0, 1)]] and talks._rounds([0]) == []
+    assert talks._rounds([0, 1]) == [[(0, 1)]]
+    assert talks._rounds([0]) == []
 
 
 # What is wrong between two nodes
@@ -97,15 +124,27 @@ def test_three_ranks_are_joined_in_a_ring(tmp_path):
 def test_a_clock_that_is_off(tmp_path):
     found, made = two(tmp_path, say('_now', lambda: time.time() + 90))
     finding = only(found, 'clock')
-    assert finding.host == 'node2' and 'its clock is +90.' in finding.what and '1 s is allowed' in finding.what and finding.stops
+    assert finding.host == 'node2'
+    assert 'its clock is +90.' in finding.what
+    assert '1 s is allowed' in finding.what
+    assert finding.stops
 
 
-@pytest.mark.parametrize('clock_s, error_s, wrong', [
-    (-90, 0.01, True), (90, 0.01, True), (-1.2, 0.1, True), (1.2, 0.1, True), (-1.2, 0.3, False), (1.2, 0.3, False)])
+@pytest.mark.parametrize(
+    'clock_s, error_s, wrong',
+    [
+        (-90, 0.01, True),
+        (90, 0.01, True),
+        (-1.2, 0.1, True),
+        (1.2, 0.1, True),
+        (-1.2, 0.3, False),
+        (1.2, 0.3, False)])
 def test_a_clock_that_is_behind_is_as_wrong_as_one_ahead(clock_s, error_s, wrong):
     found = assess(TWO, [FACT, OTHER | {'clock_s': clock_s, 'error_s': error_s}])
     assert bool(found) is wrong
-    if wrong: assert only(found, 'clock').host == 'node2' and f'its clock is {clock_s:+.2f} s off' in found[0].what
+    if wrong:
+        assert only(found, 'clock').host == 'node2'
+        assert f'its clock is {clock_s:+.2f} s off' in found[0].what
 
 
 def test_a_clock_is_not_blamed_for_slow_messages(tmp_path):
@@ -116,7 +155,8 @@ def test_a_clock_is_not_blamed_for_slow_messages(tmp_path):
         talks._TRIPS = 1
         return say('_now', slow)(rank)
     found, made = two(tmp_path, disturb)
-    assert found == [] and made['members'][1]['clock_s'] > 1
+    assert found == []
+    assert made['members'][1]['clock_s'] > 1
 
 
 def test_sums_that_are_wrong(tmp_path):
@@ -126,41 +166,56 @@ def test_sums_that_are_wrong(tmp_path):
         made[7] += 1
         return made
     finding = only(two(tmp_path, say('_numbers', numbers))[0], 'links')
-    assert finding.host == 'node1 - node2' and 'gave 1 wrong sums of 4,194,304' in finding.what
+    assert finding.host == 'node1 - node2'
+    assert 'gave 1 wrong sums of 4,194,304' in finding.what
 
 
 def test_other_software(tmp_path):
-    def disturb(rank):
-        if rank: witness.version = lambda package: {'torch': '2.12.0'}.get(package) or software_version(package)
-        return {}
     software_version = witness.version
+    def older_torch(package):
+        return '2.12.0' if package == 'torch' else software_version(package)
+    def disturb(rank):
+        if rank: witness.version = older_torch
+        return {}
     finding = only(two(tmp_path, disturb)[0], 'software')
-    assert finding.host == 'node1, node2' and finding.what.startswith('torch is ') and '2.12.0 on node2' in finding.what
+    assert finding.host == 'node1, node2'
+    assert finding.what.startswith('torch is ')
+    assert '2.12.0 on node2' in finding.what
 
 
 def test_another_recipe(tmp_path):
-    finding = only(two(tmp_path, lambda rank: {'recipe': TWO.changed({'batch.micro': 1 + rank})})[0], 'recipe')
-    assert finding.host == 'node1 and node2' and 'batch.micro is 1 and 2' in finding.what
+    finding = only(
+        two(tmp_path, lambda rank: {'recipe': TWO.changed({'batch.micro': 1 + rank})})[0], 'recipe')
+    assert finding.host == 'node1 and node2'
+    assert 'batch.micro is 1 and 2' in finding.what
 
 
 @pytest.mark.slow
 def test_a_directory_that_is_another(tmp_path):
     (tmp_path/'alone').mkdir()
-    finding = only(two(tmp_path, lambda rank: {'directory': tmp_path/'alone'} if rank else {})[0], 'directory')
-    assert finding.host == 'node2' and finding.what == 'the directory of the run is not the one that rank 0 writes to'
+    finding = only(
+        two(tmp_path, lambda rank: {'directory': tmp_path/'alone'} if rank else {})[0], 'directory')
+    assert finding.host == 'node2'
+    assert finding.what == 'the directory of the run is not the one that rank 0 writes to'
 
 
 def test_files_that_only_one_node_has_and_files_that_differ(tmp_path):
     def disturb(rank):
-        (here := tmp_path/str(rank)).mkdir()
-        (here/'a.txt').write_text('same words' if not rank else 'some words')
-        if not rank: (here/'b.txt').write_text('alone')
-        os.chdir(here)
+        folder = tmp_path/str(rank)
+        folder.mkdir()
+        (folder/'a.txt').write_text('same words' if not rank else 'some words')
+        if not rank: (folder/'b.txt').write_text('alone')
+        os.chdir(folder)
         return {}
-    recipe = TWO.changed({'data.source': 'a.txt', 'data.test': 'b.txt', 'data.format': 'text', 'data.text_column': 'text'})
+
+    recipe = TWO.changed(
+        {
+            'data.source': 'a.txt', 'data.test': 'b.txt', 'data.format': 'text',
+            'data.text_column': 'text'})
     differ, absent = sorted(two(tmp_path, disturb, recipe)[0], key=lambda f: f.host)
     assert (absent.host, absent.what) == ('node2', 'data.test b.txt is not there')
-    assert differ.host == 'node1, node2' and differ.what.startswith('data.source a.txt is 1 file, 10 bytes, digest ')
+    assert differ.host == 'node1, node2'
+    assert differ.what.startswith('data.source a.txt is 1 file, 10 bytes, digest ')
 
 
 def test_an_interface_that_is_not_there(tmp_path):
@@ -178,40 +233,58 @@ def test_a_node_that_began_earlier_hears_the_verdict(tmp_path):
             super().__init__(place, face, 15)
             self.began, self.until = self.began - 12, self.until - 12
     class Slow(doctor._PlannedSave):
-        def run(self): time.sleep(3), super().run()
+        def run(self):
+            time.sleep(3)
+            super().run()
     def disturb(rank):
         if rank: doctor.Rendezvous = Earlier
         doctor._PlannedSave = Slow
         return {}
     found, made = two(tmp_path, disturb)
-    assert found == [] and made['seconds'] > 3
+    assert found == []
+    assert made['seconds'] > 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('wait_s, known', [(8, True), (0.1, False)])
-def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(tmp_path, monkeypatch, wait_s, known):
+def test_links_are_timed_when_the_plan_is_known_or_takes_too_long(
+    tmp_path, monkeypatch, wait_s, known
+):
     class Late(doctor._PlannedSave):
-        def __init__(self, recipe): super().__init__(recipe), made.append(self)
-        def run(self): time.sleep(5), super().run()
-    made, seen, links = [], [], doctor.time_links
-    monkeypatch.setattr(doctor, '_PLAN_S', wait_s), monkeypatch.setattr(doctor, '_PlannedSave', Late)
-    monkeypatch.setattr(doctor, 'time_links', lambda *args: (seen.append(made[0].size_b is not None), links(*args))[1])
+        def __init__(self, recipe):
+            super().__init__(recipe)
+            made.append(self)
+        def run(self):
+            time.sleep(5)
+            super().run()
+    made = []
+    known_in_time = []
+    time_links = doctor.time_links
+    def note_and_time_links(*args):
+        known_in_time.append(made[0].size_b is not None)
+        return time_links(*args)
+    monkeypatch.setattr(doctor, '_PLAN_S', wait_s)
+    monkeypatch.setattr(doctor, '_PlannedSave', Late)
+    monkeypatch.setattr(doctor, 'time_links', note_and_time_links)
     env = {'RANK': '0', 'WORLD_SIZE': '1'}
-    found = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
-    assert not found.findings and seen == [known] and 5 < found.seconds < 20  # It counts in the end
+    found = preflight(
+        ONE.changed({'cluster.processes': 1}), tmp_path/'run', env, 'localhost', free_port())
+    assert not found.findings
+    assert known_in_time == [known]
+    assert 5 < found.seconds < 20  # It counts in the end
 
 
 @pytest.mark.slow
 def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], 'preflight', partial(preflight, limit_s=9))
-    def hung(rank):
-        report_node = doctor.report_node
-        doctor.report_node = lambda *args: (time.sleep(60 * rank), report_node(*args))[1]
-        return {}
+    hung = partial(report_late, 60)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
-    finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
-    assert finding.host == 'node2' and 'looking at files' in finding.what
-    assert other.what.startswith('still waiting for localhost') and second['seconds'] < 15
+    finding, other = (
+        only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    assert finding.host == 'node2'
+    assert 'looking at files' in finding.what
+    assert other.what.startswith('still waiting for localhost')
+    assert second['seconds'] < 15
 
 
 # Who is not there
@@ -219,61 +292,73 @@ def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_pa
 def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(talks, '_MEET_S', 2)
     start = time.monotonic()
-    made, nothing = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (1,)), 50)
+    port = free_port()
+    made, nothing = run_ranks(attend, 2, (TWO, tmp_path/'run', port, None, (1,)), 50)
     finding, = made['findings']
-    assert nothing is None and time.monotonic() - start < 25
-    assert finding['host'] == 'node2' and finding['what'] == f'did not come to localhost, port {port}, within 2 s; node1 did'
+    assert nothing is None
+    assert time.monotonic() - start < 25
+    assert finding['host'] == 'node2'
+    assert finding['what'] == f'did not come to localhost, port {port}, within 2 s; node1 did'
 
 
 def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(talks, '_MEET_S', 2)
-    nothing, made = run_ranks(attend, 2, (TWO, tmp_path/'run', port := free_port(), None, (0,)), 50)
+    port = free_port()
+    nothing, made = run_ranks(attend, 2, (TWO, tmp_path/'run', port, None, (0,)), 50)
     finding, = made['findings']
-    assert finding['host'] == 'localhost' and f'the head localhost does not answer on port {port} for 2 s' in finding['what']
+    assert finding['host'] == 'localhost'
+    assert f'the head localhost does not answer on port {port} for 2 s' in finding['what']
 
 
 @pytest.mark.slow
 def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
     take = Rendezvous.take
-    monkeypatch.setattr(Rendezvous, 'wait_for', lambda self, key, host, doing, seconds=60., pause_s=0.005:
-                        take(self, key, host, doing, 2 if key == 'facts/1' else seconds, pause_s))
-    def silent(rank):
-        report_node = doctor.report_node
-        doctor.report_node = lambda *args: (time.sleep(6 * rank), report_node(*args))[1]
-        return {}
+    def take_facts_within_2_s(self, key, host, doing, seconds=60., pause_s=0.005):
+        limit_s = 2 if key == 'facts/1' else seconds
+        return take(self, key, host, doing, limit_s, pause_s)
+    monkeypatch.setattr(Rendezvous, 'take', take_facts_within_2_s)
+    silent = partial(report_late, 6)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
-    finding, other = (only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
-    assert other.host in ('node2', 'localhost') and other.stops  # It wakes when all is over
+    finding, other = (
+        only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
+    assert other.host in ('node2', 'localhost')
+    assert other.stops  # It wakes when all is over
     assert (finding.host, finding.what) == ('node2', 'no answer for 2 s, looking at files')
 
 
 def test_two_that_are_both_rank_0(tmp_path):
     finding = only(two(tmp_path, lambda rank: {'env': {'SLURM_PROCID': 0}})[0], 'hosts')
-    assert sorted(finding.host.split(', ')) == ['node1', 'node2'] and 'both say that they are rank 0' in finding.what
+    assert sorted(finding.host.split(', ')) == ['node1', 'node2']
+    assert 'both say that they are rank 0' in finding.what
     assert 'srun' in finding.mend
 
 
 def test_two_nodes_that_are_one_host(tmp_path):
     finding = only(two(tmp_path, lambda rank: {'env': {'SLURMD_NODENAME': 'node1'}})[0], 'hosts')
-    assert (finding.host, finding.what) == ('node1', 'ranks 0, 1 are all on this node, and the recipe is for 2 nodes')
+    assert (finding.host, finding.what) == (
+        'node1', 'ranks 0, 1 are all on this node, and the recipe is for 2 nodes')
 
 
 def test_two_worlds_of_one_node(tmp_path):
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURMD_NODENAME': 'node1'}
     made = preflight(TWO, tmp_path/'run', env, 'localhost', free_port())
     finding = only(made.problems, 'world')
-    assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each' and '--nodes=2' in finding.mend
+    assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each'
+    assert '--nodes=2' in finding.mend
 
 
 @pytest.mark.slow
 def test_a_port_that_another_program_holds(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as server:
         start = time.monotonic()
-        made = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run', {'RANK': '0', 'WORLD_SIZE': '1'}, 'localhost',
-                         server.getsockname()[1], limit_s=12)
+        made = preflight(
+            ONE.changed({'cluster.processes': 1}), tmp_path/'run', {'RANK': '0', 'WORLD_SIZE': '1'},
+            'localhost', server.getsockname()[1], limit_s=12)
         assert time.monotonic() - start < 14
     finding = only(made.problems, 'meeting')
-    assert 'cannot listen there itself: Address already in use' in finding.what or 'still looking for localhost' in finding.what
+    assert (
+        'cannot listen there itself: Address already in use' in finding.what
+        or 'still looking for localhost' in finding.what)
 
 
 def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
@@ -285,37 +370,50 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 # What one node says, judged by itself
 
-FACT = {'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(), 'interfaces': {'lo': '127.0.0.1'},
-        'own_address': '10.0.0.1', 'others': {}, 'sources': {}, 'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0,
-        'planned_b': 10**8}
+FACT = {
+    'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
+    'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
+    'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
 
 
-@pytest.mark.parametrize('free_b, stops', [(0, True), (10**8 - 1, True), (10**8, False), (2 * 10**8 - 1, False)])
+@pytest.mark.parametrize(
+    'free_b, stops', [(0, True), (10**8 - 1, True), (10**8, False), (2 * 10**8 - 1, False)])
 def test_little_room(free_b, stops):
     finding = only(assess(TWO, [FACT, OTHER | {'free_b': free_b}]), 'disk')
-    assert finding.host == 'node2' and finding.stops is stops and f'{free_b:,} bytes are free' in finding.what
+    assert finding.host == 'node2'
+    assert finding.stops is stops
+    assert f'{free_b:,} bytes are free' in finding.what
     assert 'checkpoints and result take 100,000,000' in finding.what
     assert assess(TWO, [FACT, OTHER | {'free_b': 2 * 10**8}]) == []
 
 
 def test_what_is_saved_is_what_the_ledger_plans():
     recipe = ONE.changed({'intervals.saving': 10})
-    (saved := doctor._PlannedSave(recipe)).join()
+    saved = doctor._PlannedSave(recipe)
+    saved.join()
     lines = [x for x in doctor.memory(recipe).lines if (x.phase, x.place) == ('save', 'disk')]
     assert saved.size_b == sum(x.size_b * (2 if x.every_rank else 1) for x in lines) > 10**6
     assert not only(assess(TWO, [FACT | {'planned_b': None}, OTHER]), 'disk').stops
 
 
-@pytest.mark.parametrize('own, face, words', [('127.0.1.1', None, 'its own name leads to 127.0.1.1'), ('127.0.1.1', 'lo', None)])
+@pytest.mark.parametrize(
+    'own, face, words',
+    [('127.0.1.1', None, 'its own name leads to 127.0.1.1'), ('127.0.1.1', 'lo', None)])
 def test_a_name_that_leads_home(own, face, words):
     found = assess(TWO.changed({'cluster.interface': face}), [FACT, OTHER | {'own_address': own}])
-    assert words is None and not found or only(found, 'names').host == 'node2' and words in found[0].what
+    assert (
+        words is None
+        and not found
+        or only(found, 'names').host == 'node2'
+        and words in found[0].what)
 
 
-@pytest.mark.parametrize('there, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')])
-def test_a_neighbour_whose_name_leads_nowhere(there, words):
-    finding = only(assess(TWO, [FACT, OTHER | {'others': {'node1': there}}]), 'names')
+@pytest.mark.parametrize(
+    'address, words', [('127.0.0.1', 'node1 leads to 127.0.0.1'), ('', 'node1 leads to no address')]
+)
+def test_a_neighbour_whose_name_leads_nowhere(address, words):
+    finding = only(assess(TWO, [FACT, OTHER | {'others': {'node1': address}}]), 'names')
     assert (finding.host, finding.what) == ('node2', words)
 
 
@@ -325,7 +423,9 @@ def test_too_few_gpus():
     assert (finding.host, finding.what) == ('node2', 'torch sees 3 GPUs for 4 processes')
 
 
-LINK = {'hosts': ['node1', 'node2'], 'backend': 'gloo', 'bps': 1e9, 'wrong': 0, 'error': '', 'planned': None}
+LINK = {
+    'hosts': ['node1', 'node2'], 'backend': 'gloo', 'bps': 1e9, 'wrong': 0, 'error': '',
+    'planned': None}
 
 
 @pytest.mark.parametrize('change, words, stops', [
@@ -334,7 +434,9 @@ LINK = {'hosts': ['node1', 'node2'], 'backend': 'gloo', 'bps': 1e9, 'wrong': 0, 
     ({'wrong': 5}, 'gave 5 wrong sums', True), ({'bps': None}, 'not timed', False)])
 def test_links_that_are_bad(change, words, stops):
     finding = only(assess(TWO, [FACT, OTHER], [LINK | change]), 'links')
-    assert finding.host == 'node1 - node2' and words in finding.what and finding.stops is stops
+    assert finding.host == 'node1 - node2'
+    assert words in finding.what
+    assert finding.stops is stops
     assert assess(TWO, [FACT, OTHER], [LINK | {'planned': 1.9e9}]) == []
 
 
@@ -349,8 +451,10 @@ def test_a_planned_speed_is_that_of_the_network_for_the_backend_of_the_plan():
 
 
 def test_a_driver_may_differ():
-    finding = only(assess(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
-    assert not finding.stops and finding.what == 'driver is absent on node1 and 550 on node2'
+    finding = only(
+        assess(TWO, [FACT, OTHER | {'software': {'torch': '2', 'driver': '550'}}]), 'software')
+    assert not finding.stops
+    assert finding.what == 'driver is absent on node1 and 550 on node2'
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
@@ -361,7 +465,8 @@ def test_a_directory_without_the_right_to_write(tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path/'file').write_text('')
-    assert check_shared_directory(tmp_path/'file'/'run', 'ab', True) == {'error': 'cannot be used: Not a directory', 'free_b': None}
+    assert check_shared_directory(tmp_path/'file'/'run', 'ab', True) == {
+        'error': 'cannot be used: Not a directory', 'free_b': None}
     made = preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'file'/'run')
     finding = only([f for f in made.problems if f.check == 'directory'], 'directory')
     assert finding.what == 'the directory of the run cannot be used: Not a directory'
@@ -375,22 +480,33 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', True)
     assert describe_source('owner/name') == {'error': 'is not in the cache of the Hub'}
     place = tmp_path/'models--owner--name'
-    (place/'snapshots/0123456789abcdef').mkdir(parents=True), (place/'refs').mkdir()
+    (place/'snapshots/0123456789abcdef').mkdir(parents=True)
+    (place/'refs').mkdir()
     (place/'refs/main').write_text('0123456789abcdef')
-    assert describe_source('owner/name') == describe_source('owner/name', '0123456789abcdef') == {'content': 'commit 0123456789ab'}
+    assert (
+        describe_source('owner/name')
+        == describe_source('owner/name', '0123456789abcdef')
+        == {'content': 'commit 0123456789ab'})
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
     assert describe_source('owner/name', kind='datasets')['later']
-    there, absent = ({'sources': {'data': one}} for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
-    finding = only(assess(TWO, [FACT | there, OTHER | absent]), 'files')
-    assert (finding.host, finding.stops) == ('node2', False) and 'hf download' in finding.mend
+    cached, absent = (
+        {'sources': {'data': one}}
+        for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
+    finding = only(assess(TWO, [FACT | cached, OTHER | absent]), 'files')
+    assert (finding.host, finding.stops) == ('node2', False)
+    assert 'hf download' in finding.mend
 
 
 def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
-    (file := tmp_path/'a.bin').write_bytes(bytes(300_000))
+    file = tmp_path/'a.bin'
+    file.write_bytes(bytes(300_000))
     before = describe_source(str(tmp_path))
-    assert before == describe_source(str(tmp_path)) and before['content'].startswith('1 file, 300,000 bytes')
+    assert before == describe_source(str(tmp_path))
+    assert before['content'].startswith('1 file, 300,000 bytes')
     for place, byte in ((0, b'x'), (299_999, b'y')):
-        with open(file, 'r+b') as out: out.seek(place), out.write(byte)
+        with open(file, 'r+b') as out:
+            out.seek(place)
+            out.write(byte)
         before, was = describe_source(str(tmp_path)), before
         assert before != was
     assert describe_source(str(tmp_path/'*.bin'))['content'].startswith('1 file,')
@@ -400,39 +516,64 @@ def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
 
 # Where a process stands
 
-@pytest.mark.parametrize('text, names', [
-    ('node1', ['node1']), ('node[1-3]', ['node1', 'node2', 'node3']), ('a[01-02,10],b', ['a01', 'a02', 'a10', 'b']),
-    ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']), ('', [])])
+@pytest.mark.parametrize(
+    'text, names',
+    [
+        ('node1', ['node1']),
+        ('node[1-3]', ['node1', 'node2', 'node3']),
+        ('a[01-02,10],b', ['a01', 'a02', 'a10', 'b']),
+        ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']),
+        ('', [])])
 def test_names_of_nodes_are_read_as_slurm_writes_them(text, names):
     assert talks.node_names(text) == names
 
 
 def test_the_place_of_a_process():
-    slurm = {'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_JOB_ID': '20007'}
-    assert process_place(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
-    torchrun = {'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7', 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    assert process_place(torchrun)[:2] == (3, 4) and process_place(torchrun)[4:] == ('m', 7, True)
+    slurm = {
+        'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]',
+        'SLURM_JOB_ID': '20007'}
+    assert process_place(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(
+        1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
+    torchrun = {
+        'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7',
+        'TORCHELASTIC_USE_AGENT_STORE': 'True'}
+    assert process_place(torchrun)[:2] == (3, 4)
+    assert process_place(torchrun)[4:] == ('m', 7, True)
     assert process_place(torchrun, 'x', 9)[4:] == ('x', 9, False)
 
 
 def test_the_head_listens_on_one_address_alone(tmp_path):
-    talk = Rendezvous(Place(0, 1, (), 'node1', 'localhost', port := free_port()))
+    port = free_port()
+    talk = Rendezvous(Place(0, 1, (), 'node1', 'localhost', port))
     talk.join()
-    here = {line.split()[1] for line in Path('/proc/net/tcp').read_text().splitlines()[1:] if line.split()[3] == '0A'}
-    assert f'0100007F:{port:04X}' in here and f'{0:08X}:{port:04X}' not in here
+    listening = {
+        line.split()[1]
+        for line in Path('/proc/net/tcp').read_text().splitlines()[1:]
+        if line.split()[3] == '0A'}
+    assert f'0100007F:{port:04X}' in listening
+    assert f'{0:08X}:{port:04X}' not in listening
 
 
 # GPUs
 
-@pytest.mark.parametrize('env, gpus, card', [({'LOCAL_RANK': '3'}, 4, 3), ({'SLURM_LOCALID': '2'}, 4, 2), ({}, 4, 0),
-                                             ({'SLURM_LOCALID': '2'}, 1, 0), ({'LOCAL_RANK': '1', 'SLURM_LOCALID': '0'}, 2, 1)])
+@pytest.mark.parametrize(
+    'env, gpus, card',
+    [
+        ({'LOCAL_RANK': '3'}, 4, 3),
+        ({'SLURM_LOCALID': '2'}, 4, 2),
+        ({}, 4, 0),
+        ({'SLURM_LOCALID': '2'}, 1, 0),
+        ({'LOCAL_RANK': '1', 'SLURM_LOCALID': '0'}, 2, 1)])
 def test_every_process_of_a_node_takes_its_own_card(monkeypatch, env, gpus, card):
     import torch
     taken = []
     for key in ('LOCAL_RANK', 'SLURM_LOCALID'): monkeypatch.delenv(key, raising=False)
     for key, value in env.items(): monkeypatch.setenv(key, value)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
-    monkeypatch.setattr(torch.cuda, 'set_device', lambda n: (taken.append(n), 1 / 0))
+    def take_and_fail(number):
+        taken.append(number)
+        raise ZeroDivisionError
+    monkeypatch.setattr(torch.cuda, 'set_device', take_and_fail)
     with pytest.raises(ZeroDivisionError): talks._probe(None, 'nccl', (0, 1), 0)
     assert taken == [card]
 
@@ -441,13 +582,17 @@ def test_a_torch_without_cuda_is_a_finding_of_the_link(monkeypatch):
     import torch
     def refuse(card): raise AssertionError('Torch not compiled with CUDA enabled')
     monkeypatch.setattr(torch.cuda, 'set_device', refuse)
-    assert talks._probe(None, 'nccl', (0, 1), 0) == {'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
+    assert talks._probe(None, 'nccl', (0, 1), 0) == {
+        'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
 
 
 def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeypatch):
     import torch
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    with pytest.raises(RuntimeError, match='CUDA is initialised in this kernel.*python -m llm_workbook preflight recipe.yaml'):
+    with pytest.raises(
+        RuntimeError,
+        match='CUDA is initialised in this kernel.*python -m llm_workbook preflight recipe.yaml'
+    ):
         preflight(ONE.changed({'cluster.device': 'cuda'}), tmp_path/'run')
     assert not preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run').problems
 
@@ -456,37 +601,55 @@ def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeyp
 
 def program(recipe, tmp_path, *words, **env):
     recipe.save(tmp_path/'recipe.yaml')
-    clean = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE')} | {'OMP_NUM_THREADS': '1'}
+    clean = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE')} | {
+        'OMP_NUM_THREADS': '1'}
     asked = 'llm_workbook', 'preflight', tmp_path/'recipe.yaml', '--directory', tmp_path/'run'
-    return subprocess.run([sys.executable, *words, '-m', *asked], cwd=ROOT, env=clean | env, capture_output=True, text=True,
-                          timeout=60)
+    return subprocess.run(
+        [sys.executable, *words, '-m', *asked], cwd=ROOT, env=clean | env, capture_output=True,
+        text=True, timeout=60)
 
 
 @pytest.mark.slow
 def test_the_program_on_the_ranks_of_torchrun(tmp_path):
-    words = '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split()
+    words = (
+        '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split())
     done = program(ONE, tmp_path, *words, f'127.0.0.1:{free_port()}', GLOO_SOCKET_IFNAME='lo')
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('preflight of reviews-qlora, ') and ': go\n' in done.stdout
+    assert done.stdout.startswith('preflight of reviews-qlora, ')
+    assert ': go\n' in done.stdout
     assert done.stdout.count('preflight') == 1
 
 
 def test_the_program_says_stop_by_its_exit_code(tmp_path):
-    env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost', 'SLURM_JOB_ID': str(free_port())}
+    env = {
+        'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost',
+        'SLURM_JOB_ID': str(free_port())}
     done = program(TWO, tmp_path, **env)
-    assert done.returncode == 1 and 'STOP world' in done.stdout and 'Traceback' not in done.stderr
+    assert done.returncode == 1
+    assert 'STOP world' in done.stdout
+    assert 'Traceback' not in done.stderr
 
 
 def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
     "A call into a dead network may never come back; the verdict must."
     ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
-    code = ('import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
-            'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; runpy.run_module("llm_workbook", run_name="__main__")')
-    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')} | {'PYTHONPATH': str(ROOT)}
-    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and ': go' in done.stdout, done.stderr
+    code = (
+        'import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
+        'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; '
+        'runpy.run_module("llm_workbook", run_name="__main__")')
+    env = {
+        k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')
+    } | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True,
+        timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ': go' in done.stdout, done.stderr
 
 
 def test_a_word_that_is_no_command_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "did you mean 'preflight'" in done.stderr
+    done = subprocess.run(
+        [sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True,
+        text=True, timeout=60)
+    assert done.returncode == 2
+    assert "did you mean 'preflight'" in done.stderr

@@ -1,4 +1,5 @@
-"""Rendered files: their text, their real readers, and real launches of a shrunk run, on one node and on two."""
+"""Rendered files: their text, their real readers, and real launches of a shrunk run, on one node
+and on two."""
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trouble import launched, small_recipe
+from trouble import assert_commands_train, small_recipe
 
 from llm_workbook.launching import render as rendering
 from llm_workbook.config.document import RecipeError
@@ -20,8 +21,10 @@ from llm_workbook.launching.job_scripts import sbatch, skypilot, trainjob
 from llm_workbook.parallel.backends import fsdp_env, transport_env, zero_config
 
 PLAIN = Recipe.named('reviews-qlora')
-WAYS = {way: PLAIN.changed({'name': way, 'sharding.strategy': way, 'cluster.processes': 1 if way == 'none' else 2})
-        for way in ('fsdp2', 'ddp', 'zero1', 'zero2', 'zero3', 'none')}
+WAYS = {
+    way: PLAIN.changed(
+        {'name': way, 'sharding.strategy': way, 'cluster.processes': 1 if way == 'none' else 2})
+    for way in ('fsdp2', 'ddp', 'zero1', 'zero2', 'zero3', 'none')}
 WAYS['hybrid'] = PLAIN.changed({'name': 'hybrid', 'cluster.processes': 4, 'sharding.group': 2})
 WAYS['full'] = PLAIN.changed({'name': 'full', 'method.kind': 'full', 'cluster.nodes': 2})
 WAYS['reviews-shrunk'] = shrink(PLAIN)
@@ -35,17 +38,20 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def put(recipe, directory='runs/x', **how): return render(recipe, directory, HEAD if recipe.cluster.nodes > 1 else None, **how)
+def put(recipe, directory='runs/x', **how):
+    return render(recipe, directory, HEAD if recipe.cluster.nodes > 1 else None, **how)
 
 
-def sheets(rendered) -> list: return [path for name, path in rendered.files.items() if name.startswith('accelerate')]
+def sheets(rendered) -> list:
+    return [path for name, path in rendered.files.items() if name.startswith('accelerate')]
 
 
 # Text
 
 GOLDEN = Path(__file__).parents[1]/'golden'
-KEPT = ['70b-2x4-h100-zero3-qlora-classifier', '7b-zero2-offload', '7b-zero3-offload', '70b-2x24gb-qlora', '70b-2x8-a100-80-full',
-        'reviews-shrunk']
+KEPT = [
+    '70b-2x4-h100-zero3-qlora-classifier', '7b-zero2-offload', '7b-zero3-offload',
+    '70b-2x24gb-qlora', '70b-2x8-a100-80-full', 'reviews-shrunk']
 
 
 def pages(name) -> dict:
@@ -53,8 +59,12 @@ def pages(name) -> dict:
     recipe = WAYS[name]
     rendered = put(recipe, f'runs/{name}')
     texts = {file: path.read_text('utf-8') for file, path in rendered.files.items()}
-    texts['trainjob.yaml'] = trainjob(recipe, '/mnt/run', 'ghcr.io/you/llm-workbook:0.1.0', 'shared-run', secret='hub')
-    return texts if recipe.cluster.device == 'cpu' else texts | {'skypilot.yaml': skypilot(recipe, '/mnt/run', 'shared-run', 'H100')}
+    texts['trainjob.yaml'] = trainjob(
+        recipe, '/mnt/run', 'ghcr.io/you/llm-workbook:0.1.0', 'shared-run', secret='hub')
+    return (
+        texts
+        if recipe.cluster.device == 'cpu'
+        else texts | {'skypilot.yaml': skypilot(recipe, '/mnt/run', 'shared-run', 'H100')})
 
 
 @pytest.mark.parametrize('name', KEPT)
@@ -64,8 +74,13 @@ def test_the_files_are_the_golden_ones(name):
         (GOLDEN/name).mkdir(parents=True, exist_ok=True)
         for path in (GOLDEN/name).iterdir(): path.unlink()
         for file, text in texts.items(): (GOLDEN/name/file).write_text(text, 'utf-8')
-    kept = {path.name: path.read_text('utf-8') for path in (GOLDEN/name).iterdir()} if (GOLDEN/name).is_dir() else {}
-    assert texts == kept, 'if the change is meant: GOLDEN=renew python -m pytest tests/launching/test_render.py -k golden, and read git diff'
+    kept = (
+        {path.name: path.read_text('utf-8') for path in (GOLDEN/name).iterdir()}
+        if (GOLDEN/name).is_dir()
+        else {})
+    assert texts == kept, (
+        'if the change is meant: GOLDEN=renew python -m pytest tests/launching/test_render.py -k '
+        'golden, and read git diff')
 
 
 def test_no_golden_file_is_left_over():
@@ -88,9 +103,14 @@ def test_each_file_says_where_it_came_from(name):
 def accelerates(sheet):
     "The arguments of accelerate launch, and the environment that it makes of a file."
     from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in [n for n in os.environ if n.startswith(('ACCELERATE_', 'FSDP_', 'PARALLELISM_'))]: patch.delenv(name)
+        for name in [
+            n for n in os.environ if n.startswith(('ACCELERATE_', 'FSDP_', 'PARALLELISM_'))
+        ]:
+            patch.delenv(name)
         patch.setattr(sys, 'argv', ['launch'])
         args = launch.launch_command_parser().parse_args(['--config_file', str(sheet), '-m', 'a'])
         args, defaults, _ = launch._validate_launch_command(args)
@@ -105,13 +125,18 @@ def accelerates(sheet):
 def test_accelerate_launch_sets_what_the_recipe_says(name, monkeypatch):
     from llm_workbook.training.effective import check_launcher
     recipe = WAYS[name]
-    for name, value in transport_env(recipe).items(): monkeypatch.setenv(name, value)  # As the commands do, by env
+    # As the commands do, by env
+    for name, value in transport_env(recipe).items(): monkeypatch.setenv(name, value)
     for node, sheet in enumerate(sheets(put(recipe))):
         with accelerates(sheet) as (args, env):
-            wanted = {n: v for n, v in fsdp_env(recipe).items() if n.startswith(('FSDP_', 'PARALLELISM_'))}
+            wanted = {
+                n: v for n, v in fsdp_env(recipe).items() if n.startswith(('FSDP_', 'PARALLELISM_'))
+            }
             assert {n: env[n] for n in wanted} == wanted
-            assert (args.use_deepspeed, args.use_fsdp) == (recipe.sharding.strategy[:4] == 'zero', recipe.sharding.strategy == 'fsdp2')
-            assert (args.num_processes, args.num_machines, int(args.machine_rank)) == (recipe.cluster.ranks, recipe.cluster.nodes, node)
+            assert (args.use_deepspeed, args.use_fsdp) == (
+                recipe.sharding.strategy[:4] == 'zero', recipe.sharding.strategy == 'fsdp2')
+            assert (args.num_processes, args.num_machines, int(args.machine_rank)) == (
+                recipe.cluster.ranks, recipe.cluster.nodes, node)
             check_launcher(recipe, env)
 
 
@@ -120,27 +145,32 @@ def test_the_readers_know_every_key(name):
     from accelerate.commands.config.config_args import load_config_from_file
     rendered = put(WAYS[name])
     assert check_rendered('runs/x').commands == rendered.commands
-    assert [load_config_from_file(str(sheet)).machine_rank for sheet in sheets(rendered)] == [*range(WAYS[name].cluster.nodes)]
+    assert [load_config_from_file(str(sheet)).machine_rank for sheet in sheets(rendered)] == [
+        *range(WAYS[name].cluster.nodes)]
     for sheet in sheets(rendered):
         with accelerates(sheet) as (args, _): known = vars(args)
-        said = yaml.safe_load(sheet.read_text())
-        for part in [part for part in said.values() if isinstance(part, dict)]: assert part.keys() <= known.keys()
+        settings = yaml.safe_load(sheet.read_text())
+        for part in [part for part in settings.values() if isinstance(part, dict)]:
+            assert part.keys() <= known.keys()
 
 
-@pytest.mark.parametrize('name', [name for name, recipe in WAYS.items() if recipe.sharding.strategy.startswith('zero')])
+@pytest.mark.parametrize(
+    'name', [name for name, recipe in WAYS.items() if recipe.sharding.strategy.startswith('zero')])
 def test_deepspeed_reads_every_key(name):
     from deepspeed.runtime.config import DeepSpeedConfig
     recipe = WAYS[name]
     file = put(recipe).files['deepspeed.json']
-    read, asked = DeepSpeedConfig(str(file)), set()
+    read = DeepSpeedConfig(str(file))
+    asked = set()
 
     class Watched(dict):
         def get(self, key, *default): return asked.add(key) or super().get(key, *default)
         def __getitem__(self, key): return asked.add(key) or super().__getitem__(key)
 
-    said = json.loads(file.read_text())
-    DeepSpeedConfig(Watched(said))
-    assert said == zero_config(recipe) and said.keys() <= asked
+    settings = json.loads(file.read_text())
+    DeepSpeedConfig(Watched(settings))
+    assert settings == zero_config(recipe)
+    assert settings.keys() <= asked
     assert read.zero_optimization_stage == int(recipe.sharding.strategy[-1])
     assert read.float16_config.enabled == (recipe.precision.compute == 'float16')
     for part in 'offload_param', 'offload_optimizer':
@@ -155,34 +185,55 @@ def edit(file, old, new):
 
 
 EDITS = {  # Recipe, file, text, new text, and what is said of it
-    'accelerate, at the top': ('fsdp2', 'accelerate.yaml', 'mixed_precision', 'mixed_precison', "did you mean 'mixed_precision'"),
-    'fsdp_config': ('fsdp2', 'accelerate.yaml', 'fsdp_reshard_after_forward', 'fsdp_reshard_after_foward',
-                    "accelerate knows no such key; did you mean 'fsdp_reshard_after_forward'"),
-    'deepspeed_config': ('zero2', 'accelerate.yaml', 'zero3_init_flag', 'zero3_init_flags', "did you mean 'zero3_init_flag'"),
-    'parallelism_config': ('hybrid', 'accelerate.yaml', 'dp_shard_size', 'dp_shards_size', "did you mean 'parallelism_config_dp_shard_size'"),
-    'DeepSpeed, at the top': ('zero3', 'deepspeed.json', 'zero_optimization', 'zero_optimizaton',
-                              "DeepSpeed knows no such key; did you mean 'zero_optimization'"),
-    'DeepSpeed, inside': ('zero3', 'deepspeed.json', 'overlap_comm', 'overlap_com', "did you mean 'overlap_comm'"),
+    'accelerate, at the top': (
+        'fsdp2', 'accelerate.yaml', 'mixed_precision', 'mixed_precison',
+        "did you mean 'mixed_precision'"),
+    'fsdp_config': (
+        'fsdp2', 'accelerate.yaml', 'fsdp_reshard_after_forward', 'fsdp_reshard_after_foward',
+        "accelerate knows no such key; did you mean 'fsdp_reshard_after_forward'"),
+    'deepspeed_config': (
+        'zero2', 'accelerate.yaml', 'zero3_init_flag', 'zero3_init_flags',
+        "did you mean 'zero3_init_flag'"),
+    'parallelism_config': (
+        'hybrid', 'accelerate.yaml', 'dp_shard_size', 'dp_shards_size',
+        "did you mean 'parallelism_config_dp_shard_size'"),
+    'DeepSpeed, at the top': (
+        'zero3', 'deepspeed.json', 'zero_optimization', 'zero_optimizaton',
+        "DeepSpeed knows no such key; did you mean 'zero_optimization'"),
+    'DeepSpeed, inside': (
+        'zero3', 'deepspeed.json', 'overlap_comm', 'overlap_com', "did you mean 'overlap_comm'"),
     'another stage': ('zero3', 'deepspeed.json', '"stage": 3', '"stage": 2', 'the recipe says 3'),
-    'another key': ('zero3', 'deepspeed.json', '"stage": 3', '"stage": 3, "round_robin_gradients": true', 'does not say so'),
+    'another key': (
+        'zero3', 'deepspeed.json', '"stage": 3', '"stage": 3, "round_robin_gradients": true',
+        'does not say so'),
     'another precision': ('fsdp2', 'accelerate.yaml', "'no'", 'bf16', "the recipe says 'no'"),
-    'both nodes rank 0': ('full', 'accelerate-node1.yaml', 'machine_rank: 1', 'machine_rank: 0', 'the recipe says 1'),
-    'no mapping': ('fsdp2', 'accelerate.yaml', 'compute_environment', '- compute_environment', 'cannot be read'),
+    'both nodes rank 0': (
+        'full', 'accelerate-node1.yaml', 'machine_rank: 1', 'machine_rank: 0', 'the recipe says 1'),
+    'no mapping': (
+        'fsdp2', 'accelerate.yaml', 'compute_environment', '- compute_environment',
+        'cannot be read'),
     'half a file': ('zero3', 'deepspeed.json', '}\n}', '', 'cannot be read'),
     'another recipe': ('fsdp2', 'recipe.yaml', 'steps: 150', 'steps: 151', 'has changed'),
-    'the script': ('fsdp2', 'job.sbatch', 'trap forward USR1', 'trap forward USR2', "'trap forward USR1': is missing")}
-OWNED = {'--job-name=full': ['--job-name=other', '-J x'], '--nodes=2': ['--nodes=4', '-N4', '--nodes 2', '--node=3'], '--gpus-per-node=2': [],
-         '--ntasks-per-node=1': ['--ntasks-per-node=2', '--ntasks=8'], '--requeue': ['--no-requeue'],
-         '--open-mode=append': ['--open-mode=truncate'], '--signal=B:USR1@300': ['--signal=USR1@300', '--time=9 --signal=B:USR1@1']}
+    'the script': (
+        'fsdp2', 'job.sbatch', 'trap forward USR1', 'trap forward USR2',
+        "'trap forward USR1': is missing"),
+}
+OWNED = {
+    '--job-name=full': ['--job-name=other', '-J x'],
+    '--nodes=2': ['--nodes=4', '-N4', '--nodes 2', '--node=3'], '--gpus-per-node=2': [],
+    '--ntasks-per-node=1': ['--ntasks-per-node=2', '--ntasks=8'], '--requeue': ['--no-requeue'],
+    '--open-mode=append': ['--open-mode=truncate'],
+    '--signal=B:USR1@300': ['--signal=USR1@300', '--time=9 --signal=B:USR1@1']}
 
 
 @pytest.mark.parametrize('what', EDITS)
 def test_an_edit_that_would_be_ignored_is_refused(what):
-    name, file, old, new, said = EDITS[what]
+    name, file, old, new, words = EDITS[what]
     put(WAYS[name])
     edit(f'runs/x/{file}', old, new)
     with pytest.raises(RecipeError) as caught: check_rendered('runs/x')
-    assert said in str(caught.value) and file in str(caught.value)
+    assert words in str(caught.value)
+    assert file in str(caught.value)
 
 
 @pytest.mark.parametrize('order', OWNED)
@@ -192,8 +243,14 @@ def test_a_directive_of_the_recipe_stands_once_and_where_slurm_reads_it(order):
     script, line = Path('runs/x/job.sbatch'), f'#SBATCH {order}\n'
     check_rendered('runs/x')
     assert text.count(line) == 1
-    wrong = [text.replace(line, ''), text.replace(line, 2 * line), text.replace(line, '').replace('set -u\n', f'set -u\n{line}')]
-    for new in OWNED[order]: wrong += [text.replace(line, f'{line}#SBATCH {new}\n'), text.replace(line, f'#SBATCH {new}\n')]
+    wrong = [
+        text.replace(line, ''), text.replace(line, 2 * line),
+        text.replace(line, '').replace('set -u\n', f'set -u\n{line}')]
+    for new in OWNED[order]:
+        wrong += [
+            text.replace(line, f'{line}#SBATCH {new}\n'),
+            text.replace(line, f'#SBATCH {new}\n'),
+        ]
     for edited in wrong:
         script.write_text(edited)
         with pytest.raises(RecipeError, match='job.sbatch'): check_rendered('runs/x')
@@ -202,35 +259,47 @@ def test_a_directive_of_the_recipe_stands_once_and_where_slurm_reads_it(order):
 def test_an_option_after_the_first_command_is_refused():
     put(PLAIN)
     edit('runs/x/job.sbatch', 'set -u', 'set -u\n#SBATCH --partition=gpu')
-    with pytest.raises(RecipeError, match='stands after the first command'): check_rendered('runs/x')
+    with pytest.raises(RecipeError, match='stands after the first command'):
+        check_rendered('runs/x')
 
 
 def test_what_this_version_does_not_run_is_rendered_with_a_warning():
     rendered = put(WAYS['70b-2x8-a100-80-full'])
-    assert len(rendered.warnings) == 1 and rendered.warnings[0].startswith('batch.packing')
-    assert 'batch.packing' in rendered._repr_html_() and 'batch.packing' in repr(rendered)
-    assert check_rendered('runs/x').warnings == rendered.warnings and put(PLAIN, 'runs/y').warnings == []
+    assert len(rendered.warnings) == 1
+    assert rendered.warnings[0].startswith('batch.packing')
+    assert 'batch.packing' in rendered._repr_html_()
+    assert 'batch.packing' in repr(rendered)
+    assert check_rendered('runs/x').warnings == rendered.warnings
+    assert put(PLAIN, 'runs/y').warnings == []
 
 
-@pytest.mark.parametrize('name', ['..', '', 'notes.txt', 'accelerate-nodex.yaml', '../job.sbatch', 3])
+@pytest.mark.parametrize(
+    'name', ['..', '', 'notes.txt', 'accelerate-nodex.yaml', '../job.sbatch', 3])
 def test_an_index_names_nothing_but_rendered_files(name):
     index = put(PLAIN).files['rendered.yaml']
-    index.write_text(yaml.safe_dump({**(said := yaml.safe_load(index.read_text())), 'files': said['files'] | {name: {}}}))
+    contents = yaml.safe_load(index.read_text())
+    contents['files'][name] = {}
+    index.write_text(yaml.safe_dump(contents))
     with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'): put(PLAIN)
 
 
 def test_the_preflight_is_one_process_on_each_node():
     first, second = put(WAYS['full']).commands['preflight']
-    assert ' '.join(second) == ('python3 -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 '
-                                '--nproc-per-node=1 -m llm_workbook preflight runs/x/recipe.yaml --directory runs/x')
+    assert ' '.join(second) == (
+        'python3 -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 '
+        '--master-port=29500 --nproc-per-node=1 '
+        '-m llm_workbook preflight runs/x/recipe.yaml --directory runs/x')
     assert first == [word.replace('rank=1', 'rank=0') for word in second]
-    assert put(PLAIN, 'runs/y').commands['preflight'][0][3:5] == ['--standalone', '--nproc-per-node=1']
+    assert put(PLAIN, 'runs/y').commands['preflight'][0][3:5] == [
+        '--standalone', '--nproc-per-node=1']
 
 
 def test_what_is_of_this_machine_may_be_edited():
     put(WAYS['full'])
     edit('runs/x/accelerate-node1.yaml', '10.0.0.1', '10.0.0.7')
-    edit('runs/x/accelerate-node1.yaml', 'main_process_port: 29500', 'main_process_port: 29511\ndebug: true')
+    edit(
+        'runs/x/accelerate-node1.yaml', 'main_process_port: 29500',
+        'main_process_port: 29511\ndebug: true')
     edit('runs/x/job.sbatch', 'set -u', 'set -u\nmodule load cuda')
     edit('runs/x/job.sbatch', '--time=1-00:00:00', '--time=2:00:00')
     check_rendered('runs/x')
@@ -239,9 +308,11 @@ def test_what_is_of_this_machine_may_be_edited():
 def test_a_missing_file_or_index_is_named():
     put(PLAIN)
     Path('runs/x/accelerate.yaml').unlink()
-    with pytest.raises(RecipeError, match='accelerate.yaml: cannot be read'): check_rendered('runs/x')
+    with pytest.raises(RecipeError, match='accelerate.yaml: cannot be read'):
+        check_rendered('runs/x')
     Path('runs/x/rendered.yaml').write_text('files: 3')
-    with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'): check_rendered('runs/x')
+    with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'):
+        check_rendered('runs/x')
     with pytest.raises(ValueError, match='rendered.yaml is not as it was rendered'): put(PLAIN)
 
 
@@ -249,13 +320,15 @@ def test_several_nodes_without_an_address_are_refused_by_accelerate_itself():
     from accelerate.commands.config.config_args import load_config_from_file
     rendered = render(WAYS['full'], 'runs/x')
     assert set(rendered.commands) == {'sbatch'}
-    with pytest.raises(ValueError, match='main_process_ip_IS_NOT_SET'): load_config_from_file('runs/x/accelerate-node0.yaml')
+    with pytest.raises(ValueError, match='main_process_ip_IS_NOT_SET'):
+        load_config_from_file('runs/x/accelerate-node0.yaml')
     with pytest.raises(RecipeError, match='node 0 has no address'): check_rendered('runs/x')
 
 
 # Again, and over something else
 
-def stats(): return {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in Path('runs/x').iterdir()}
+def stats():
+    return {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in Path('runs/x').iterdir()}
 
 
 def test_rendering_again_touches_nothing():
@@ -273,7 +346,8 @@ def test_another_recipe_is_refused_unless_asked_and_leaves_nothing_behind():
     put(WAYS['fsdp2'], replace=True)
     assert set(stats()) == {'recipe.yaml', 'accelerate.yaml', 'job.sbatch', 'rendered.yaml'}
     Path('runs/x/run.json').write_text('{"state": "preempted", "step": 4}')
-    with pytest.raises(ValueError, match='a run of the recipe fsdp2 began'): put(WAYS['zero3'], replace=True)
+    with pytest.raises(ValueError, match='a run of the recipe fsdp2 began'):
+        put(WAYS['zero3'], replace=True)
     assert check_rendered('runs/x').recipe == WAYS['fsdp2']
 
 
@@ -282,10 +356,12 @@ def test_a_change_by_hand_is_not_overwritten_in_silence(file):
     put(PLAIN)
     path = Path('runs/x')/file
     path.write_text(path.read_text() + '# mine\n')
-    with pytest.raises(RecipeError, match=f'{file}: was changed by hand'): put(PLAIN, options={'time': '60'})
+    with pytest.raises(RecipeError, match=f'{file}: was changed by hand'):
+        put(PLAIN, options={'time': '60'})
     assert path.read_text().endswith('# mine\n')
     put(PLAIN, options={'time': '60'}, replace=True)
-    assert 'mine' not in path.read_text() and '--time=60' in Path('runs/x/job.sbatch').read_text()
+    assert 'mine' not in path.read_text()
+    assert '--time=60' in Path('runs/x/job.sbatch').read_text()
 
 
 def test_files_that_are_not_ours_are_kept_and_those_of_a_run_are_known():
@@ -299,7 +375,23 @@ def test_files_that_are_not_ours_are_kept_and_those_of_a_run_are_known():
 
 # Hostile values
 
-NASTY = ['a b', "it's", '$(touch x)', '`touch x`', '; touch x', '"', '*', '!!', '~', 'a\\', '{directory}', '#', '%s', "'; touch x; '", 'é']
+NASTY = [
+    'a b',
+    "it's",
+    '$(touch x)',
+    '`touch x`',
+    '; touch x',
+    '"',
+    '*',
+    '!!',
+    '~',
+    'a\\',
+    '{directory}',
+    '#',
+    '%s',
+    "'; touch x; '",
+    'é',
+]
 
 
 @pytest.mark.parametrize('name', NASTY)
@@ -310,39 +402,54 @@ def test_a_nasty_directory_reaches_the_program_as_it_is(name, place):
     rendered = render(PLAIN, f'runs/{name}')
     assert check_rendered(f'runs/{name}').files == rendered.files
     for kind in 'torchrun', 'accelerate':
-        line, words = rendered.to_dict()['commands'][kind][0], rendered.commands[kind][0]
+        line = rendered.to_dict()['commands'][kind][0]
+        words = rendered.commands[kind][0]
         env = os.environ | {'PATH': f'{place}/bin:{os.environ["PATH"]}', 'SEEN': str(place/'seen')}
         subprocess.run(['bash', '-c', line], env=env, check=True, timeout=20)
         assert (place/'seen').read_text().split('\0')[:-1] == words[1:]
         assert words[words.index('--directory') + 1] == f'runs/{name}'
-    assert not list(place.rglob('x')) and subprocess.run(['bash', '-n', rendered.files['job.sbatch']]).returncode == 0
+    assert not list(place.rglob('x'))
+    assert subprocess.run(['bash', '-n', rendered.files['job.sbatch']]).returncode == 0
 
 
 def test_what_is_shown_is_escaped():
     rendered = render(PLAIN, 'runs/<b>&')
     shown = rendered._repr_html_()
-    assert '<b>' not in shown and 'runs/&lt;b&gt;&amp;' in shown and shown.count('<details>') == len(rendered.files)
-    assert 'Not run by this version' not in shown and 'Not run by this version' in put(Recipe.named('7b-zero2-offload'), 'y')._repr_html_()
+    assert '<b>' not in shown
+    assert 'runs/&lt;b&gt;&amp;' in shown
+    assert shown.count('<details>') == len(rendered.files)
+    assert 'Not run by this version' not in shown
+    assert 'Not run by this version' in put(Recipe.named('7b-zero2-offload'), 'y')._repr_html_()
 
 
 @pytest.mark.parametrize('path', ['a\nb', '-x', '', 'a\x00b', 'a\x1b[0m', 'a\u2028b'])
 def test_a_path_that_nothing_quotes_is_refused(path, place):
     with pytest.raises(ValueError, match='printable characters'): render(PLAIN, path)
-    with pytest.raises(ValueError, match='printable characters'): render(PLAIN, 'runs/x', python=path)
+    with pytest.raises(ValueError, match='printable characters'):
+        render(PLAIN, 'runs/x', python=path)
     assert not list(place.iterdir())
 
 
-@pytest.mark.parametrize('head', ['a b', '$(touch x)', '10.0.0.1:0', '10.0.0.1:70000', 'a:b', '-x', 'a\nmachine_rank: 0', '[::1]:2', ''])
+@pytest.mark.parametrize(
+    'head',
+    [
+        'a b', '$(touch x)', '10.0.0.1:0', '10.0.0.1:70000', 'a:b', '-x', 'a\nmachine_rank: 0',
+        '[::1]:2', ''])
 def test_a_head_that_is_no_address_is_refused(head):
-    with pytest.raises(ValueError, match='name or address of node 0'): render(WAYS['full'], 'runs/x', head)
+    with pytest.raises(ValueError, match='name or address of node 0'):
+        render(WAYS['full'], 'runs/x', head)
 
 
 @pytest.mark.filterwarnings('ignore:Pydantic serializer')
-@pytest.mark.parametrize('changes', [{'name': 'a\n#SBATCH --uid=0'}, {'name': '$(touch x)'}, {'name': '../x'}])
+@pytest.mark.parametrize(
+    'changes', [{'name': 'a\n#SBATCH --uid=0'}, {'name': '$(touch x)'}, {'name': '../x'}]
+)
 def test_a_recipe_that_was_never_checked_is_checked(changes, place):
     wrong = PLAIN.model_copy(update=changes)
-    for write in (lambda r: render(r, 'runs/x'), lambda r: sbatch(r, 'x'), lambda r: trainjob(r, '/x', 'i', 'c'),
-                  lambda r: skypilot(r, '/x', 'v', 'H100')):
+    for write in (
+        lambda r: render(r, 'runs/x'), lambda r: sbatch(r, 'x'),
+        lambda r: trainjob(r, '/x', 'i', 'c'), lambda r: skypilot(r, '/x', 'v', 'H100')
+    ):
         with pytest.raises(RecipeError): write(wrong)
     assert not list(place.iterdir())
 
@@ -353,19 +460,38 @@ BAD = ['$(HOME)', 'a b', "a'b", 'a\nb', '-x', '', 'a: b', '{a}', '&a', '!x', 'A'
 @pytest.mark.parametrize('text', BAD)
 def test_what_kubernetes_or_skypilot_would_read_otherwise_is_refused(text):
     big = Recipe.named('70b-2x8-a100-80-full')
-    for how in ((f'/mnt/{text}/a', 'i', 'c'), ('/m', text, 'c'), ('/m', 'i', text), ('/m', 'i', 'c', text or ' '), ('/m', 'i', 'c', None, text)):
-        if how[0] == '/mnt//a' or len(text) == 600 and how[0] != '/m' or text == '-x' and how[0] != '/m': continue
+    for how in (
+        (f'/mnt/{text}/a', 'i', 'c'),
+        ('/m', text, 'c'),
+        ('/m', 'i', text),
+        ('/m', 'i', 'c', text or ' '),
+        ('/m', 'i', 'c', None, text)
+    ):
+        if (
+            how[0] == '/mnt//a'
+            or len(text) == 600
+            and how[0] != '/m'
+            or text == '-x'
+            and how[0] != '/m'
+        ):
+            continue
         with pytest.raises(ValueError, match='must match'): trainjob(big, *how)
     for how in ((f'/mnt/{text} ', 'v', 'H100'), ('/m', text, 'H100'), ('/m', 'v', text)):
         with pytest.raises(ValueError, match='must match'): skypilot(big, *how)
 
 
-# Fields that no reader on this machine checks: Kubeflow Trainer 2.2 (trainjob_types.go), SkyPilot's documentation
+# Fields that no reader on this machine checks: Kubeflow Trainer 2.2 (trainjob_types.go), SkyPilot's
+# documentation
 
-FIELDS = {'': {'apiVersion', 'kind', 'metadata', 'spec'}, 'spec': {'runtimeRef', 'trainer', 'runtimePatches', 'initializer', 'suspend'},
-          'spec.trainer': {'image', 'command', 'args', 'env', 'numNodes', 'resourcesPerNode', 'numProcPerNode'},
-          'spec.runtimePatches': {'manager', 'trainingRuntimeSpec', 'time'}}
-TASK = {'name', 'workdir', 'num_nodes', 'resources', 'envs', 'secrets', 'file_mounts', 'volumes', 'setup', 'run', 'config'}
+FIELDS = {
+    '': {'apiVersion', 'kind', 'metadata', 'spec'},
+    'spec': {'runtimeRef', 'trainer', 'runtimePatches', 'initializer', 'suspend'},
+    'spec.trainer': {
+        'image', 'command', 'args', 'env', 'numNodes', 'resourcesPerNode', 'numProcPerNode'},
+    'spec.runtimePatches': {'manager', 'trainingRuntimeSpec', 'time'}}
+TASK = {
+    'name', 'workdir', 'num_nodes', 'resources', 'envs', 'secrets', 'file_mounts', 'volumes',
+    'setup', 'run', 'config'}
 
 
 @pytest.mark.parametrize('name', [*recipe_names(), 'fsdp2'])
@@ -373,27 +499,40 @@ def test_a_trainjob_has_the_fields_of_its_schema(name):
     import re
     job = yaml.safe_load(trainjob(WAYS[name], '/mnt/run', 'i', 'c', 'hub'))
     spec, cluster = job['spec'], WAYS[name].cluster
-    for path, value in {'': job, 'spec': spec, 'spec.trainer': spec['trainer'], 'spec.runtimePatches': spec['runtimePatches'][0]}.items():
+    for path, value in {
+        '': job, 'spec': spec, 'spec.trainer': spec['trainer'],
+        'spec.runtimePatches': spec['runtimePatches'][0]
+    }.items():
         assert value.keys() <= FIELDS[path]
-    assert re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', job['metadata']['name']) and len(job['metadata']['name']) <= 63
-    assert (spec['trainer']['numNodes'], spec['trainer']['numProcPerNode']) == (cluster.nodes, cluster.processes)
-    assert spec['trainer']['env'][-1] == {'name': 'HF_TOKEN', 'valueFrom': {'secretKeyRef': {'name': 'hub', 'key': 'HF_TOKEN'}}}
+    assert re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', job['metadata']['name'])
+    assert len(job['metadata']['name']) <= 63
+    assert (spec['trainer']['numNodes'], spec['trainer']['numProcPerNode']) == (
+        cluster.nodes, cluster.processes)
+    assert spec['trainer']['env'][-1] == {
+        'name': 'HF_TOKEN', 'valueFrom': {'secretKeyRef': {'name': 'hub', 'key': 'HF_TOKEN'}}}
     assert ('resourcesPerNode' in spec['trainer']) == (cluster.device == 'cuda')
 
 
 def test_a_task_of_skypilot_has_the_fields_of_its_schema_and_its_commands_run(place):
     recipe = Recipe.named('70b-2x4-h100-zero3-qlora-classifier')
     task = yaml.safe_load(skypilot(recipe, '/mnt/run', 'shared-run', 'H100'))
-    assert task.keys() <= TASK and task['secrets'] == {'HF_TOKEN': None} and task['envs'] == transport_env(recipe)
+    assert task.keys() <= TASK
+    assert task['secrets'] == {'HF_TOKEN': None}
+    assert task['envs'] == transport_env(recipe)
     (place/'python3').write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN"\n')
     (place/'python3').chmod(0o755)
-    env = {'PATH': f'{place}:{os.environ["PATH"]}', 'SEEN': str(place/'seen'), 'HOME': '/home of mine',
-           'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2',
-           'SKYPILOT_NUM_GPUS_PER_NODE': '4'}  # All that its manual has
+    env = {
+        'PATH': f'{place}:{os.environ["PATH"]}', 'SEEN': str(place/'seen'), 'HOME': '/home of mine',
+        'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2',
+        'SKYPILOT_NUM_GPUS_PER_NODE': '4'}  # All that its manual has
     for rank in '0', '1':
-        subprocess.run(['bash', '-c', task['run']], env=env | {'SKYPILOT_NODE_RANK': rank}, check=True, timeout=20)
+        subprocess.run(
+            ['bash', '-c', task['run']], env=env | {'SKYPILOT_NODE_RANK': rank}, check=True,
+            timeout=20)
         seen = (place/'seen').read_text().split('\0')
-        assert {'--nnodes=2', f'--node-rank={rank}', '--nproc-per-node=4', '--master-addr=10.0.0.1', '/home of mine/recipe.yaml'} <= set(seen)
+        assert {
+            '--nnodes=2', f'--node-rank={rank}', '--nproc-per-node=4', '--master-addr=10.0.0.1',
+            '/home of mine/recipe.yaml'} <= set(seen)
     with pytest.raises(ValueError, match='is for CPUs'): skypilot(PLAIN, '/m', 'v', 'H100')
 
 
@@ -408,14 +547,21 @@ def small(tmp_path_factory):
 @pytest.mark.parametrize('nodes, kind', [(1, 'accelerate'), (2, 'torchrun')])
 def test_launchers_start_ddp(nodes, kind, small):
     "The strategy that none of the recipes of tests/test_table.py has."
-    launched(small.changed({'cluster.nodes': nodes, 'cluster.processes': 2 // nodes, 'sharding.strategy': 'ddp'}), kind)
+    assert_commands_train(
+        small.changed(
+            {'cluster.nodes': nodes, 'cluster.processes': 2 // nodes, 'sharding.strategy': 'ddp'}),
+        kind)
 
 
 def test_two_that_render_at_once_both_succeed(tmp_path, monkeypatch):
     "Each has written its part of a file before either gives it its name."
     together = threading.Barrier(2, timeout=20)
-    def replace(part, file, real=os.replace): together.wait(), real(part, file)
+    def replace(part, file, real=os.replace):
+        together.wait()
+        real(part, file)
     monkeypatch.setattr(os, 'replace', replace)
     with ThreadPoolExecutor(2) as pool:
-        for one in [pool.submit(rendering._write_if_changed, tmp_path/'a.yaml', 'a: 1\n') for _ in range(2)]: one.result()
+        arguments = rendering._write_if_changed, tmp_path/'a.yaml', 'a: 1\n'
+        both = [pool.submit(*arguments) for _ in range(2)]
+        for one in both: one.result()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [('a.yaml', 'a: 1\n')]

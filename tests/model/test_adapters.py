@@ -12,8 +12,8 @@ def test_a_target_is_a_whole_part_of_a_name(target):
     name, raw = configuration('tiny-base')
     with pytest.raises(ValueError, match='Target modules .* not found'):
         get_peft_model(skeleton(raw, name), LoraConfig(target_modules=[target]))
-    said = f"match no linear module of 'tiny-base': '{target}', did you mean"
-    with pytest.raises(ValueError, match=said):
+    words = f"match no linear module of 'tiny-base': '{target}', did you mean"
+    with pytest.raises(ValueError, match=words):
         check_targets('tiny-base', [target])
 
 

@@ -1,4 +1,5 @@
-"""Packed bytes arrive: all bf16 patterns and whole bases, on 2 and 3 ranks, in every storage, through sharding and checkpoints."""
+"""Packed bytes arrive: all bf16 patterns and whole bases, on 2 and 3 ranks, in every storage,
+through sharding and checkpoints."""
 import os
 from unittest.mock import patch
 
@@ -29,8 +30,10 @@ ZERO = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True},
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs; forks share it."
-    import accelerate, bitsandbytes, deepspeed, deepspeed.ops, peft, transformers  # noqa: E401, F401
-    import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
+    import accelerate, bitsandbytes, peft, transformers  # noqa: E401, F401
+    import deepspeed, deepspeed.ops  # noqa: E401, F401
+    import torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+    import torch.distributed.tensor  # noqa: F401
     transformers.logging.disable_progress_bar()
     deepspeed.utils.logger.setLevel('ERROR')
     deepspeed.ops.__compatible_ops__ = {}  # Else it tries what it could compile
@@ -53,10 +56,13 @@ def stations(payload, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    ranks, whole = dist.get_world_size(), raw(payload)
+    ranks = dist.get_world_size()
+    whole = raw(payload)
     module = fully_shard(Bytes(payload), mesh=init_device_mesh('cpu', (ranks,)))
     parts = [*payload.chunk(ranks), *[payload[:0]] * ranks]
-    seen = {'shard': raw(module.weight.to_local()).equal(raw(parts[dist.get_rank()])), 'forward': module().equal(whole)}
+    seen = {
+        'shard': raw(module.weight.to_local()).equal(raw(parts[dist.get_rank()])),
+        'forward': module().equal(whole)}
     module.reshard()
 
     def gathered(): return raw(module.weight.full_tensor()).equal(whole)
@@ -64,11 +70,14 @@ def stations(payload, folder):
     def lost():
         with torch.no_grad(): module.weight.zero_()
     seen['full_tensor'] = gathered()
-    dcp.save(module.state_dict(), checkpoint_id=folder / 'dcp'), lost()
+    dcp.save(module.state_dict(), checkpoint_id=folder / 'dcp')
+    lost()
     dcp.load(module.state_dict(), checkpoint_id=folder / 'dcp')
     seen['dcp'] = gathered()
     if payload.is_floating_point():
-        save_checkpoint(folder / 'checkpoint-1', module), lost(), load_checkpoint(folder / 'checkpoint-1', module)
+        save_checkpoint(folder / 'checkpoint-1', module)
+        lost()
+        load_checkpoint(folder / 'checkpoint-1', module)
         seen['checkpoint'] = gathered()
     return [name for name, same in seen.items() if not same]
 
@@ -91,7 +100,8 @@ def test_a_wrong_policy_is_seen():
 
     def cast(dtype):
         policy = MixedPrecisionPolicy(param_dtype=dtype)
-        module = fully_shard(Bytes(PATTERNS.view(-1, 1)), mesh=init_device_mesh('cpu', (2,)), mp_policy=policy)
+        module = fully_shard(
+            Bytes(PATTERNS.view(-1, 1)), mesh=init_device_mesh('cpu', (2,)), mp_policy=policy)
         back = module().view(dtype).bfloat16()
         return (back.view(torch.int16) != PATTERNS.view(torch.int16)).sum().item()
     assert run_ranks(cast, args=(torch.bfloat16,)) == [0, 0]
@@ -102,23 +112,33 @@ def test_a_wrong_policy_is_seen():
 def spread(model, strategy):
     import deepspeed
     trained = [p for p in model.parameters() if p.requires_grad]
-    if strategy == 'zero3': return deepspeed.initialize(model=model, model_parameters=trained, config=ZERO)[0], None
-    model = shard_model(model) if strategy == 'fsdp2' else torch.nn.parallel.DistributedDataParallel(model)
+    if strategy == 'zero3':
+        return deepspeed.initialize(model=model, model_parameters=trained, config=ZERO)[0], None
+    model = (
+        shard_model(model)
+        if strategy == 'fsdp2'
+        else torch.nn.parallel.DistributedDataParallel(model))
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 def digest(model, strategy):
     import deepspeed
     if strategy != 'zero3': return fingerprint(model).digest
-    with deepspeed.zero.GatheredParameters(list(model.parameters())): return fingerprint(model).digest
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return fingerprint(model).digest
 
 
 def train(model, optimizer):
     mine = IDS[dist.get_rank():][:1]
     model.train()
     loss = model(input_ids=mine, labels=mine).loss
-    if optimizer: loss.backward(), optimizer.step(), optimizer.zero_grad()
-    else: model.backward(loss), model.step()
+    if optimizer:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        model.backward(loss)
+        model.step()
     model.eval()
     with torch.no_grad(): model(input_ids=mine)
 
@@ -137,27 +157,41 @@ def journey(strategy, models, folder):
 
 
 @pytest.fixture(scope='module')
-def certified(): return {double: fingerprint(load_nf4('tiny-base', Method(double_quant=double), device='cpu')).digest
-                         for double in (True, False)}
+def certified():
+    return {
+        double: fingerprint(load_nf4('tiny-base', Method(double_quant=double), device='cpu')).digest
+        for double in (True, False)}
 
 
-@pytest.mark.parametrize('strategy, storage, double, ranks', [
-    ('fsdp2', 'bfloat16', False, 3), ('fsdp2', 'uint8', True, 3), ('ddp', 'uint8', True, 2), ('zero3', 'uint8', True, 3)])
+@pytest.mark.parametrize(
+    'strategy, storage, double, ranks',
+    [
+        ('fsdp2', 'bfloat16', False, 3),
+        ('fsdp2', 'uint8', True, 3),
+        ('ddp', 'uint8', True, 2),
+        ('zero3', 'uint8', True, 3)])
 def test_a_base_arrives(strategy, storage, double, ranks, certified, tmp_path):
-    models = [add_adapters(load_nf4('tiny-base', Method(storage=storage, double_quant=double), device='cpu')) for _ in range(2)]
+    models = [
+        add_adapters(
+            load_nf4('tiny-base', Method(storage=storage, double_quant=double), device='cpu'))
+        for _ in range(2)]
     rows = run_ranks(journey, ranks, args=(strategy, models, tmp_path), timeout_s=120)
     assert rows == [[certified[double]] * 3] * ranks
 
 
 @pytest.mark.parametrize('double', (True, False))
 def test_shares_are_loaded_as_the_whole_is(double, certified):
-    def loaded(): return fingerprint(load_sharded('tiny-base', Method(double_quant=double), device='cpu')).digest
+    def loaded():
+        return fingerprint(
+            load_sharded('tiny-base', Method(double_quant=double), device='cpu')).digest
+
     assert run_ranks(loaded, 3) == [certified[double]] * 3
 
 
 @pytest.mark.parametrize('double, storage', [(True, 'bfloat16'), (False, 'uint8')])
 def test_a_dequantised_merge_starts_from_it(double, storage, certified, tmp_path):
-    "What a merge packs and unpacks again, put into the layers of a model whose own bytes were spoilt."
+    """What a merge packs and unpacks again, put into the layers of a model whose own bytes were
+    spoilt."""
     packed, stats = [], []
 
     def noted_pack(*args):
@@ -187,7 +221,8 @@ def test_a_dequantised_merge_starts_from_it(double, storage, certified, tmp_path
 def test_another_base_is_refused(tmp_path):
     "A checkpoint pins the bytes of the base it was trained on."
     models = [add_adapters(load_nf4('tiny-base', device='cpu')) for _ in range(2)]
-    payload = raw(models[1].get_submodule('base_model.model.model.layers.3.mlp.up_proj').base_layer.weight)
+    payload = raw(
+        models[1].get_submodule('base_model.model.model.layers.3.mlp.up_proj').base_layer.weight)
     payload[1000] ^= 1  # One bit of one weight
     with pytest.raises(RankError, match=CheckpointError.__name__):
         run_ranks(journey, args=('fsdp2', models, tmp_path), timeout_s=120)

@@ -8,23 +8,34 @@ from llm_workbook.parallel.backends import check_transport, fsdp_env, transport_
 from llm_workbook.parallel.ranks import RankError, run_ranks
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
-RECIPE = Recipe.parse('{version: 2, name: test, model: {source: tiny-base}, data: {source: sample-conversations}}')
+RECIPE = Recipe.parse(
+    '{version: 2, name: test, model: {source: tiny-base}, data: {source: sample-conversations}}')
 
 
 def zero(**changes):
-    return zero_config(RECIPE.changed({'sharding.strategy': 'zero3'} | {key.replace('__', '.'): value for key, value in changes.items()}))
+    return zero_config(
+        RECIPE.changed(
+            {'sharding.strategy': 'zero3'}
+            | {key.replace('__', '.'): value for key, value in changes.items()}))
 
 
 def test_offload_is_said_with_who_steps():
-    away = zero(sharding__offload_parameters='cpu', sharding__offload_optimizer='cpu', sharding__pin_memory=False)
+    away = zero(
+        sharding__offload_parameters='cpu', sharding__offload_optimizer='cpu',
+        sharding__pin_memory=False)
     kept = {'device': 'cpu', 'pin_memory': False}
-    assert (away['zero_optimization']['offload_param'], away['zero_optimization']['offload_optimizer']) == (kept, kept)
+    assert (
+        away['zero_optimization']['offload_param'],
+        away['zero_optimization']['offload_optimizer']) == (kept, kept)
     assert away['zero_force_ds_cpu_optimizer'] is False, 'on CPU ranks nothing is to be compiled'
     gpus = {'cluster__device': 'cuda', 'sharding__offload_optimizer': 'cpu'}
     assert zero(**gpus)['zero_force_ds_cpu_optimizer'] is True
-    assert zero(**gpus, optimizer__kind='sgd')['zero_force_ds_cpu_optimizer'] is False, 'accelerate would make it an Adam'
-    assert 'offload' not in str(zero()) and 'zero_force_ds_cpu_optimizer' not in zero()
-    with pytest.raises(ValueError, match="aio operator: set it to 'cpu'"): zero(sharding__offload_optimizer='nvme')
+    assert zero(**gpus, optimizer__kind='sgd')['zero_force_ds_cpu_optimizer'] is False, (
+        'accelerate would make it an Adam')
+    assert 'offload' not in str(zero())
+    assert 'zero_force_ds_cpu_optimizer' not in zero()
+    with pytest.raises(ValueError, match="aio operator: set it to 'cpu'"):
+        zero(sharding__offload_optimizer='nvme')
 
 
 def test_accelerate_would_make_an_adam_of_any_offloaded_optimizer(monkeypatch):
@@ -32,40 +43,65 @@ def test_accelerate_would_make_an_adam_of_any_offloaded_optimizer(monkeypatch):
     from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
     ops = pytest.importorskip('deepspeed.ops.adam')
     monkeypatch.setattr(ops, 'DeepSpeedCPUAdam', lambda groups, **how: how)  # Not compiled
-    made = map_pytorch_optim_to_deepspeed(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=.1))
+    made = map_pytorch_optim_to_deepspeed(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
     assert made['adamw_mode'] is False
 
 
 def test_half_precision_is_rendered():
-    half = zero(cluster__device='cuda', precision__compute='float16', precision__loss_scale='dynamic', method__storage='float16',
-                precision__reduce='float16')
-    assert half['fp16'] == {'enabled': True, 'loss_scale': 0} and half['bf16'] == {'enabled': False}
-    assert half['communication_data_type'] == 'fp16' and not {'fp16', 'communication_data_type'} & zero().keys()
+    half = zero(
+        cluster__device='cuda', precision__compute='float16', precision__loss_scale='dynamic',
+        method__storage='float16', precision__reduce='float16')
+    assert half['fp16'] == {'enabled': True, 'loss_scale': 0}
+    assert half['bf16'] == {'enabled': False}
+    assert half['communication_data_type'] == 'fp16'
+    assert not {'fp16', 'communication_data_type'} & zero().keys()
 
 
-@pytest.mark.parametrize('name', [n for n in recipe_names() if Recipe.named(n).sharding.strategy.startswith('zero')])
+@pytest.mark.parametrize(
+    'name', [n for n in recipe_names() if Recipe.named(n).sharding.strategy.startswith('zero')])
 def test_deepspeed_takes_every_key(name):
     config = pytest.importorskip('deepspeed.runtime.config')
     for recipe in Recipe.named(name), shrink(Recipe.named(name)):
-        said = zero_config(recipe)
-        read = config.DeepSpeedConfig({'train_batch_size': said['train_micro_batch_size_per_gpu'] * said['gradient_accumulation_steps'], **said})
+        settings = zero_config(recipe)
+        read = config.DeepSpeedConfig(
+            {
+                'train_batch_size': settings['train_micro_batch_size_per_gpu']
+                * settings['gradient_accumulation_steps'],
+                **settings})
         assert read.zero_config.stage == int(recipe.sharding.strategy[4:])
-        offloads = [getattr(place, 'device', 'none') for place in (read.zero_config.offload_param, read.zero_config.offload_optimizer)]
-        assert [str(getattr(o, 'value', o)) for o in offloads] == [recipe.sharding.offload_parameters, recipe.sharding.offload_optimizer]
-        assert set(said['zero_optimization']) <= {field.alias or key for key, field in type(read.zero_config).model_fields.items()}
+        offloads = [
+            getattr(place, 'device', 'none')
+            for place in (read.zero_config.offload_param, read.zero_config.offload_optimizer)]
+        assert [str(getattr(o, 'value', o)) for o in offloads] == [
+            recipe.sharding.offload_parameters, recipe.sharding.offload_optimizer]
+        assert set(settings['zero_optimization']) <= {
+            field.alias or key for key, field in type(read.zero_config).model_fields.items()}
         assert read.float16_config.enabled == (recipe.precision.compute == 'float16')
-        assert not read.float16_config.enabled or read.float16_config.loss_scale == 0 and read.float16_config.initial_scale_power == 16
+        assert (
+            not read.float16_config.enabled
+            or read.float16_config.loss_scale == 0
+            and read.float16_config.initial_scale_power == 16)
 
 
 def test_an_interface_that_is_not_here_is_refused_by_name(monkeypatch):
-    here = RECIPE.changed({'cluster.interface': 'lo', 'cluster.variables': {'NCCL_DEBUG': 'INFO', 'OMP_NUM_THREADS': '3'}})
-    env = {'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo', 'NCCL_DEBUG': 'INFO', 'OMP_NUM_THREADS': '3'}
-    assert transport_env(here) == env and env.items() <= fsdp_env(here).items() and transport_env(RECIPE) == {}
+    on_loopback = RECIPE.changed(
+        {
+            'cluster.interface': 'lo',
+            'cluster.variables': {'NCCL_DEBUG': 'INFO', 'OMP_NUM_THREADS': '3'}})
+    env = {
+        'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo', 'NCCL_DEBUG': 'INFO',
+        'OMP_NUM_THREADS': '3'}
+    assert transport_env(on_loopback) == env
+    assert env.items() <= fsdp_env(on_loopback).items()
+    assert transport_env(RECIPE) == {}
     monkeypatch.setenv('OMP_NUM_THREADS', '3')
-    check_transport(here)
+    check_transport(on_loopback)
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    with pytest.raises(ValueError, match='OMP_NUM_THREADS=3, and this process started with 1'): check_transport(here)
-    with pytest.raises(ValueError, match=r"'ib7' is not on \S+, which has (\S+, )*lo\b"): check_transport(here.changed({'cluster.interface': 'ib7'}))
+    with pytest.raises(ValueError, match='OMP_NUM_THREADS=3, and this process started with 1'):
+        check_transport(on_loopback)
+    with pytest.raises(ValueError, match=r"'ib7' is not on \S+, which has (\S+, )*lo\b"):
+        check_transport(on_loopback.changed({'cluster.interface': 'ib7'}))
 
 
 def test_gloo_takes_the_interface():
@@ -77,4 +113,5 @@ def test_gloo_takes_the_interface():
         return os.environ['GLOO_SOCKET_IFNAME'], total.item()
     env = fsdp_env(RECIPE.changed({'cluster.interface': 'lo'}))
     assert run_ranks(address, 2, env=env, timeout_s=60) == [('lo', 2.)] * 2
-    with pytest.raises(RankError, match='no-such'): run_ranks(address, 2, env=env | {'GLOO_SOCKET_IFNAME': 'no-such'}, timeout_s=60)
+    with pytest.raises(RankError, match='no-such'):
+        run_ranks(address, 2, env=env | {'GLOO_SOCKET_IFNAME': 'no-such'}, timeout_s=60)

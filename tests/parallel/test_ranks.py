@@ -1,4 +1,5 @@
-"""What a notebook cell cannot test well about ranks: kills, hangs, interrupts, a kernel that dies or must survive."""
+"""What a notebook cell cannot test well about ranks: kills, hangs, interrupts, a kernel that dies
+or must survive."""
 import faulthandler
 import gc
 import os
@@ -16,9 +17,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import torch._dynamo  # DistributedDataParallel imports it, which takes seconds and makes a folder: here, once
+# DistributedDataParallel imports it, which takes seconds and makes a folder: here, once
+import torch._dynamo
 import torch.distributed as dist
-from trouble import later, ports
+from trouble import slow_case, ports
 
 from llm_workbook.training import memory_trace as gauges
 
@@ -26,13 +28,15 @@ from llm_workbook.parallel import ranks
 from llm_workbook.training.memory_trace import memory_trace
 from llm_workbook.parallel.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
 
-both = pytest.mark.parametrize('launch', [run_ranks, later(notebook_ranks)])
+both = pytest.mark.parametrize('launch', [run_ranks, slow_case(notebook_ranks)])
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path_factory, monkeypatch):
     "After every test: no child process, no file, the same environment and interrupt handler."
-    folder, environment, handler = tmp_path_factory.mktemp('temp'), dict(os.environ), signal.getsignal(signal.SIGINT)
+    folder = tmp_path_factory.mktemp('temp')
+    environment = dict(os.environ)
+    handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(tempfile, 'tempdir', str(folder))
     yield
     assert wait_for(lambda: psutil.Process().children(recursive=True) == [])
@@ -75,8 +79,10 @@ def test_a_killed_rank_is_named_within_5_s(launch, world, tmp_path):
     def stop():
         (tmp_path/'killed').write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RankError, match='rank 1 was killed by SIGKILL') as caught: launch(train, world, (1, stop))
-    assert caught.value.rank == 1 and time.monotonic() - float((tmp_path/'killed').read_text()) < 5
+    with pytest.raises(RankError, match='rank 1 was killed by SIGKILL') as caught:
+        launch(train, world, (1, stop))
+    assert caught.value.rank == 1
+    assert time.monotonic() - float((tmp_path/'killed').read_text()) < 5
 
 
 @pytest.mark.parametrize('launch', [run_ranks, notebook_ranks])
@@ -97,7 +103,11 @@ def test_a_rank_killed_from_outside_is_named(launch, tmp_path):
     def work():
         if join() == 1: (tmp_path/'pid').write_text(str(os.getpid()))
         train(None, None, 20_000)
-    def kill(): os.kill(int(wait_for(lambda: (tmp_path/'pid').exists() and (tmp_path/'pid').read_text(), 30)), signal.SIGKILL)
+    def kill():
+        os.kill(
+            int(wait_for(lambda: (tmp_path/'pid').exists() and (tmp_path/'pid').read_text(), 30)),
+            signal.SIGKILL)
+
     killer = threading.Timer(0.2, kill)
     killer.start()
     with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'): launch(work)
@@ -107,10 +117,12 @@ def test_a_rank_killed_from_outside_is_named(launch, tmp_path):
 @both
 def test_a_hanging_rank_is_named_at_the_limit(launch):
     start = time.monotonic()
-    with pytest.raises(RankTimeout) as caught: launch(train, 3, (2, lambda: time.sleep(1000)), timeout_s=4)
+    with pytest.raises(RankTimeout) as caught:
+        launch(train, 3, (2, lambda: time.sleep(1000)), timeout_s=4)
     assert 4 < time.monotonic() - start < 9
     assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (2, [2], [0, 1])
-    assert 'all_reduce' in caught.value.stacks[0] and 'in train' in caught.value.stacks[2]
+    assert 'all_reduce' in caught.value.stacks[0]
+    assert 'in train' in caught.value.stacks[2]
 
 
 @both
@@ -148,14 +160,21 @@ def test_a_wait_for_an_asynchronous_operation_is_a_wait():
 @both
 def test_the_first_failure_is_told_not_its_victims(launch):
     def stop(): raise ValueError('the batch is empty')
-    with pytest.raises(RankError, match='rank 2 failed: ValueError: the batch is empty') as caught: launch(train, 3, (2, stop))
-    assert caught.value.rank == 2 and 'in train' in caught.value.traceback and 'site-packages' not in str(caught.value)
+    with pytest.raises(RankError, match='rank 2 failed: ValueError: the batch is empty') as caught:
+        launch(train, 3, (2, stop))
+    assert caught.value.rank == 2
+    assert 'in train' in caught.value.traceback
+    assert 'site-packages' not in str(caught.value)
 
 
 @both
-@pytest.mark.parametrize('leave, words', [(lambda: os._exit(3), 'exit code 3'), (lambda: os._exit(0), 'exit code 0|left just before'),
-                                          (lambda: sys.exit('enough'), 'SystemExit: enough'),
-                                          (crash, 'SIGSEGV')])
+@pytest.mark.parametrize(
+    'leave, words',
+    [
+        (lambda: os._exit(3), 'exit code 3'),
+        (lambda: os._exit(0), 'exit code 0|left just before'),
+        (lambda: sys.exit('enough'), 'SystemExit: enough'),
+        (crash, 'SIGSEGV')])
 def test_a_rank_that_leaves_without_a_result_is_told(launch, leave, words):
     with pytest.raises(RankError, match=words) as caught: launch(train, 2, (1, leave))
     assert caught.value.rank == 1
@@ -180,10 +199,18 @@ def test_only_rank_0_prints_in_the_cell(launch, capsys):
 @both
 @pytest.mark.parametrize('world', [1, 2])
 def test_results_come_back_by_rank(launch, world):
-    def work(x): return {'rank': int(os.environ['RANK']), 'x': x.double(), 'pid': os.getpid(), 'big': torch.zeros(3_000_000)}
+    def work(x):
+        return {
+            'rank': int(os.environ['RANK']), 'x': x.double(), 'pid': os.getpid(),
+            'big': torch.zeros(3_000_000)}
+
     found = launch(work, world, (torch.arange(3),))
     assert [f['rank'] for f in found] == list(range(world))
-    assert all(f['x'].dtype == torch.float64 and f['x'].tolist() == [0, 1, 2] and f['big'].shape == (3_000_000,) for f in found)
+    assert all(
+        f['x'].dtype == torch.float64
+        and f['x'].tolist() == [0, 1, 2]
+        and f['big'].shape == (3_000_000,)
+        for f in found)
     assert len({os.getpid(), *(f['pid'] for f in found)}) == world + 1
 
 
@@ -194,8 +221,11 @@ def test_what_cannot_be_pickled_is_an_error_of_its_rank(launch):
 
 @both
 def test_env_reaches_the_ranks_only(launch):
-    seen = launch(lambda: (os.environ['FSDP_VERSION'], os.environ['GLOO_SOCKET_IFNAME']), env={'FSDP_VERSION': 2})
-    assert seen == [('2', 'lo')] * 2 and 'FSDP_VERSION' not in os.environ
+    seen = launch(
+        lambda: (os.environ['FSDP_VERSION'], os.environ['GLOO_SOCKET_IFNAME']),
+        env={'FSDP_VERSION': 2})
+    assert seen == [('2', 'lo')] * 2
+    assert 'FSDP_VERSION' not in os.environ
 
 
 @both
@@ -209,7 +239,8 @@ def test_an_interrupt_stops_everything(launch, delay_s):
 
 def test_a_watch_that_raises_stops_everything():
     def watch(): raise RuntimeError('no display')
-    with pytest.raises(RuntimeError, match='no display'): notebook_ranks(time.sleep, args=(1000,), watch=watch)
+    with pytest.raises(RuntimeError, match='no display'):
+        notebook_ranks(time.sleep, args=(1000,), watch=watch)
 
 
 @both
@@ -220,7 +251,8 @@ def test_what_a_rank_starts_dies_with_it(launch, tmp_path):
     path = tmp_path/'pid'
     with pytest.raises(RankTimeout): launch(train, 2, (0, stop), timeout_s=4)
     pid = int(path.read_text())
-    assert wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert wait_for(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @both
@@ -233,13 +265,17 @@ def test_ranks_and_their_files_go_with_a_killed_kernel(launch, tmp_path):
             time.sleep(1000)
         {launch.__name__}(work)
     '''
-    kernel = subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], env={**os.environ, 'TMPDIR': str(tmp_path)})
+    kernel = subprocess.Popen(
+        [sys.executable, '-c', textwrap.dedent(code)], env={**os.environ, 'TMPDIR': str(tmp_path)})
     files = [tmp_path/'0', tmp_path/'1']
     assert wait_for(lambda: all(file.exists() and file.read_text() for file in files), 60)
     pids = [int(file.read_text()) for file in files]
-    kernel.kill(), kernel.wait()
+    kernel.kill()
+    kernel.wait()
     assert wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    assert wait_for(lambda: not list(tmp_path.glob('llmw-ranks-*')) and not list(tmp_path.glob('torchelastic_*')))
+    assert wait_for(
+        lambda: (
+            not list(tmp_path.glob('llmw-ranks-*')) and not list(tmp_path.glob('torchelastic_*'))))
 
 
 @both
@@ -254,7 +290,8 @@ def test_ranks_compute_with_many_threads_after_the_kernel_has(launch):
             return torch.get_num_threads()
         work()
         for threads in 1, 4, 4, 4:
-            assert {launch.__name__}(work, timeout_s=30, env={{'OMP_NUM_THREADS': threads}}) == [threads] * 2
+            found = {launch.__name__}(work, timeout_s=30, env={{'OMP_NUM_THREADS': threads}})
+            assert found == [threads] * 2
     '''
     subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, timeout=180)
 
@@ -268,8 +305,10 @@ def test_it_works_with_bitsandbytes_peft_and_an_accelerator_in_the_kernel(monkey
         from accelerate import Accelerator
         return Accelerator().num_processes
     assert [notebook_ranks(work, world) for world in (1, 2)] == [[1], [2, 2]]
-    assert dict(state.AcceleratorState._shared_state) == saved and kernel.num_processes == 1
-    for kind in state.AcceleratorState, state.PartialState, state.GradientState: kind._shared_state.clear()
+    assert dict(state.AcceleratorState._shared_state) == saved
+    assert kernel.num_processes == 1
+    for kind in state.AcceleratorState, state.PartialState, state.GradientState:
+        kind._shared_state.clear()
 
 
 @both
@@ -285,7 +324,8 @@ def test_a_rank_never_frees_what_it_inherited(launch):
 def test_a_taken_default_port_does_not_matter():
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        s.bind(('127.0.0.1', 29500)), s.listen()
+        s.bind(('127.0.0.1', 29500))
+        s.listen()
         assert notebook_ranks(join) == [0, 1]
 
 
@@ -298,16 +338,26 @@ def test_colab_starts_processes_too(monkeypatch):
 def test_a_kernel_that_has_spoilt_cuda_is_told_to_restart(monkeypatch):
     monkeypatch.setattr('accelerate.utils.is_cuda_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    with pytest.raises(RuntimeError, match='CUDA is initialised in this kernel.*restart the kernel'): notebook_ranks(join)
+    with pytest.raises(
+        RuntimeError, match='CUDA is initialised in this kernel.*restart the kernel'
+    ):
+        notebook_ranks(join)
     assert notebook_ranks(join, env={'ACCELERATE_USE_CPU': 'true'}) == [0, 1]
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: False)
     monkeypatch.setitem(sys.modules, 'bitsandbytes', SimpleNamespace())
-    with pytest.raises(RuntimeError, match='bitsandbytes .* restart the kernel'): notebook_ranks(join)
+    with pytest.raises(RuntimeError, match='bitsandbytes .* restart the kernel'):
+        notebook_ranks(join)
 
 
 @both
-@pytest.mark.parametrize('wrong, words', [(dict(ranks=0), 'not 0'), (dict(ranks=True), 'not True'), (dict(ranks=2.0), 'not 2.0'),
-                                          (dict(timeout_s=0), 'not 0'), (dict(function=3), 'callable')])
+@pytest.mark.parametrize(
+    'wrong, words',
+    [
+        (dict(ranks=0), 'not 0'),
+        (dict(ranks=True), 'not True'),
+        (dict(ranks=2.0), 'not 2.0'),
+        (dict(timeout_s=0), 'not 0'),
+        (dict(function=3), 'callable')])
 def test_wrong_arguments_are_refused_before_anything_starts(launch, wrong, words):
     with pytest.raises((ValueError, TypeError), match=words): launch(**{'function': join, **wrong})
 
@@ -321,8 +371,10 @@ def test_a_kernel_in_a_process_group_is_refused(launch):
 
 
 def test_memory_is_sampled_where_the_peak_cannot_be_reset():
+    class ReadOnlyPath(type(Path())):
+        def write_text(self, *args): raise PermissionError
     def work(forbidden):
-        if forbidden: gauges.Path = type('Path', (type(Path()),), {'write_text': lambda *a: (_ for _ in ()).throw(PermissionError())})
+        if forbidden: gauges.Path = ReadOnlyPath
         with memory_trace() as trace:
             block = torch.ones(100 * 2**20, dtype=torch.uint8)
             time.sleep(0.1)
@@ -330,12 +382,14 @@ def test_memory_is_sampled_where_the_peak_cannot_be_reset():
         return trace.method, (trace.peak.host_b - trace.begin.host_b) / 2**20
     for forbidden, method in (False, 'kernel'), (True, 'samples'):
         found, peak_mib = run_ranks(work, 1, (forbidden,))[0]
-        assert found == method and 95 < peak_mib < 110
+        assert found == method
+        assert 95 < peak_mib < 110
 
 
 @pytest.mark.slow
 def test_the_kernel_survives_kill_hang_and_interrupt():
-    nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
+    nbformat = pytest.importorskip('nbformat')
+    nbclient = pytest.importorskip('nbclient')
     cells = '''
         import os, signal, time, torch, torch.distributed as dist
         from llm_workbook.parallel.ranks import run_ranks, notebook_ranks
@@ -357,16 +411,23 @@ def test_the_kernel_survives_kill_hang_and_interrupt():
         print('interrupt me')
         notebook_ranks(work, args=(lambda: time.sleep(1000),))
         # %%
-        assert os.getpid() == kernel and run_ranks(work, args=(int,)) == notebook_ranks(work, args=(int,)) == [0, 1]
+        assert os.getpid() == kernel
+        assert run_ranks(work, args=(int,)) == notebook_ranks(work, args=(int,)) == [0, 1]
         print('alive')
     '''
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in textwrap.dedent(cells).split('# %%\n')])
+    nb = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(c) for c in textwrap.dedent(cells).split('# %%\n')]
+    )
     client = nbclient.NotebookClient(nb, timeout=120, kernel_name='python3', allow_errors=True)
     def on_start(cell, cell_index):
-        if 'interrupt me' in cell.source: threading.Timer(2, lambda: os.killpg(os.getpgid(pid()), signal.SIGINT)).start()
+        if 'interrupt me' in cell.source:
+            threading.Timer(2, lambda: os.killpg(os.getpgid(pid()), signal.SIGINT)).start()
     def pid(): return client.km.provisioner.process.pid
     client.on_cell_execute = on_start
     client.execute()
-    errors = [[(o.ename, o.evalue) for o in cell.outputs if o.output_type == 'error'] for cell in nb.cells]
-    assert [e[0][0] if e else None for e in errors] == [None, 'RankError', 'RankError', 'RankTimeout', 'KeyboardInterrupt', None]
+    errors = [
+        [(o.ename, o.evalue) for o in cell.outputs if o.output_type == 'error'] for cell in nb.cells
+    ]
+    assert [e[0][0] if e else None for e in errors] == [
+        None, 'RankError', 'RankError', 'RankTimeout', 'KeyboardInterrupt', None]
     assert nb.cells[-1].outputs[0].text == 'alive\n'

@@ -1,4 +1,5 @@
-"""The inventory of a step against autograd's own hooks, to the byte, and against the allocator of a real process."""
+"""The inventory of a step against autograd's own hooks, to the byte, and against the allocator of a
+real process."""
 import time
 
 import pytest
@@ -6,15 +7,24 @@ import torch
 import transformers
 from bench.lines import step_peak_error
 from bench.shared.models import pack
-from llm_workbook import Recipe, Setting, has_adapter, coverage, head_tape, layer_tape, instant_lines, saved, spec, working_lines
+from llm_workbook import (
+    Recipe, Setting, has_adapter, coverage, head_tape, layer_tape, instant_lines, saved, spec, working_lines)
 from llm_workbook.model.adapters import add_adapters
 
-WIDTHS = dict(hidden_size=96, intermediate_size=272, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=200)
-KINDS = {'llama': {}, 'qwen2': {}, 'mistral': {}, 'qwen3': {'head_dim': 32}, 'gemma3_text': {'head_dim': 32, 'sliding_window': 16},
-         'phi3': {'pad_token_id': 0, 'eos_token_id': 0, 'bos_token_id': 0},
-         'mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2}}
+WIDTHS = dict(
+    hidden_size=96, intermediate_size=272, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, vocab_size=200)
+KINDS = {
+    'llama': {},
+    'qwen2': {},
+    'mistral': {},
+    'qwen3': {'head_dim': 32},
+    'gemma3_text': {'head_dim': 32, 'sliding_window': 16},
+    'phi3': {'pad_token_id': 0, 'eos_token_id': 0, 'bos_token_id': 0},
+    'mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2}}
 PLAIN = {'batch.micro': 2, 'batch.length': 48}
-BF16, PURE = {'precision.compute': 'bfloat16'}, {'precision.compute': 'bfloat16', 'precision.master': 'bfloat16'}
+BF16 = {'precision.compute': 'bfloat16'}
+PURE = {'precision.compute': 'bfloat16', 'precision.master': 'bfloat16'}
 FULL, EAGER = {'sharding.activation_checkpointing': 'full'}, {'model.attention': 'eager'}
 LORA, QLORA = {'method.kind': 'lora'}, {'method.kind': 'qlora'}
 
@@ -36,61 +46,91 @@ def model(kind: str, made):
     full = made.method.kind == 'full'
     dtype = getattr(torch, made.precision.master if full else made.precision.compute)
     plain = transformers.AutoConfig.for_model(words.pop('model_type'), **words)
-    base = transformers.AutoModelForCausalLM.from_config(plain, dtype=dtype, attn_implementation=made.model.attention)
+    base = transformers.AutoModelForCausalLM.from_config(
+        plain, dtype=dtype, attn_implementation=made.model.attention)
     if made.method.kind == 'qlora': pack(base, made)
-    if made.sharding.activation_checkpointing == 'full': base.gradient_checkpointing_enable({'use_reentrant': False})
+    if made.sharding.activation_checkpointing == 'full':
+        base.gradient_checkpointing_enable({'use_reentrant': False})
     if not full: base = add_adapters(base, made.method, dtype=made.precision.master)
-    if not full and made.sharding.activation_checkpointing == 'full': base.enable_input_require_grads()
+    if not full and made.sharding.activation_checkpointing == 'full':
+        base.enable_input_require_grads()
     return base.train()
 
 
 def hooked(base, made) -> int:
-    "Bytes that autograd saves in one forward pass, parameters and buffers apart, each storage once."
+    """Bytes that autograd saves in one forward pass, parameters and buffers apart, each storage
+    once."""
     own = {t.untyped_storage().data_ptr() for t in [*base.parameters(), *base.buffers()]}
     found = {}
     def keep(t):
         found.setdefault(t.untyped_storage().data_ptr(), t)
         return t
     ids = torch.randint(0, WIDTHS['vocab_size'], (made.batch.micro, made.batch.length))
-    mixed = made.method.kind == 'full' and made.precision.compute == 'bfloat16' and made.precision.master == 'float32'
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast('cpu', torch.bfloat16, enabled=mixed):
-        base(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel()), use_cache=False)
+    mixed = (
+        made.method.kind == 'full'
+        and made.precision.compute == 'bfloat16'
+        and made.precision.master == 'float32')
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        torch.autocast('cpu', torch.bfloat16, enabled=mixed)
+    ):
+        base(
+            input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel()), use_cache=False
+        )
     return sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in own)
 
 
-@pytest.mark.parametrize('kind, changes', [
-    *[('llama', c) for c in ({}, PURE, BF16, EAGER, PURE | EAGER, FULL, PURE | FULL, BF16 | FULL, LORA, LORA | BF16, LORA | PURE,
-                             LORA | BF16 | FULL, LORA | BF16 | EAGER, LORA | {'method.dropout': .1}, LORA | BF16 | {'method.dropout': .1},
-                             LORA | BF16 | {'method.targets': ('q_proj', 'v_proj')}, QLORA | BF16, QLORA | BF16 | FULL, QLORA | PURE)],
-    *[(k, c) for k in ('qwen2', 'mistral', 'qwen3', 'phi3') for c in ({}, PURE, LORA | BF16)],
-    *[(k, c) for k in ('gemma3_text', 'mixtral') for c in ({}, PURE)]], ids=str)
+@pytest.mark.parametrize(
+    'kind, changes',
+    [
+        *[
+            ('llama', c)
+            for c in (
+                {}, PURE, BF16, EAGER, PURE | EAGER, FULL, PURE | FULL, BF16 | FULL, LORA,
+                LORA | BF16, LORA | PURE, LORA | BF16 | FULL, LORA | BF16 | EAGER,
+                LORA | {'method.dropout': 0.1}, LORA | BF16 | {'method.dropout': 0.1},
+                LORA | BF16 | {'method.targets': ('q_proj', 'v_proj')}, QLORA | BF16,
+                QLORA | BF16 | FULL, QLORA | PURE)],
+        *[(k, c) for k in ('qwen2', 'mistral', 'qwen3', 'phi3') for c in ({}, PURE, LORA | BF16)],
+        *[(k, c) for k in ('gemma3_text', 'mixtral') for c in ({}, PURE)]],
+    ids=str)
 def test_the_inventory_is_what_autograd_keeps(kind, changes):
     made = recipe(changes)
-    assert sum(item.size_b for item in saved(spec(config(kind)), made)) == hooked(model(kind, made), made)
+    assert sum(item.size_b for item in saved(spec(config(kind)), made)) == hooked(
+        model(kind, made), made)
 
 
 @pytest.mark.slow
 def test_the_allocator_of_a_real_process_agrees():
-    row = step_peak_error.compare('words', step_peak_error.size(1, 256) | {'sharding.activation_checkpointing': 'full'})
+    row = step_peak_error.compare(
+        'words', step_peak_error.size(1, 256) | {'sharding.activation_checkpointing': 'full'})
     assert abs(row['error']) < 1
 
 
 def test_instants_say_what_matters():
-    llama, changes = spec('llama-3.1-8b'), {'cluster.device': 'cuda', 'cluster.processes': 8, 'sharding.strategy': 'fsdp2', **BF16, **FULL}
+    llama = spec('llama-3.1-8b')
+    changes = {
+        'cluster.device': 'cuda', 'cluster.processes': 8, 'sharding.strategy': 'fsdp2', **BF16,
+        **FULL}
+
     def peak(more):
         found = instant_lines(llama, recipe({**changes, 'batch.length': 8192, **more}))
         return max((sum(i.size_b for i in items), name) for name, items in found.items())
     plain, moment = peak({})
-    assert moment == 'loss' and 28e9 < plain < 32e9
+    assert moment == 'loss'
+    assert 28e9 < plain < 32e9
     assert peak({'batch.loss_head': 'chunked'})[0] < .4 * plain
-    assert peak({'batch.micro': 1})[0] < plain < peak({'sharding.activation_checkpointing': 'none'})[0]
+    assert (
+        peak({'batch.micro': 1})[0] < plain < peak({'sharding.activation_checkpointing': 'none'})[0]
+    )
     assert peak({'sharding.reshard_after_forward': False})[0] > plain + 14e9
     assert peak({'batch.accumulation': 2})[0] > plain + 15e9
 
 
 def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():
-    """down_proj of Llama 3.2 1B: 8192 x 2048 = 16,777,216 numbers in bfloat16, 33,554,432 bytes; a block of 64 has one
-    float32, 262,144 of them, and double quantisation undone holds them twice: 2,097,152 bytes."""
+    """down_proj of Llama 3.2 1B: 8192 x 2048 = 16,777,216 numbers in bfloat16, 33,554,432 bytes; a
+    block of 64 has one float32, 262,144 of them, and double quantisation undone holds them twice:
+    2,097,152 bytes."""
     llama = spec('llama-3.2-1b')
     tape, _ = layer_tape(llama.units[0], llama, Setting(kind='qlora', packed='nf4'))
     op, = [op for op in tape.ops if op.name == 'down_proj']
@@ -98,10 +138,15 @@ def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():
 
 
 def test_every_kind_is_one_of_the_ledger():
-    kinds = set('activations logits gradients unsharded prefetch collective dequantised buffers zero_buckets optimizer'.split())
+    kinds = set(
+        'activations logits gradients unsharded prefetch collective dequantised buffers '
+        'zero_buckets optimizer'.split()
+    )
     llama = spec('llama-3.2-1b')
     for strategy in ('none', 'ddp', 'fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3'):
-        many = {'cluster.processes': 1 if strategy == 'none' else 2, 'sharding.strategy': strategy, **BF16}
+        many = {
+            'cluster.processes': 1 if strategy == 'none' else 2, 'sharding.strategy': strategy,
+            **BF16}
         items = [item for found in instant_lines(llama, recipe(many)).values() for item in found]
         assert {'activations', 'logits', 'gradients'} <= {item.kind for item in items} <= kinds
         assert all(isinstance(item.size_b, int) and item.size_b > 0 for item in items)
@@ -109,7 +154,8 @@ def test_every_kind_is_one_of_the_ledger():
 
 
 def test_it_is_quick():
-    llama, made = spec('llama-3.1-8b'), recipe({**QLORA, **BF16})
+    llama = spec('llama-3.1-8b')
+    made = recipe({**QLORA, **BF16})
     instant_lines(llama, made)
     start = time.process_time()
     for _ in range(1000): instant_lines(llama, made)
@@ -121,14 +167,21 @@ def test_it_is_quick():
 
 def test_the_copy_of_a_new_head_has_gradients():
     judge = spec('tiny-base', head='classification')
-    made = Recipe.named('reviews-qlora').changed({'model.head': 'classification', 'method.kind': 'lora', 'sharding.strategy': 'ddp'})
-    gradients = [line.size_b for line in instant_lines(judge, made)['optimizer'] if line.kind == 'gradients']
+    made = Recipe.named('reviews-qlora').changed(
+        {'model.head': 'classification', 'method.kind': 'lora', 'sharding.strategy': 'ddp'})
+    gradients = [
+        line.size_b for line in instant_lines(judge, made)['optimizer'] if line.kind == 'gradients']
     assert gradients == [4 * coverage(judge, made.method).trained]
 
 
-@pytest.mark.parametrize('call, said', [
-    (lambda s, r: saved('llama', r), "'llama' is no ModelSpec"), (lambda s, r: instant_lines(s, 'x'), "'x' is no Recipe"),
-    (lambda s, r: working_lines(s, r, 'los'), "'los' is no instant"), (lambda s, r: layer_tape(s.units[-1], s, Setting()), 'has no o_proj'),
-    (lambda s, r: head_tape(s, Setting(head='half')), "'half' is neither"), (lambda s, r: has_adapter('lora', s), 'is no Setting')])
-def test_mistakes_are_named(call, said):
-    with pytest.raises(ValueError, match=said): call(spec('tiny-base'), recipe({}))
+@pytest.mark.parametrize(
+    'call, words',
+    [
+        (lambda s, r: saved('llama', r), "'llama' is no ModelSpec"),
+        (lambda s, r: instant_lines(s, 'x'), "'x' is no Recipe"),
+        (lambda s, r: working_lines(s, r, 'los'), "'los' is no moment"),
+        (lambda s, r: layer_tape(s.units[-1], s, Setting()), 'has no o_proj'),
+        (lambda s, r: head_tape(s, Setting(head='half')), "'half' is neither"),
+        (lambda s, r: has_adapter('lora', s), 'is no Setting')])
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ValueError, match=words): call(spec('tiny-base'), recipe({}))

@@ -1,4 +1,5 @@
-"""The ledger: what each rank holds, against torch and bitsandbytes; phases, places and verdicts, against arithmetic."""
+"""The ledger: what each rank holds, against torch and bitsandbytes; phases, places and verdicts,
+against arithmetic."""
 import json
 import math
 import os
@@ -25,7 +26,10 @@ STRATEGIES = ['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp']
 
 
 def lines(changes: dict, rank: int = 0, instant: str = 'optimizer') -> list:
-    return [x for x in resident_lines(rank_of(BASE.changed(changes), TINY, rank), TINY) if x.instant in ('', instant)]
+    return [
+        x
+        for x in resident_lines(rank_of(BASE.changed(changes), TINY, rank), TINY)
+        if x.instant in ('', instant)]
 
 
 def size(found: list, *kinds: str) -> int: return sum(x.size_b for x in found if x.kind in kinds)
@@ -46,10 +50,13 @@ def test_rows_are_those_of_torch_chunk(ranks):
     import torch
     full = tensors_of(TINY, Method(kind='full')).trained
     for number in range(ranks):
-        here = rank_of(BASE.changed({'method.kind': 'full', 'cluster.processes': ranks}), TINY, number).part(full)
-        for whole, part in zip(full, here):
+        share = rank_of(
+            BASE.changed({'method.kind': 'full', 'cluster.processes': ranks}), TINY, number
+        ).here(full)
+        for whole, part in zip(full, share):
             chunks = torch.empty(whole.shape, device='meta').chunk(ranks)
-            assert part.shape == (tuple(chunks[number].shape) if number < len(chunks) else (0, *whole.shape[1:]))
+            assert part.shape == (
+                tuple(chunks[number].shape) if number < len(chunks) else (0, *whole.shape[1:]))
 
 
 @pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
@@ -58,7 +65,11 @@ def test_every_exact_formula_gives_its_bytes(strategy, method):
     for rank in range(3):
         for x in resident_lines(rank_of(BASE.changed(every(strategy, method)), TINY, rank), TINY):
             assert eval(x.formula, {'ceil': math.ceil}, x.symbols) == x.size_b, x
-            assert x.size_b >= 0 and type(x.size_b) is int and x.kind in KINDS and x.source and x.sure in ('exact', 'model', 'cited')
+            assert x.size_b >= 0
+            assert type(x.size_b) is int
+            assert x.kind in KINDS
+            assert x.source
+            assert x.sure in ('exact', 'model', 'cited')
 
 
 @pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
@@ -68,15 +79,20 @@ def test_ranks_of_fsdp2_hold_the_model_together(method):
     for kind in ('weights', 'payload', 'adapters', 'optimizer', 'gradients'):
         assert sum(size(part, kind) for part in parts) == size(alone, kind)
     assert all(size(part, 'absmax') == size(alone, 'absmax') for part in parts)
-    stored = [size(part, 'weights', 'payload', 'adapters') + sum(x.size_b for x in part if x.kind == 'padding' and 'gradients' not in x.name)
-              for part in parts]
+    stored = [
+        size(part, 'weights', 'payload', 'adapters')
+        + sum(x.size_b for x in part if x.kind == 'padding' and 'gradients' not in x.name)
+        for part in parts]
     assert len(set(stored)) == 1, 'every rank stores as much as the first'
 
 
-@pytest.mark.parametrize('method', [Method(), Method(double_quant=False), Method(storage='uint8'), Method(storage='float32')])
+@pytest.mark.parametrize(
+    'method',
+    [Method(), Method(double_quant=False), Method(storage='uint8'), Method(storage='float32')])
 def test_packed_bytes_are_those_of_bitsandbytes(method):
     from llm_workbook.model.quantize import load_nf4, payload_bytes
-    real, t = payload_bytes(load_nf4('tiny-base', method, device='cpu')), tensors_of(TINY, method)
+    real = payload_bytes(load_nf4('tiny-base', method, device='cpu'))
+    t = tensors_of(TINY, method)
     item = {'uint8': 1, 'float32': 4}.get(method.storage, 2)
     assert item * count_of(tuple(x for x in t.frozen if x.kind == 'payload')) == real['payload']
     assert t.absmax[0] == real['absmax']
@@ -86,8 +102,9 @@ def test_packed_bytes_are_those_of_bitsandbytes(method):
 def test_a_group_shares_one_copy_and_no_more():
     hybrid = {'method.kind': 'full', 'cluster.processes': 4, 'sharding.group': 2}
     for rank in range(4):
-        assert size(lines(hybrid, rank), 'weights', 'optimizer') == size(lines(hybrid | {'cluster.processes': 2, 'sharding.group': None}, rank % 2),
-                                                                         'weights', 'optimizer')
+        assert size(lines(hybrid, rank), 'weights', 'optimizer') == size(
+            lines(hybrid | {'cluster.processes': 2, 'sharding.group': None}, rank % 2), 'weights',
+            'optimizer')
 
 
 def test_zero_partitions_are_deepspeeds():
@@ -95,18 +112,25 @@ def test_zero_partitions_are_deepspeeds():
     for ranks in (2, 3, 4):
         full = {'method.kind': 'full', 'cluster.processes': ranks}
         padded = math.ceil(n / (2 * ranks)) * 2 * ranks
-        one, three = lines(full | {'sharding.strategy': 'zero1'}), lines(full | {'sharding.strategy': 'zero3', 'zero.persistence_threshold': 0})
+        one = lines(full | {'sharding.strategy': 'zero1'})
+        three = lines(full | {'sharding.strategy': 'zero3', 'zero.persistence_threshold': 0})
         assert (size(one, 'weights'), size(one, 'master')) == (2 * padded, 4 * padded // ranks)
-        assert (size(one, 'optimizer'), size(one, 'gradients')) == (8 * padded // ranks, 2 * padded // ranks)
+        assert (size(one, 'optimizer'), size(one, 'gradients')) == (
+            8 * padded // ranks, 2 * padded // ranks)
         part = sum(u.count * math.ceil(w.numel / ranks) for u in TINY.units for w in u.weights)
-        assert (size(three, 'weights'), size(three, 'gradients'), size(three, 'master'), size(three, 'optimizer')) == (2 * part, 2 * part, 4 * part, 8 * part)
+        assert (
+            size(three, 'weights'), size(three, 'gradients'), size(three, 'master'),
+            size(three, 'optimizer')) == (2 * part, 2 * part, 4 * part, 8 * part)
 
 
 def test_small_parameters_stay_whole_under_zero3():
-    small = [w.numel for u in TINY.units for w in u.weights for _ in range(u.count) if w.numel <= 300]
+    small = [
+        w.numel for u in TINY.units for w in u.weights for _ in range(u.count) if w.numel <= 300]
     full = {'method.kind': 'full', 'sharding.strategy': 'zero3', 'zero.persistence_threshold': 300}
-    more = size(lines(full), 'weights') - size(lines(full | {'zero.persistence_threshold': 0}), 'weights')
-    assert small and more == 2 * sum(2 * math.ceil(n / 2) for n in small)
+    more = size(lines(full), 'weights') - size(
+        lines(full | {'zero.persistence_threshold': 0}), 'weights')
+    assert small
+    assert more == 2 * sum(2 * math.ceil(n / 2) for n in small)
 
 
 def test_buckets_follow_the_knobs_and_not_the_model():
@@ -118,21 +142,35 @@ def test_buckets_follow_the_knobs_and_not_the_model():
 
 @pytest.mark.parametrize('kind, each', [('adamw', 8), ('adamw_bf16', 4), ('sgd', 0)])
 def test_states_per_number(kind, each):
-    full = {'method.kind': 'full', 'optimizer.kind': kind, 'sharding.strategy': 'none', 'cluster.processes': 1}
+    full = {
+        'method.kind': 'full', 'optimizer.kind': kind, 'sharding.strategy': 'none',
+        'cluster.processes': 1}
     assert size(lines(full), 'optimizer') == each * TINY.parameters
-    assert whole_states(rank_of(BASE.changed(full), TINY)) == each * TINY.parameters + size(lines(full), 'counters')
+    assert whole_states(rank_of(BASE.changed(full), TINY)) == each * TINY.parameters + size(
+        lines(full), 'counters')
 
 
 def test_eight_bit_states_are_those_of_bitsandbytes():
     import bitsandbytes
     import torch
-    wide = {'method.kind': 'full', 'optimizer.kind': 'adamw_8bit', 'sharding.strategy': 'none', 'cluster.processes': 1}
-    weights = [torch.nn.Parameter(torch.zeros(w.shape)) for u in TINY.units for w in u.weights if w.kind != 'embedding' for _ in range(u.count)]
+
+    wide = {
+        'method.kind': 'full', 'optimizer.kind': 'adamw_8bit', 'sharding.strategy': 'none',
+        'cluster.processes': 1}
+    weights = [
+        torch.nn.Parameter(torch.zeros(w.shape))
+        for u in TINY.units
+        for w in u.weights
+        if w.kind != 'embedding'
+        for _ in range(u.count)]
     optimizer = bitsandbytes.optim.AdamW8bit(weights)
     for w in weights: w.grad = torch.ones_like(w)
     optimizer.step()
-    storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for s in optimizer.state.values() for v in s.values()
-                if torch.is_tensor(v)}
+    storages = {
+        v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
+        for s in optimizer.state.values()
+        for v in s.values()
+        if torch.is_tensor(v)}
     embedding = sum(w.numel for u in TINY.units for w in u.weights if w.kind == 'embedding')
     assert size(lines(wide), 'optimizer') == sum(storages.values()) + 8 * embedding
 
@@ -146,17 +184,30 @@ def test_eight_bit_states_begin_at_4096_numbers_as_in_bitsandbytes(shape):
     optimizer = bitsandbytes.optim.AdamW8bit(weights)
     for w in weights: w.grad = torch.ones_like(w)
     optimizer.step()
-    held_by = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for s in optimizer.state.values() for v in s.values()
-               if torch.is_tensor(v)}
-    assert _eight_bit(tuple(TensorGroup('weights', 1, tuple(w.shape), 0) for w in weights))[0] == sum(held_by.values())
+    held_by = {
+        v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
+        for s in optimizer.state.values()
+        for v in s.values()
+        if torch.is_tensor(v)}
+    assert _eight_bit(tuple(TensorGroup('weights', 1, tuple(w.shape), 0) for w in weights))[0] == sum(
+        held_by.values())
 
 
 def test_offloaded_tensors_are_rounded_to_powers_of_two():
-    away = {'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
-    pinned, paged = lines(away), lines(away | {'sharding.pin_memory': False})
-    up = lambda b: 2**math.ceil(math.log2(b))
-    shards = [4 * math.prod((math.ceil(w.shape[0] / 2), *w.shape[1:])) for u in TINY.units for w in u.weights for _ in range(u.count)]
-    assert [x.size_b for x in pinned if x.kind == 'pinned_rounding'] == [sum(map(up, shards)) - sum(shards)] * 2  # weights, gradients
+    away = {
+        'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.offload_parameters': 'cpu',
+        'sharding.offload_optimizer': 'cpu'}
+    pinned = lines(away)
+    paged = lines(away | {'sharding.pin_memory': False})
+    def up(b): return 2**math.ceil(math.log2(b))
+    shards = [
+        4 * math.prod((math.ceil(w.shape[0] / 2), *w.shape[1:]))
+        for u in TINY.units
+        for w in u.weights
+        for _ in range(u.count)]
+    # weights, gradients
+    assert [x.size_b for x in pinned if x.kind == 'pinned_rounding'] == [
+        sum(map(up, shards)) - sum(shards)] * 2
     assert {x.place for x in pinned if x.kind in ('weights', 'gradients')} == {'pinned'}
     assert {x.place for x in paged if x.kind in ('weights', 'gradients', 'optimizer')} == {'host'}
     assert not size(paged, 'pinned_rounding')
@@ -166,7 +217,10 @@ def test_a_classification_head_is_trained_as_a_copy():
     two = spec('tiny-base', head='classification')
     recipe = Recipe.named('reviews-qlora').changed({'model.head': 'classification'})
     t = tensors_of(two, recipe.method)
-    assert sum(x.shape == (2, two.hidden) for x in t.frozen) == sum(x.shape == (2, two.hidden) for x in t.trained) == 1
+    assert (
+        sum(x.shape == (2, two.hidden) for x in t.frozen)
+        == sum(x.shape == (2, two.hidden) for x in t.trained)
+        == 1)
 
 
 # Phases, places, verdicts
@@ -177,36 +231,55 @@ def test_every_named_recipe_has_a_ledger(name):
     found = memory(recipe)
     assert {x.phase for x in found.lines} == {'load', 'step', 'save'}
     for phase in ('load', 'step', 'save'):
-        assert found.total(phase, 'gpu', 'allocated') <= found.total(phase, 'gpu', 'reserved') <= found.total(phase, 'gpu', 'device')
+        assert (
+            found.total(phase, 'gpu', 'allocated')
+            <= found.total(phase, 'gpu', 'reserved')
+            <= found.total(phase, 'gpu', 'device'))
         assert sum(found.by_kind(phase).values()) == found.total(phase)
         assert found.total(phase) <= found.peak()
     low, high = found.band
     assert low <= found.peak() <= high
-    assert found.to_dict()['instant'] == found.instant() and '<table>' in found._repr_html_() and found.plot()
+    assert found.to_dict()['instant'] == found.instant()
+    assert '<table>' in found._repr_html_()
+    assert found.plot()
 
 
 def test_loading_decides_the_first_peak():
     big = Recipe.named('70b-2x8-a100-80-full')
     n = spec('llama-2-70b').parameters
-    how = {word: memory(big.changed({'sharding.loading': word})) for word in ('every_rank', 'rank0', 'sharded')}
-    assert how['every_rank'].total('load', 'gpu', 'allocated') > 4 * n > 10 * how['sharded'].total('load', 'gpu', 'allocated')
-    assert how['rank0'].total('load', 'host', 'allocated') == 4 * n and how['sharded'].total('load', 'host', 'allocated') < 2**24
-    assert memory(big.changed({'sharding.loading': 'rank0'}), rank=1).total('load', 'host', 'allocated') == 0
+    how = {
+        word: memory(big.changed({'sharding.loading': word}))
+        for word in ('every_rank', 'rank0', 'sharded')}
+    assert (
+        how['every_rank'].total('load', 'gpu', 'allocated')
+        > 4 * n
+        > 10 * how['sharded'].total('load', 'gpu', 'allocated'))
+    assert how['rank0'].total('load', 'host', 'allocated') == 4 * n
+    assert how['sharded'].total('load', 'host', 'allocated') < 2**24
+    assert (
+        memory(big.changed({'sharding.loading': 'rank0'}), rank=1).total(
+            'load', 'host', 'allocated')
+        == 0)
 
 
 def test_checkpoints_fill_the_disk():
     full = BASE.changed({'method.kind': 'full', 'intervals.saving': 10, 'optimizer.steps': 45})
-    part, whole = memory(full), memory(full.changed({'intervals.checkpoint': 'full'}))
-    n, there = TINY.parameters, KEPT_CHECKPOINTS + 1  # Those that are kept, and the one being written
-    assert sum(memory(full, rank=r).total('save', 'disk') for r in range(2)) == there * 12 * n + 4 * n
-    assert whole.on_node('save', 'disk') == there * (12 * n + 4 * 38) + 4 * n
+    part = memory(full)
+    whole = memory(full.changed({'intervals.checkpoint': 'full'}))
+    # Those that are kept, and the one being written
+    n, checkpoints = TINY.parameters, KEPT_CHECKPOINTS + 1
+    assert (
+        sum(memory(full, rank=r).total('save', 'disk') for r in range(2))
+        == checkpoints * 12 * n + 4 * n)
+    assert whole.on_node('save', 'disk') == checkpoints * (12 * n + 4 * 38) + 4 * n
     assert whole.total('save', 'host', 'allocated') > part.total('save', 'host', 'allocated')
     once = memory(full.changed({'intervals.saving': 30}))
     assert once.on_node('save', 'disk') == 12 * n + 4 * n
 
 
 def saved(how, kind, folder):
-    "What a rank copies for a thread that writes, by its own count and by that of the process; bytes."
+    """What a rank copies for a thread that writes, by its own count and by that of the process;
+    bytes."""
     import torch
     from llm_workbook.model.adapters import add_adapters
     from llm_workbook.checkpoint.save_load import finish_saving, save_checkpoint
@@ -215,27 +288,39 @@ def saved(how, kind, folder):
     torch.set_num_threads(1)
     model = load_base('tiny-base', Method(kind=kind), Precision(master='float32'), device='cpu')
     if kind != 'full': model = add_adapters(model, Method(kind=kind))
-    model = shard_model(model) if how == 'fsdp2' else torch.nn.parallel.DistributedDataParallel(model)
+    model = (
+        shard_model(model) if how == 'fsdp2' else torch.nn.parallel.DistributedDataParallel(model))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = torch.randint(5, 1000, (2, 16))
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     copied, clone = [], torch.Tensor.clone
-    with patch.object(torch.Tensor, 'clone', lambda self, **more: copied.append(self.nbytes) or clone(self, **more)):
+    with patch.object(
+        torch.Tensor, 'clone',
+        lambda self, **more: copied.append(self.nbytes) or clone(self, **more)
+    ):
         saving = save_checkpoint(folder / 'checkpoint-1', model, optimizer, wait=False)
     finish_saving()
     return saving.bytes, sum(copied)
 
 
-@pytest.mark.parametrize('how, kind', [('fsdp2', 'full'), ('fsdp2', 'lora'), ('ddp', 'full'), ('ddp', 'qlora')])
+@pytest.mark.parametrize(
+    'how, kind', [('fsdp2', 'full'), ('fsdp2', 'lora'), ('ddp', 'full'), ('ddp', 'qlora')])
 def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
-    recipe = BASE.changed({'method.kind': kind, 'sharding.strategy': how, 'cluster.processes': 2, 'intervals.saving': 2, 'optimizer.steps': 4})
+    recipe = BASE.changed(
+        {
+            'method.kind': kind, 'sharding.strategy': how, 'cluster.processes': 2,
+            'intervals.saving': 2, 'optimizer.steps': 4})
     found = run_ranks(saved, 2, (how, kind, tmp_path), timeout_s=120)
-    for rank, (said, copied) in enumerate(found):
+    for rank, (planned, copied) in enumerate(found):
         ledger = memory(recipe, rank=rank)
-        line, = [x for x in ledger.lines if x.phase == 'save' and x.place == 'host' and x.instant == 'checkpoint']
+        (line,) = [
+            x
+            for x in ledger.lines
+            if x.phase == 'save' and x.place == 'host' and x.instant == 'checkpoint']
         assert line.size_b == eval(line.formula, {'ceil': math.ceil}, line.symbols)
-        assert said == pytest.approx(line.size_b, rel=.02) and copied == pytest.approx(line.size_b, rel=.02)
+        assert planned == pytest.approx(line.size_b, rel=.02)
+        assert copied == pytest.approx(line.size_b, rel=.02)
         assert ledger.total('save', 'host') >= line.size_b
         disk, = [x for x in ledger.lines if 'checkpoints' in x.name]
         assert disk.size_b == 2 * line.size_b
@@ -243,8 +328,12 @@ def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
 
 def test_deepspeed_copies_nothing_and_neither_does_a_run_without_checkpoints():
     saving = {'intervals.saving': 2, 'method.kind': 'full', 'cluster.processes': 2}
-    copies = lambda changes: [x for x in memory(BASE.changed(changes)).lines if x.place == 'host' and x.instant == 'checkpoint']
-    assert copies(saving) and not copies(saving | {'intervals.saving': 0}) and not copies(saving | {'sharding.strategy': 'zero3'})
+    def copies(changes):
+        lines = memory(BASE.changed(changes)).lines
+        return [x for x in lines if x.place == 'host' and x.instant == 'checkpoint']
+    assert copies(saving)
+    assert not copies(saving | {'intervals.saving': 0})
+    assert not copies(saving | {'sharding.strategy': 'zero3'})
 
 
 def test_what_a_node_shares_counts_once():
@@ -254,17 +343,27 @@ def test_what_a_node_shares_counts_once():
 
 
 def test_a_verdict_names_the_place_and_the_lines():
-    tight = memory(Recipe.named('70b-2x24gb-qlora').changed({'sharding.loading': 'rank0', 'cluster.hardware': '2x-rtx-3090'}))
-    assert not tight.fits() and tight.fits('8x-h100')
-    assert 'gpu is' in tight.why() and 'whole on every rank' in tight.why() and tight.why('8x-h100').startswith('it fits')
+    tight = memory(
+        Recipe.named('70b-2x24gb-qlora').changed(
+            {'sharding.loading': 'rank0', 'cluster.hardware': '2x-rtx-3090'}))
+    assert not tight.fits()
+    assert tight.fits('8x-h100')
+    assert 'gpu is' in tight.why()
+    assert 'whole on every rank' in tight.why()
+    assert tight.why('8x-h100').startswith('it fits')
     cpu = memory(BASE)
     assert [room[0] for room in cpu.rooms('cpu')] == ['host', 'disk']
 
 
-@pytest.mark.parametrize('call, words', [
-    (lambda: memory(BASE, rank=-1), 'from 0 to 1'), (lambda: memory(BASE, rank=1.5), 'from 0 to 1'),
-    (lambda: memory(BASE).total('steps'), 'none of load, step, save'), (lambda: memory(BASE).total('step', 'ram'), 'none of gpu, host'),
-    (lambda: memory(BASE).total('step', 'gpu', 'all'), 'none of allocated'), (lambda: memory(BASE).fits('2x-rtx-3091'), '3090')])
+@pytest.mark.parametrize(
+    'call, words',
+    [
+        (lambda: memory(BASE, rank=-1), 'from 0 to 1'),
+        (lambda: memory(BASE, rank=1.5), 'from 0 to 1'),
+        (lambda: memory(BASE).total('steps'), 'none of load, step, save'),
+        (lambda: memory(BASE).total('step', 'ram'), 'none of gpu, host'),
+        (lambda: memory(BASE).total('step', 'gpu', 'all'), 'none of allocated'),
+        (lambda: memory(BASE).fits('2x-rtx-3091'), '3090')])
 def test_errors_name_the_value(call, words):
     with pytest.raises(ValueError, match=words): call()
 
@@ -273,7 +372,10 @@ def test_the_allocator_returns_what_it_does_not_need():
     full = Recipe.named('70b-2x8-a100-80-full').changed({'cluster.hardware': None})
     free, tight, tiny = (memory(full, node=node) for node in (None, '8x-h200', '8x-a10g'))
     P, A, O = free.pools('step')
-    assert free.total('step', 'gpu', 'reserved') == int(P + 1.3 * A + O) > free.total('step', 'gpu', 'allocated')
+    assert (
+        free.total('step', 'gpu', 'reserved')
+        == int(P + 1.3 * A + O)
+        > free.total('step', 'gpu', 'allocated'))
     assert tight.total('step', 'gpu', 'reserved') <= free.total('step', 'gpu', 'reserved')
     allocated = tiny.total('step', 'gpu', 'allocated')
     assert tiny.total('step', 'gpu', 'reserved') == allocated + int(.05 * allocated)
@@ -286,28 +388,41 @@ PEAKS = json.loads((ROOT/'bench/results/cpu/step_peak_error.json').read_text())[
 
 @pytest.mark.parametrize('row', PEAKS, ids=lambda row: f'{row["shape"]}-{row["moment"]}')
 def test_the_ledger_alone_gives_the_peaks_that_were_measured(row):
-    "The record adds its prediction of a step to what the process held; here the ledger gives both, and no measurement enters."
+    """The record adds its prediction of a step to what the process held; here the ledger gives
+    both, and no measurement enters."""
     changes = {path: value for path, value in row['changes'].items() if path != 'foreach'}
-    if 'foreach' in row['changes']: changes |= {'cluster.device': 'cuda'}  # There AdamW goes through all weights at once
+    # There AdamW goes through all weights at once
+    if 'foreach' in row['changes']: changes |= {'cluster.device': 'cuda'}
     made = memory(step_peak_error.recipe(changes), spec(step_peak_error.SHAPES[row['shape']]))
     assert abs(made.total('step', level='allocated') / row['peak_b'] - 1) < .01
 
 
 # Labels are for people
 
-REWORDED = [{}, {'method.kind': 'full', 'intervals.saving': 2, 'optimizer.steps': 4}, {'method.kind': 'full', 'batch.accumulation': 2},
-            *({'sharding.strategy': name, 'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.offload_optimizer': 'cpu'}
-              for name in ('zero1', 'zero2', 'zero3')),
-            {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.saving': 2, 'optimizer.steps': 4}]
+REWORDED = [
+    {}, {'method.kind': 'full', 'intervals.saving': 2, 'optimizer.steps': 4},
+    {'method.kind': 'full', 'batch.accumulation': 2},
+    *(
+        {
+            'sharding.strategy': name, 'method.kind': 'full', 'cluster.device': 'cuda',
+            'sharding.offload_optimizer': 'cpu'}
+        for name in ('zero1', 'zero2', 'zero3')),
+    {
+        'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.saving': 2,
+        'optimizer.steps': 4}]
 
 
 def verdicts(changes: dict) -> tuple:
     "Everything that a ledger decides, without its texts."
-    found, recipe = memory(BASE.changed(changes)), BASE.changed(changes)
+    found = memory(BASE.changed(changes))
+    recipe = BASE.changed(changes)
     totals = found.to_dict()
     lines = [(x.kind, x.phase, x.instant, x.place, x.size_b) for x in found.lines]
-    passing = {name: [x.size_b for x in working_lines(TINY, recipe, name)] for name in instant_lines(TINY, recipe)}
-    return totals['allocated'], totals['band'], totals['device'], lines, passing, found.fits('8x-h100')
+    passing = {
+        name: [x.size_b for x in working_lines(TINY, recipe, name)] for name in instant_lines(TINY, recipe)}
+    return (
+        totals['allocated'], totals['band'], totals['device'], lines, passing,
+        found.fits('8x-h100'))
 
 
 @pytest.mark.parametrize('changes', REWORDED, ids=str)
@@ -317,12 +432,16 @@ def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
     made = []
 
     def reworded(*args, **fields):
-        made.append(plan_lines.Line(*args, **fields)._replace(name=f'words {len(made)}', formula='a formula', source='a source'))
+        made.append(
+            plan_lines.Line(*args, **fields)._replace(
+                name=f'words {len(made)}', formula='a formula', source='a source'))
         return made[-1]
     step_memory._lines.cache_clear()
-    for module in (ledger, loading, model_states, step_memory): monkeypatch.setattr(module, 'Line', reworded)
+    for module in (ledger, loading, model_states, step_memory):
+        monkeypatch.setattr(module, 'Line', reworded)
     other = memory(BASE.changed(changes))
-    assert made and all(x.name.startswith('words') for x in other.lines)
+    assert made
+    assert all(x.name.startswith('words') for x in other.lines)
     assert verdicts(changes) == plain
     step_memory._lines.cache_clear()
 
@@ -331,21 +450,34 @@ def test_a_ledger_with_more_lines_leaves_the_first_as_it_was():
     first = memory(BASE)
     line = first.lines[0]._replace(kind='context', phase='step', place='gpu', instant='', size_b=7)
     more = first.with_lines((line,))
-    assert (more.total('step') - first.total('step'), more.total('load') - first.total('load')) == (7, 0)
-    assert memory(BASE).total('step') == first.total('step') and more.lines == (*first.lines, line)
+    assert (more.total('step') - first.total('step'), more.total('load') - first.total('load')) == (
+        7, 0)
+    assert memory(BASE).total('step') == first.total('step')
+    assert more.lines == (*first.lines, line)
 
 
 def test_buffers_of_a_step_are_gone_while_loading_and_saving_and_so_is_their_rounding():
-    away = BASE.changed({'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.strategy': 'zero2', 'sharding.offload_optimizer': 'cpu'})
-    rounding = {phase: [x.name for x in memory(away).lines if x.phase == phase and x.kind == 'pinned_rounding'] for phase in ('load', 'step', 'save')}
+    away = BASE.changed(
+        {
+            'method.kind': 'full', 'cluster.device': 'cuda', 'sharding.strategy': 'zero2',
+            'sharding.offload_optimizer': 'cpu'})
+    rounding = {
+        phase: [
+            x.name for x in memory(away).lines if x.phase == phase and x.kind == 'pinned_rounding']
+        for phase in ('load', 'step', 'save')}
     assert rounding['load'] == rounding['save'] == ['master weights, each tensor rounded up']
     assert len(rounding['step']) == 4
 
 
 @pytest.mark.parametrize('checkpointing', ['none', 'full'])
 def test_zero_reduces_in_the_backward_pass_alone(checkpointing):
-    zero = memory(BASE.changed({'method.kind': 'full', 'sharding.strategy': 'zero2', 'sharding.activation_checkpointing': checkpointing})).lines
-    buckets = {x.instant for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
+    zero = memory(
+        BASE.changed(
+            {
+                'method.kind': 'full', 'sharding.strategy': 'zero2',
+                'sharding.activation_checkpointing': checkpointing})).lines
+    buckets = {
+        x.instant for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
     partition = {x.instant for x in zero if x.kind == 'gradients' and x.phase == 'step'}
     assert buckets == {'loss', 'head', 'last layer', 'first layer', 'embedding'}
     assert partition == {'head', 'last layer', 'first layer', 'embedding', 'optimizer'}

@@ -17,8 +17,16 @@ from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.rehearsal.load import rehearse_load
 
-SHAPE = dict(hidden_size=640, intermediate_size=1728, num_hidden_layers=3, num_attention_heads=10, num_key_value_heads=5,
-             vocab_size=6007, tie_word_embeddings=False)  # A third of 6,007 rows is no whole number, and shares cut blocks
+SHAPE = dict(
+    hidden_size=640,
+    intermediate_size=1728,
+    num_hidden_layers=3,
+    num_attention_heads=10,
+    num_key_value_heads=5,
+    # A third of 6,007 rows is no whole number, and shares cut blocks
+    vocab_size=6007,
+    tie_word_embeddings=False,
+)
 RECIPE_C = Recipe.named('70b-2x24gb-qlora')
 
 
@@ -27,15 +35,18 @@ def base(tmp_path_factory):
     "A checkpoint in several files."
     folder = tmp_path_factory.mktemp('base')
     with torch.random.fork_rng():
-        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE), dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**SHAPE), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size='10MB')
     assert len(list(folder.glob('*.safetensors'))) > 2
     return folder
 
 
 def recipe(base, kind, ranks):
-    return Recipe(name='load', model={'source': str(base)}, method={'kind': kind}, data={'source': 'sample-conversations', 'format': 'messages'},
-                  cluster={'processes': ranks, 'device': 'cpu'}, sharding={'loading': 'sharded'})
+    return Recipe(
+        name='load', model={'source': str(base)}, method={'kind': kind},
+        data={'source': 'sample-conversations', 'format': 'messages'},
+        cluster={'processes': ranks, 'device': 'cpu'}, sharding={'loading': 'sharded'})
 
 
 def loads(made, seed=None):
@@ -44,18 +55,21 @@ def loads(made, seed=None):
     from llm_workbook.parallel import load as loading
     from llm_workbook.rehearsal.fake_tensors import watched_operations
     libc, fill, peak = ctypes.CDLL(None), loading._fill, [0]
-    libc.mallinfo2.restype = type('Counts', (ctypes.Structure,), {'_fields_': [(str(i), ctypes.c_size_t) for i in range(10)]})
+    libc.mallinfo2.restype = type(
+        'Counts', (ctypes.Structure,), {'_fields_': [(str(i), ctypes.c_size_t) for i in range(10)]})
     libc.mallopt(-3, 2**14)  # Each tensor from 16 KiB on gets pages of its own, and gives them back
-    mapped = lambda: getattr(libc.mallinfo2(), '4')
+    def mapped(): return getattr(libc.mallinfo2(), '4')
     gc.collect()
     start = mapped()
-    while mapped() == start: libc.malloc(2**14)  # What earlier tests left free in the heap would be given out first
+    # What earlier tests left free in the heap would be given out first
+    while mapped() == start: libc.malloc(2**14)
     start = mapped()
-    def look(*_): peak[0] = max(peak[0], mapped() - start)
+    def note_peak(*_): peak[0] = max(peak[0], mapped() - start)
     def watch(*args):
-        with watched_operations(look): return fill(*args)
+        with watched_operations(note_peak): return fill(*args)
     with patch.object(loading, '_fill', watch):
-        model = loading.load_sharded(made.model, made.method, made.precision, made.sharding, 'cpu', seed)
+        model = loading.load_sharded(
+            made.model, made.method, made.precision, made.sharding, 'cpu', seed)
     return model.arrived.read_b, model.arrived.total_b, peak[0]
 
 
@@ -65,11 +79,18 @@ def test_a_rank_reads_and_holds_what_is_planned(base, kind, ranks):
     found = run_ranks(loads, ranks, (made,), timeout_s=300)
     shape = spec(str(base))
     for rank, (read, total, peak) in enumerate(found):
-        assert total == 2 * shape.parameters and read == read_b(rank_of(made, shape, rank))
+        assert total == 2 * shape.parameters
+        assert read == read_b(rank_of(made, shape, rank))
         ledger = memory(made, rank=rank)
         adapters = sum(x.size_b for x in ledger.lines if x.phase == 'load' and x.kind == 'adapters')
-        planned = ledger.total('load', 'gpu', 'allocated') + ledger.total('load', 'host', 'allocated') - adapters
-        print(f'{kind}, rank {rank} of {ranks}: {read:,} bytes read; {peak:,} held, {planned:,} planned ({planned / peak - 1:+.2%})')
+        planned = (
+            ledger.total('load', 'gpu', 'allocated')
+            + ledger.total('load', 'host', 'allocated')
+            - adapters)
+        print(
+            f'{kind}, rank {rank} of {ranks}: {read:,} bytes read; {peak:,} held, {planned:,} '
+            f'planned ({planned / peak - 1:+.2%})'
+        )
         assert -.02 * peak < planned - peak < 2**22  # Not all is there yet when most is on its way
     assert sum(read for read, *_ in found) < found[0][1] * 1.001 + ranks * 256 * 21
 
@@ -78,13 +99,21 @@ def test_the_recipe_of_two_cards_needs_an_eighth_of_what_its_author_saw():
     ledger = memory(RECIPE_C)
     lines = [x for x in ledger.lines if x.phase == 'load']
     host = ledger.on_node('load', 'host')
-    share = sum(x.size_b for x in lines if x.place == 'pinned' and x.kind in ('weights', 'payload', 'adapters'))
+    share = sum(
+        x.size_b
+        for x in lines
+        if x.place == 'pinned' and x.kind in ('weights', 'payload', 'adapters'))
     rounding = sum(x.size_b for x in lines if x.kind == 'pinned_rounding')
     largest = 2 * rank_of(RECIPE_C, ledger.spec).tensors.largest
-    assert rounding > 2e9 and all(x.place == 'pinned' for x in lines if x.kind == 'pinned_rounding')
-    assert host / 2 <= share + largest + 2e9 and host < 180e9 / 3.5
+    assert rounding > 2e9
+    assert all(x.place == 'pinned' for x in lines if x.kind == 'pinned_rounding')
+    assert host / 2 <= share + largest + 2e9
+    assert host < 180e9 / 3.5
     assert ledger.total('load', 'disk') == 2 * ledger.spec.parameters
-    print(f'{host / 2e9:.2f} GB a rank: a share of {share / 1e9:.2f}, {rounding / 1e9:.2f} of rounding')
+    print(
+        f'{host / 2e9:.2f} GB a rank: a share of {share / 1e9:.2f}, {rounding / 1e9:.2f} of '
+        f'rounding'
+    )
 
 
 @pytest.mark.parametrize('rank', [0, 1])
@@ -93,17 +122,22 @@ def test_every_line_of_the_load_phase_follows_its_formula(rank):
         made = Recipe.named(name).changed({'sharding.loading': 'sharded', 'method.rank': 256})
         for x in memory(made, rank=rank).lines:
             if x.phase == 'load' and x.kind != 'allocator':
-                assert x.size_b == eval(x.formula, {'ceil': lambda a: -(-a // 1)}, dict(x.symbols)), x
+                assert x.size_b == eval(
+                    x.formula, {'ceil': lambda a: -(-a // 1)}, dict(x.symbols)), x
 
 
 @pytest.mark.parametrize('kind', ['full', 'lora', 'qlora'])
 def test_the_rehearsal_reads_what_a_rank_reads_and_holds_what_is_planned(base, kind):
-    made, shape = recipe(base, kind, 3), spec(str(base))
+    made = recipe(base, kind, 3)
+    shape = spec(str(base))
     for rank in 0, 2:
-        played, ledger = rehearse_load(made, rank=rank), memory(made, rank=rank)
-        assert (played.read_b, played.total_b) == (read_b(rank_of(made, shape, rank)), 2 * shape.parameters)
+        played = rehearse_load(made, rank=rank)
+        ledger = memory(made, rank=rank)
+        assert (played.read_b, played.total_b) == (
+            read_b(rank_of(made, shape, rank)), 2 * shape.parameters)
         planned = sum(ledger.total('load', place, 'allocated') for place in ('gpu', 'host'))
-        packing = sum(x.size_b for x in ledger.lines if x.instant == 'pack')  # No numbers are packed on a stage
+        # No numbers are packed on a stage
+        packing = sum(x.size_b for x in ledger.lines if x.instant == 'pack')
         assert -.02 * planned < planned - played.host_b - played.gpu_b < packing + .04 * planned
         assert played.rounding_b == 0
 
@@ -119,7 +153,9 @@ def test_the_buffer_of_the_reader_lies_in_host_memory_alone():
 
 
 def test_two_small_models_load_as_the_large_one_does():
-    whole, small = (rehearse_load(RECIPE_C.changed({'model.source': 'meta-llama/Llama-3.2-1B'}), exact, rank=1) for exact in (True, False))
+    whole, small = (
+        rehearse_load(RECIPE_C.changed({'model.source': 'meta-llama/Llama-3.2-1B'}), exact, rank=1)
+        for exact in (True, False))
     assert (whole.played, small.played) == ((16,), (6, 7))
     sizes = [(x.host_b, x.gpu_b, x.rounding_b, x.read_b, x.total_b) for x in (whole, small)]
     assert sizes[0] == sizes[1]
@@ -131,5 +167,7 @@ def test_a_missing_tensor_is_told_before_anything_is_launched(base, tmp_path):
     del tensors['model.norm.weight']
     save_file(tensors, tmp_path/'model.safetensors', metadata={'format': 'pt'})
     shutil.copy(base/'config.json', tmp_path)
-    with pytest.raises(ValueError, match='1 tensors of LlamaForCausalLM are missing, first model.norm.weight'):
+    with pytest.raises(
+        ValueError, match='1 tensors of LlamaForCausalLM are missing, first model.norm.weight'
+    ):
         rehearse_load(recipe(tmp_path, 'lora', 2))

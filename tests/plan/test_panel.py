@@ -30,25 +30,40 @@ def _restored(request):
 
 def test_a_state_is_a_recipe_and_its_estimate():
     state = panel_state({'batch.micro': 2})
-    assert state.recipe == BASE.changed({'batch.micro': 2}) and state.estimate.recipe == state.recipe
+    assert state.recipe == BASE.changed({'batch.micro': 2})
+    assert state.estimate.recipe == state.recipe
     assert Recipe.parse(state.yaml) == state.recipe
-    assert state.verdict == state.estimate.verdict and state.fits is state.estimate.fits
+    assert state.verdict == state.estimate.verdict
+    assert state.fits is state.estimate.fits
     assert json.loads(json.dumps(state.to_dict()))['settings']['batch.micro'] == 2
 
 
 def test_a_state_is_a_function_of_its_settings():
     assert panel_state({'batch.micro': 4}) == panel_state({'batch.micro': 4})
-    assert panel_state({'batch.micro': 4})._repr_html_() == panel_state({'batch.micro': 4})._repr_html_()
+    assert (
+        panel_state({'batch.micro': 4})._repr_html_()
+        == panel_state({'batch.micro': 4})._repr_html_())
 
 
 def test_a_gpu_and_a_count_make_a_machine():
-    assert panel_state({'cluster.hardware': 'h100', 'cluster.processes': 8}).recipe.cluster.hardware == '8x-h100'
+    assert (
+        panel_state({'cluster.hardware': 'h100', 'cluster.processes': 8}).recipe.cluster.hardware
+        == '8x-h100')
     two = {'cluster.hardware': 'h100', 'cluster.processes': 8, 'cluster.nodes': 2}
     assert 'no network' in panel_state(two).errors[0]
     assert panel_state(two | {'network': 'efa-400'}).recipe.cluster.hardware == '8x-h100@efa-400'
-    assert panel_state({'cluster.hardware': 'p5', 'cluster.processes': 4}).recipe.cluster.hardware == 'p5'
-    assert panel_state({'cluster.hardware': 'cpu'}, draft('tiny-base', 'cpu', rows=2, length=128)).recipe.cluster.device == 'cpu'
-    assert '16 processes' in panel_state({'cluster.hardware': 'p5', 'cluster.processes': 16}).errors[0]
+    assert (
+        panel_state({'cluster.hardware': 'p5', 'cluster.processes': 4}).recipe.cluster.hardware
+        == 'p5')
+    assert (
+        panel_state(
+            {'cluster.hardware': 'cpu'}, draft('tiny-base', 'cpu', rows=2, length=128)
+        ).recipe.cluster.device
+        == 'cpu'
+    )
+    assert (
+        '16 processes' in panel_state({'cluster.hardware': 'p5', 'cluster.processes': 16}).errors[0]
+    )
 
 
 def test_every_choice_alone_is_a_state_and_never_an_exception():
@@ -60,25 +75,36 @@ def test_every_choice_alone_is_a_state_and_never_an_exception():
 
 
 def test_whatever_goes_wrong_can_be_mended_in_the_panel():
-    "An error names a field that has a control, or a fact about the machine or the base that has one."
+    """An error names a field that has a control, or a fact about the machine or the base that has
+    one."""
     rows = {c.path: c.values for c in controls(BASE)}
-    names = [p for p in rows if p not in ('model.source', 'batch.length', 'batch.micro', 'batch.accumulation')]
+    names = [
+        p
+        for p in rows
+        if p not in ('model.source', 'batch.length', 'batch.micro', 'batch.accumulation')]
     seen = set()
     for a, b in product(names, names):
         if a >= b: continue
-        for x, y in product(rows[a][-3:], rows[b][-3:]): seen |= set(panel_state({a: x, b: y}).errors)
-    paths = {found[1] for error in seen if (found := re.match(r'([a-z]+\.[a-z_]+) ', error))}
-    assert paths and not paths - set(rows)
+        for x, y in product(rows[a][-3:], rows[b][-3:]):
+            seen |= set(panel_state({a: x, b: y}).errors)
+    matches = [re.match(r'([a-z]+\.[a-z_]+) ', error) for error in seen]
+    paths = {match[1] for match in matches if match}
+    assert paths
+    assert not paths - set(rows)
 
 
 def test_both_rules_that_are_broken_are_named():
     state = panel_state({'sharding.strategy': 'ddp', 'sharding.offload_parameters': 'cpu'})
-    assert state.recipe is None and not state.fits and state.yaml == ''
-    for rule in ('offload-needs-sharded-weights', 'sharded-loading-needs-shards'): assert any(rule in e for e in state.errors)
+    assert state.recipe is None
+    assert not state.fits
+    assert state.yaml == ''
+    for rule in ('offload-needs-sharded-weights', 'sharded-loading-needs-shards'):
+        assert any(rule in e for e in state.errors)
 
 
 def test_unknown_settings_and_values():
-    with pytest.raises(ValueError, match="did you mean 'batch.micro'"): panel_state({'batch.mikro': 2})
+    with pytest.raises(ValueError, match="did you mean 'batch.micro'"):
+        panel_state({'batch.mikro': 2})
     assert 'batch.micro' in panel_state({'batch.micro': -2}).errors[0]
     assert 'did you mean' in panel_state({'cluster.hardware': 'rtx-3900'}).errors[0]
 
@@ -87,11 +113,13 @@ def test_the_bars_are_valid_svg_and_say_what_they_show():
     state = panel_state()
     text = re.search(r'<svg.*</svg>', state._repr_html_())[0]
     svg = ElementTree.fromstring(text)
-    assert svg.get('role') == 'img' and 'GPU, step' in svg.get('aria-label')
+    assert svg.get('role') == 'img'
+    assert 'GPU, step' in svg.get('aria-label')
     rooms = {room.place: room for room in state.estimate.rooms}
     assert f'{rooms["gpu"].have_b / 2**30:,.2f} GiB' in svg.get('aria-label')
     widths = [float(r.get('width')) for r in svg.iter('rect')]
-    assert widths and max(float(r.get('x')) + float(r.get('width')) for r in svg.iter('rect')) <= 640
+    assert widths
+    assert max(float(r.get('x')) + float(r.get('width')) for r in svg.iter('rect')) <= 640
 
 
 def test_the_figures_beside_the_bars_are_those_of_the_estimate():
@@ -99,7 +127,8 @@ def test_the_figures_beside_the_bars_are_those_of_the_estimate():
     for phase in ('load', 'step', 'save'):
         total = sum(state.estimate.peaks('gpu')[phase].values())
         assert f'<th>{total / 2**30:,.2f} GiB</th>' in state._repr_html_()
-    assert state.estimate.rooms[0].need_b == max(sum(v.values()) for v in state.estimate.peaks('gpu').values())
+    assert state.estimate.rooms[0].need_b == max(
+        sum(v.values()) for v in state.estimate.peaks('gpu').values())
 
 
 def test_every_class_of_the_ledger_has_a_group():
@@ -120,19 +149,23 @@ def test_every_control_has_a_label_and_its_values(panel):
     for control in controls(panel.base):
         widget = panel.widgets[control.path]
         assert widget.description == control.label
-        assert tuple(v for _, v in widget.options) == control.values and all(label for label, _ in widget.options)
+        assert tuple(v for _, v in widget.options) == control.values
+        assert all(label for label, _ in widget.options)
 
 
 def test_a_change_reaches_the_picture_and_the_recipe(panel):
     before = panel.picture.value
     panel.widgets['batch.length'].value = 8192
-    assert panel.picture.value != before and 'length: 8192' in panel.recipe_text.value
-    assert panel.adopt.batch.length == 8192 and panel.adopt == panel.state.recipe
+    assert panel.picture.value != before
+    assert 'length: 8192' in panel.recipe_text.value
+    assert panel.adopt.batch.length == 8192
+    assert panel.adopt == panel.state.recipe
 
 
 def test_a_contradiction_is_shown_and_left_again(panel):
     panel.widgets['sharding.strategy'].value = 'none'
-    assert 'none-is-one-process' in panel.picture.value and panel.recipe_text.value == ''
+    assert 'none-is-one-process' in panel.picture.value
+    assert panel.recipe_text.value == ''
     with pytest.raises(ValueError, match='none-is-one-process'): panel.adopt
     panel.widgets['sharding.strategy'].value = 'fsdp2'
     assert panel.adopt == panel.base
@@ -158,20 +191,28 @@ def test_without_ipywidgets_the_error_names_the_extra(monkeypatch):
 
 def test_twenty_changes_take_less_than_a_tenth_of_a_second_each(panel):
     models = [v for _, v in panel.widgets['model.source'].options]
-    changes = [('batch.length', n) for n in (512, 1024, 4096, 8192)] + [('model.source', m) for m in models[:8]]
-    changes += [('batch.micro', n) for n in (2, 4, 8, 16)] + [('method.kind', 'lora'), ('cluster.hardware', 'h100'),
-                ('sharding.activation_checkpointing', 'none'), ('batch.loss_head', 'chunked')]
+    changes = [('batch.length', n) for n in (512, 1024, 4096, 8192)] + [
+        ('model.source', m) for m in models[:8]]
+    changes += [('batch.micro', n) for n in (2, 4, 8, 16)] + [
+        ('method.kind', 'lora'),
+        ('cluster.hardware', 'h100'),
+        ('sharding.activation_checkpointing', 'none'),
+        ('batch.loss_head', 'chunked')]
     spent = []
     for path, value in changes:
         start = time.process_time()
         panel.widgets[path].value = value
         spent.append(time.process_time() - start)
         assert panel.state.settings[path] == value
-    assert len(spent) == 20 and max(spent) < 0.1
+    assert len(spent) == 20
+    assert max(spent) < 0.1
 
 
 def test_no_control_is_blank_and_an_open_choice_has_a_name(panel):
     "A list of ipywidgets shows nothing for None, so no control may hold it."
-    for path, widget in panel.widgets.items(): assert widget.index is not None and widget.value is not None, path
-    assert panel.widgets['network'].label == 'its own, or none' and panel.state.settings['network'] == ''
+    for path, widget in panel.widgets.items():
+        assert widget.index is not None, path
+        assert widget.value is not None, path
+    assert panel.widgets['network'].label == 'its own, or none'
+    assert panel.state.settings['network'] == ''
     assert panel_state({'network': None}).recipe == panel_state({'network': ''}).recipe

@@ -1,4 +1,5 @@
-"""Messages against formulas and real ranks, FLOPs against torch's counter, and seconds that move the right way."""
+"""Messages against formulas and real ranks, FLOPs against torch's counter, and seconds that move
+the right way."""
 import json
 import time
 
@@ -6,26 +7,49 @@ import pytest
 
 from llm_workbook.files import asset
 from llm_workbook.config.hardware import node
-from llm_workbook.plan.collectives import Collective, Exchange, collective_s, node_of, step_messages, wire_bytes
+from llm_workbook.plan.collectives import (
+    Collective, Exchange, collective_s, node_of, step_messages, wire_bytes)
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.plan.step_time import _exchange_waits, estimate_step
 
 TINY = json.loads((asset('tiny-base') / 'config.json').read_text())
-MODELS = {'tied': TINY, 'grouped': TINY | {'num_key_value_heads': 2, 'tie_word_embeddings': False},
-          'qwen3': {'model_type': 'qwen3', 'hidden_size': 52, 'intermediate_size': 100, 'num_hidden_layers': 3, 'num_attention_heads': 3,
-                    'num_key_value_heads': 1, 'head_dim': 20, 'vocab_size': 107, 'tie_word_embeddings': True},
-          'gemma2': {'model_type': 'gemma2', 'hidden_size': 44, 'intermediate_size': 76, 'num_hidden_layers': 2, 'num_attention_heads': 2,
-                     'num_key_value_heads': 1, 'head_dim': 18, 'vocab_size': 109, 'sliding_window': 64, 'tie_word_embeddings': True}}
-SMALL = Recipe.parse('''{version: 2, name: small, model: {source: tiny-base, attention: eager}, method: {kind: full},
-  data: {source: sample-conversations}, cluster: {processes: 1, hardware: cpu}, sharding: {strategy: none}, batch: {micro: 2, length: 32}}''')
-LARGE = Recipe.parse('''{version: 2, name: large, model: {source: llama-3.1-8b}, method: {kind: full}, data: {source: sample-conversations},
-  cluster: {processes: 8, nodes: 2, device: cuda, hardware: p4de}, sharding: {activation_checkpointing: full}, batch: {length: 4096}}''')
+MODELS = {
+    'tied': TINY, 'grouped': TINY | {'num_key_value_heads': 2, 'tie_word_embeddings': False},
+    'qwen3': {
+        'model_type': 'qwen3', 'hidden_size': 52, 'intermediate_size': 100, 'num_hidden_layers': 3,
+        'num_attention_heads': 3, 'num_key_value_heads': 1, 'head_dim': 20, 'vocab_size': 107,
+        'tie_word_embeddings': True},
+    'gemma2': {
+        'model_type': 'gemma2', 'hidden_size': 44, 'intermediate_size': 76, 'num_hidden_layers': 2,
+        'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 18, 'vocab_size': 109,
+        'sliding_window': 64, 'tie_word_embeddings': True}}
+SMALL = Recipe.parse('''
+version: 2
+name: small
+model: {source: tiny-base, attention: eager}
+method: {kind: full}
+data: {source: sample-conversations}
+cluster: {processes: 1, hardware: cpu}
+sharding: {strategy: none}
+batch: {micro: 2, length: 32}
+''')
+LARGE = Recipe.parse('''
+version: 2
+name: large
+model: {source: llama-3.1-8b}
+method: {kind: full}
+data: {source: sample-conversations}
+cluster: {processes: 8, nodes: 2, device: cuda, hardware: p4de}
+sharding: {activation_checkpointing: full}
+batch: {length: 4096}
+''')
 
 
 def sent(recipe, **more) -> list:
     large, small = step_messages(recipe, units='shard_model', **more)
-    return [c for x in large for part in (x.forward_gathers, x.backward_gathers, x.reductions) for c in part] + [c for c in small if c.instant != 'trainer']
+    return [c for x in large for part in (x.forward_gathers, x.backward_gathers, x.reductions) for c in part] + [
+        c for c in small if c.instant != 'trainer']
 
 
 # Messages
@@ -33,14 +57,22 @@ def sent(recipe, **more) -> list:
 @pytest.mark.parametrize('ranks', range(2, 9))
 def test_ring_factors(ranks):
     size = 840 * ranks
-    assert wire_bytes('all_gather', size, ranks) == wire_bytes('reduce_scatter', size, ranks) == 840 * (ranks - 1)
-    assert wire_bytes('all_reduce', size, ranks) == wire_bytes('reduce_scatter', size, ranks, 'gloo') == 2 * 840 * (ranks - 1)
+    assert (
+        wire_bytes('all_gather', size, ranks)
+        == wire_bytes('reduce_scatter', size, ranks)
+        == 840 * (ranks - 1))
+    assert (
+        wire_bytes('all_reduce', size, ranks)
+        == wire_bytes('reduce_scatter', size, ranks, 'gloo')
+        == 2 * 840 * (ranks - 1))
     assert wire_bytes('all_gather', size, ranks, 'gloo') == wire_bytes('all_gather', size, ranks)
 
 
 def test_one_rank_sends_nothing():
-    assert wire_bytes('all_reduce', 10**9, 1) == 0 and collective_s('all_reduce', 10**9, 1, node('p4de')) == 0
-    assert step_messages(SMALL)[1] == () and not sent(SMALL)
+    assert wire_bytes('all_reduce', 10**9, 1) == 0
+    assert collective_s('all_reduce', 10**9, 1, node('p4de')) == 0
+    assert step_messages(SMALL)[1] == ()
+    assert not sent(SMALL)
     with pytest.raises(ValueError, match='over 0 ranks'): wire_bytes('all_gather', 8, 0)
 
 
@@ -50,8 +82,10 @@ def test_a_network_is_never_faster_than_the_node_and_an_all_reduce_crosses_it_on
     slow = box.changed(network={'name': 'slow', 'nominal_bps': 1e9})
     ring = 2 * 15 / 16 * 10**9 / slow.network.bps
     crossed = collective_s('all_reduce', 10**9, 16, slow, 2)
-    assert crossed == pytest.approx(10**9 / slow.network.bps, rel=0.01) and crossed < ring
-    assert collective_s('all_reduce', 10**9, 2, box, 2, crowd=8) > 7 * collective_s('all_reduce', 10**9, 2, box, 2)
+    assert crossed == pytest.approx(10**9 / slow.network.bps, rel=0.01)
+    assert crossed < ring
+    assert collective_s('all_reduce', 10**9, 2, box, 2, crowd=8) > 7 * collective_s(
+        'all_reduce', 10**9, 2, box, 2)
 
 
 @pytest.mark.parametrize('group', [2, 4, 8])
@@ -60,9 +94,11 @@ def test_hybrid_groups(group):
     whole = sent(LARGE)
     assert {c.group for c in made if c.kind in ('all_gather', 'reduce_scatter')} == {group}
     reduced = [c for c in made if c.kind == 'all_reduce' and c.instant == 'backward']
-    assert {c.group for c in reduced} == {16 // group} and len(reduced) == 2
+    assert {c.group for c in reduced} == {16 // group}
+    assert len(reduced) == 2
     scattered = {c.tensor_b for c in made if c.kind == 'reduce_scatter'}
-    assert {group * c.tensor_b for c in reduced} == scattered  # The slices that one group is left with
+    # The slices that one group is left with
+    assert {group * c.tensor_b for c in reduced} == scattered
     assert not [c for c in whole if c.kind == 'all_reduce' and c.instant == 'backward']
 
 
@@ -70,39 +106,51 @@ def test_an_even_model_sends_the_textbook_bytes():
     model, layers = spec('llama-3.1-8b'), 32
     rest = model.units[-1].parameters
     gathers = sum(c.count * c.tensor_b for c in sent(LARGE) if c.kind == 'all_gather')
-    assert gathers == 2 * (2 * (model.parameters - rest) + rest)  # Two bytes a parameter; what is outside the layers once
+    # Two bytes a parameter; what is outside the layers once
+    assert gathers == 2 * (2 * (model.parameters - rest) + rest)
     assert sum(c.count for c in sent(LARGE) if c.kind == 'all_gather') == 2 * layers + 1
     kept = sent(LARGE.changed({'sharding.reshard_after_forward': False}))
     assert sum(c.count * c.tensor_b for c in kept if c.kind == 'all_gather') == 2 * model.parameters
 
 
 def test_accumulation_gathers_again_and_reduces_once():
-    count = lambda recipe, kind: sum(c.count for c in sent(recipe) if c.kind == kind)
+    def count(recipe, kind): return sum(c.count for c in sent(recipe) if c.kind == kind)
     more = LARGE.changed({'batch.accumulation': 4})
     assert count(more, 'all_gather') == 4 * count(LARGE, 'all_gather')
     assert count(more, 'reduce_scatter') == count(LARGE, 'reduce_scatter')
-    zero = lambda stage, steps: count(LARGE.changed({'sharding.strategy': f'zero{stage}', 'batch.accumulation': steps}), 'all_reduce')
+    def zero(stage, steps):
+        changes = {'sharding.strategy': f'zero{stage}', 'batch.accumulation': steps}
+        return count(LARGE.changed(changes), 'all_reduce')
     assert zero(1, 4) == zero(1, 1) < zero(2, 4)
 
 
 @pytest.mark.parametrize('compute, size', [('bfloat16', 2), ('float32', 4)])
 @pytest.mark.parametrize('strategy', ['zero1', 'zero2'])
 def test_zero_gathers_updated_weights_in_the_type_that_computes(strategy, compute, size):
-    """Llama 3.1 8B has 8,030,261,248 parameters, a multiple of 2 x 16; each rank sends its sixteenth of them to 15 others."""
+    """Llama 3.1 8B has 8,030,261,248 parameters, a multiple of 2 x 16; each rank sends its
+    sixteenth of them to 15 others."""
     made = sent(LARGE.changed({'sharding.strategy': strategy, 'precision.compute': compute}))
-    gathers = [(c.count, c.tensor_b, c.wire_b) for c in made if c.kind == 'all_gather' and c.instant == 'optimizer']
+    gathers = [
+        (c.count, c.tensor_b, c.wire_b)
+        for c in made
+        if c.kind == 'all_gather' and c.instant == 'optimizer']
     assert gathers == [(1, size * 8_030_261_248, size * 501_891_328 * 15)]
 
 
 @pytest.mark.parametrize('group', [2, 4, 8])
 def test_copies_of_slices_share_the_network(group):
-    """Each node puts the gradients of a layer, all slices of one copy, through its network once, in and out at the same time.
+    """Each node puts the gradients of a layer, all slices of one copy, through its network once, in
+    and out at the same time.
 
-    A layer of Llama 3.1 8B: 4096 x (4096 + 1024 + 1024 + 4096) attention, 3 x 4096 x 14336 MLP, 2 x 4096 norms are 218,112,000
-    numbers, 436,224,000 bytes in bfloat16. Two nodes of 8 ranks hold 16 / group copies; the sets that reduce one slice are
-    `group` many, each of 1 / group of the layer, and both factors cancel: whatever the group, a layer passes once."""
+    A layer of Llama 3.1 8B: 4096 x (4096 + 1024 + 1024 + 4096) attention, 3 x 4096 x 14336 MLP,
+    2 x 4096 norms are 218,112,000 numbers, 436,224,000 bytes in bfloat16. Two nodes of 8 ranks hold
+    16 / group copies; the sets that reduce one slice are `group` many, each of 1 / group of the
+    layer, and both factors cancel: whatever the group, a layer passes once."""
     layer_b, network = 436_224_000, node('p4de').network
-    reduced = [c for c in sent(LARGE.changed({'sharding.group': group})) if c.kind == 'all_reduce' and c.instant == 'backward']
+    reduced = [
+        c
+        for c in sent(LARGE.changed({'sharding.group': group}))
+        if c.kind == 'all_reduce' and c.instant == 'backward']
     layers, = [c for c in reduced if c.count == 32]
     assert layers.tensor_b == layer_b // group
     assert layers.time_s == pytest.approx(layer_b / network.bps, rel=0.01)
@@ -112,21 +160,28 @@ def test_qlora_gathers_the_payload_and_reduces_adapters():
     lora = LARGE.changed({'method.kind': 'qlora', 'method.rank': 16})
     reduced = sum(c.count * c.tensor_b for c in sent(lora) if c.kind == 'reduce_scatter')
     assert reduced == 4 * 41_943_040  # Adapters of rank 16 on all linear layers, float32
-    gathered = lambda recipe: sum(c.count * c.tensor_b for c in sent(recipe) if c.instant == 'backward' and c.kind == 'all_gather')
+    def gathered(recipe):
+        gathers = [c for c in sent(recipe) if c.instant == 'backward' and c.kind == 'all_gather']
+        return sum(c.count * c.tensor_b for c in gathers)
     assert gathered(lora) < 0.3 * gathered(LARGE)
 
 
 @pytest.mark.parametrize('strategy', ['fsdp2', 'fsdp1', 'ddp', 'zero1', 'zero2', 'zero3'])
 def test_every_strategy_reduces_every_gradient(strategy):
     made = sent(LARGE.changed({'sharding.strategy': strategy}))
-    reduced = sum(c.count * c.tensor_b for c in made if c.instant == 'backward' and c.kind in ('reduce_scatter', 'all_reduce'))
+    reduced = sum(
+        c.count * c.tensor_b
+        for c in made
+        if c.instant == 'backward' and c.kind in ('reduce_scatter', 'all_reduce'))
     size = 4 if strategy == 'ddp' else 2
     assert reduced == pytest.approx(size * spec('llama-3.1-8b').parameters, rel=1e-6)
 
 
 def test_the_machine_must_have_room():
-    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'): node_of(LARGE, node('4x-a100-80'))
-    with pytest.raises(ValueError, match='no network'): estimate_step(LARGE, node=node('p4de').changed(network=None))
+    with pytest.raises(ValueError, match='8 processes on the 4 GPUs'):
+        node_of(LARGE, node('4x-a100-80'))
+    with pytest.raises(ValueError, match='no network'):
+        estimate_step(LARGE, node=node('p4de').changed(network=None))
 
 
 # FLOPs
@@ -138,13 +193,15 @@ def counted(recipe, config) -> int:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from llm_workbook.model.adapters import add_adapters
     made = CONFIG_MAPPING[config['model_type']].from_dict(dict(config))
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation='eager').train()
+    model = AutoModelForCausalLM.from_config(
+        made, dtype=torch.float32, attn_implementation='eager').train()
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method)
     layers = model.get_decoder().layers
     if recipe.sharding.activation_checkpointing == 'full':
         for i, layer in enumerate(layers): layers[i] = checkpoint_wrapper(layer)
     ids = torch.randint(5, 100, (2, 32))
-    with FlopCounterMode(display=False) as flops: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    with FlopCounterMode(display=False) as flops:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return flops.get_total_flops()
 
 
@@ -155,12 +212,16 @@ def test_flops_are_those_that_torch_counts(name, kind, again):
     recipe = SMALL.changed({'method.kind': kind, 'sharding.activation_checkpointing': again})
     made = estimate_step(recipe, spec=spec(MODELS[name]))
     assert made.flops_executed == counted(recipe, MODELS[name])
-    assert made.flops_model == made.flops_executed if again == 'none' else made.flops_model < made.flops_executed
+    assert (
+        made.flops_model == made.flops_executed
+        if again == 'none'
+        else made.flops_model < made.flops_executed)
 
 
 def test_model_flops_are_six_per_parameter_and_four_for_frozen_ones():
     eight = spec('llama-3.1-8b')
-    tokens, matrices = LARGE.global_batch * 4096, eight.parameters - 128_256 * 4096 - 65 * 4096
+    tokens = LARGE.global_batch * 4096
+    matrices = eight.parameters - 128_256 * 4096 - 65 * 4096
     attention = 12 * 32 * 4096 * 4096
     assert estimate_step(LARGE).flops_model == tokens * (6 * matrices + attention)
     frozen = estimate_step(LARGE.changed({'method.kind': 'lora', 'method.rank': 1})).flops_model
@@ -169,29 +230,45 @@ def test_model_flops_are_six_per_parameter_and_four_for_frozen_ones():
 
 def test_fused_attention_runs_half_a_forward_pass_more():
     fused = estimate_step(SMALL.changed({'model.attention': 'sdpa'}))
-    attention = 4 * 2 * 32 * 32 * 4 * 64 * 4  # Two products of 2 T T d, four heads of 64, four layers, two rows
+    # Two products of 2 T T d, four heads of 64, four layers, two rows
+    attention = 4 * 2 * 32 * 32 * 4 * 64 * 4
     assert fused.flops_executed - fused.flops_model == attention // 2
 
 
 # Seconds
 
-@pytest.mark.parametrize('path', ['link.measured_bps', 'network.nominal_bps', 'gpu.bandwidth_bps', 'gpu.bf16_flops', 'host_link.measured_bps'])
-@pytest.mark.parametrize('changes', [{}, {'sharding.group': 8}, {'sharding.strategy': 'ddp'}, {'sharding.strategy': 'zero3'},
-                                     {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
-                                     {'method.kind': 'qlora'}])
+@pytest.mark.parametrize(
+    'path',
+    [
+        'link.measured_bps', 'network.nominal_bps', 'gpu.bandwidth_bps', 'gpu.bf16_flops',
+        'host_link.measured_bps'])
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {},
+        {'sharding.group': 8},
+        {'sharding.strategy': 'ddp'},
+        {'sharding.strategy': 'zero3'},
+        {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
+        {'method.kind': 'qlora'}])
 def test_faster_is_never_slower(path, changes):
-    box, recipe = node('p4de'), LARGE.changed(changes)
+    box = node('p4de')
+    recipe = LARGE.changed(changes)
     part, field = path.split('.')
     now = getattr(getattr(box, part), field) or getattr(box, part).bps
-    times = [estimate_step(recipe, node=box.changed({path: now * factor})).step_s for factor in (.25, 1, 4)]
+    times = [
+        estimate_step(recipe, node=box.changed({path: now * factor})).step_s
+        for factor in (0.25, 1, 4)]
     assert times == sorted(times, reverse=True)
 
 
 def test_parts_add_up_and_utilisation_is_below_one():
     made = estimate_step(LARGE)
     parts = dict(made.parts)
-    assert made.step_s == pytest.approx(sum(parts.values())) and made.exposed_s <= made.comm_s + 1e-9
-    assert 0 < made.mfu < made.hfu < 1 and made.bound in parts
+    assert made.step_s == pytest.approx(sum(parts.values()))
+    assert made.exposed_s <= made.comm_s + 1e-9
+    assert 0 < made.mfu < made.hfu < 1
+    assert made.bound in parts
     assert made.tokens_per_s == pytest.approx(made.tokens / made.step_s)
     assert made.cost == pytest.approx(2 * made.hours * node('p4de').price_hour)
     assert json.loads(json.dumps(made.to_dict()))['tokens'] == made.tokens
@@ -199,22 +276,27 @@ def test_parts_add_up_and_utilisation_is_below_one():
 
 @pytest.mark.parametrize('each, exposed', [(False, 11.0), (True, 9.0)])
 def test_what_hides_in_the_early_and_in_the_last_backward_pass(each, exposed):
-    """Four passes, by hand. Half of a message can hide behind arithmetic, and no more than there is arithmetic.
+    """Four passes, by hand. Half of a message can hide behind arithmetic, and no more than there is
+    arithmetic.
 
     Forward passes: 4 x 1 s of gathers beside 4 x 1 s of arithmetic: 2 s hide, 2 s show.
-    Gradients after the last pass alone: three early backward passes gather 3 x 2 s beside 3 x 2 s: 3 hide, 3 show; the last
-    gathers 2 s and reduces 6 s beside 2 s: at most 2 hide, 6 show. Together 2 + 3 + 6 = 11 s.
+    Gradients after the last pass alone: three early backward passes gather 3 x 2 s beside 3 x 2 s:
+    3 hide, 3 show; the last gathers 2 s and reduces 6 s beside 2 s: at most 2 hide, 6 show.
+    Together 2 + 3 + 6 = 11 s.
     Gradients after every pass: 8 + 6 s beside 8 s: 7 hide, 7 show. Together 2 + 7 = 9 s."""
     def message(kind, seconds): return (Collective(kind, 'backward', 1, 1, 1, 16, seconds),)
     recipe = LARGE.changed({'batch.accumulation': 4})
-    x = Exchange(0, message('all_gather', 4.0), message('all_gather', 8.0), message('reduce_scatter', 6.0), each, 0, 0, 0)
+    x = Exchange(
+        0, message('all_gather', 4.0), message('all_gather', 8.0), message('reduce_scatter', 6.0),
+        each, 0, 0, 0)
     assert _exchange_waits(x, recipe, [1.0, 2.0], node('p4de')) == (pytest.approx(exposed), 0.0)
 
 
 @pytest.mark.parametrize('group, ranks', [(None, 16), (8, 8), (4, 4)])
 def test_the_optimizer_steps_over_what_its_group_leaves_to_a_rank(group, ranks):
-    """AdamW reads and writes weight, mean and variance and reads the gradient: 7 x 4 bytes. Clipping reads the gradient, then
-    reads and writes it: 3 x 4 bytes. A rank does that to its part of 8,030,261,248 numbers, at 0.9 of 2.039 TB/s on an A100 80."""
+    """AdamW reads and writes weight, mean and variance and reads the gradient: 7 x 4 bytes.
+    Clipping reads the gradient, then reads and writes it: 3 x 4 bytes. A rank does that to its part
+    of 8,030,261,248 numbers, at 0.9 of 2.039 TB/s on an A100 80."""
     box = node('p4de')
     assert box.gpu.bandwidth_bps == pytest.approx(2.039e12, rel=0.02)
     seconds = 40 * 8_030_261_248 / ranks / (0.9 * box.gpu.bandwidth_bps)
@@ -229,14 +311,17 @@ def test_nothing_hides_on_cpu_ranks():
 
 def test_offload_costs_copies_and_dequantisation_costs_time():
     plain = estimate_step(LARGE)
-    away = estimate_step(LARGE.changed({'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}))
+    away = estimate_step(
+        LARGE.changed({'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}))
     packed = estimate_step(LARGE.changed({'method.kind': 'qlora'}))
-    assert dict(plain.parts)['copies'] == 0 < dict(away.parts)['copies'] and away.step_s > plain.step_s
+    assert dict(plain.parts)['copies'] == 0 < dict(away.parts)['copies']
+    assert away.step_s > plain.step_s
     assert dict(plain.parts)['dequantise'] == 0 < dict(packed.parts)['dequantise']
 
 
 def test_a_plan_is_quick():
-    model, box = spec('llama-3.1-8b'), node('p4de')
+    model = spec('llama-3.1-8b')
+    box = node('p4de')
     estimate_step(LARGE, model, box)
     start = time.process_time()
     for _ in range(50): estimate_step(LARGE, model, box)
@@ -245,9 +330,11 @@ def test_a_plan_is_quick():
 
 def test_fp8_speeds_up_products_alone():
     box, pair = node('8x-h100'), {'cluster.nodes': 1, 'cluster.hardware': '8x-h100'}
-    parts = lambda **more: dict(estimate_step(LARGE.changed(pair | more), node=box).parts)
-    plain, quick = parts(), parts(**{'precision.compute': 'fp8'})
-    assert quick['matmul'] < 0.6 * plain['matmul'] and quick['attention'] == plain['attention']
+    def parts(**more): return dict(estimate_step(LARGE.changed(pair | more), node=box).parts)
+    plain = parts()
+    quick = parts(**{'precision.compute': 'fp8'})
+    assert quick['matmul'] < 0.6 * plain['matmul']
+    assert quick['attention'] == plain['attention']
 
 
 # The units of a plan
@@ -260,24 +347,34 @@ def gathers(recipe, units='trainer') -> list:
 def test_a_plan_gathers_what_lies_outside_the_layers_as_a_trainer_does():
     frozen = LARGE.changed({'method.kind': 'lora'})
     embedding_b, passes = 2 * 128_256 * 4096, LARGE.batch.accumulation
-    assert gathers(frozen).count((passes, embedding_b)) == 3  # Embedding forward and backward, and the head, which is kept
-    assert (passes, 2 * embedding_b + 2 * 4096) in gathers(frozen, 'shard_model')  # Here they are one unit
+    # Embedding forward and backward, and the head, which is kept
+    assert gathers(frozen).count((passes, embedding_b)) == 3
+    # Here they are one unit
+    assert (passes, 2 * embedding_b + 2 * 4096) in gathers(frozen, 'shard_model')
     once = sum(count * size for count, size in gathers(frozen, 'shard_model'))
     assert sum(count * size for count, size in gathers(frozen)) == once + passes * embedding_b
-    assert estimate_step(frozen).collectives == estimate_step(frozen, spec('llama-3.1-8b')).collectives
-    assert sorted((c.count, c.tensor_b) for c in estimate_step(frozen).collectives if c.kind == 'all_gather'
-                  and c.instant != 'trainer') == sorted(gathers(frozen))
-    with pytest.raises(ValueError, match="'trainer' or 'shard_model'"): step_messages(frozen, units='zero')
+    assert (
+        estimate_step(frozen).collectives == estimate_step(frozen, spec('llama-3.1-8b')).collectives)
+    assert sorted(
+        (c.count, c.tensor_b)
+        for c in estimate_step(frozen).collectives
+        if c.kind == 'all_gather' and c.instant != 'trainer') == sorted(gathers(frozen))
+    with pytest.raises(ValueError, match="'trainer' or 'shard_model'"):
+        step_messages(frozen, units='zero')
 
 
 def test_a_new_head_under_adapters_is_gathered_twice():
-    "PEFT trains a copy, and the weight that it was copied from stays in the model; a rehearsal sees both on the wire."
-    recipe = Recipe.named('70b-2x4-h100-zero3-qlora-classifier').changed({
-        'sharding.strategy': 'fsdp2', 'sharding.reentrant': False, 'sharding.loading': 'every_rank', 'method.kind': 'lora',
-        'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'})
+    """PEFT trains a copy, and the weight that it was copied from stays in the model; a rehearsal
+    sees both on the wire."""
+    recipe = Recipe.named('70b-2x4-h100-zero3-qlora-classifier').changed(
+        {
+            'sharding.strategy': 'fsdp2', 'sharding.reentrant': False,
+            'sharding.loading': 'every_rank', 'method.kind': 'lora',
+            'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'})
     ranks, hidden = recipe.cluster.ranks, 8192
     large, _ = step_messages(recipe)
     padded = ranks * hidden  # Of fewer rows than ranks each has one, padded
-    assert recipe.model.classes <= ranks and large[-1].trained == recipe.model.classes * hidden
+    assert recipe.model.classes <= ranks
+    assert large[-1].trained == recipe.model.classes * hidden
     assert large[-1].forward_gathers[0].tensor_b == padded * (4 + 2)  # The copy in float32, the other in bf16
     assert large[-1].reductions[0].tensor_b == padded * 4

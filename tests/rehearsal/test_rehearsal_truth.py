@@ -1,4 +1,5 @@
-"""The rehearsal against real ranks: two small recipes run here, and what was measured of larger ones stands in the records."""
+"""The rehearsal against real ranks: two small recipes run here, and what was measured of larger
+ones stands in the records."""
 import json
 
 import pytest
@@ -6,10 +7,12 @@ from bench.lines import gpu_memory
 from bench.lines.rehearsal_error import real
 from bench.record import ROOT
 from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
-from trouble import later
+from trouble import slow_case
 
 SHORT = {'batch.length': 128}
-RECORDS = {name: json.loads((ROOT/f'bench/results/cpu/{name}.json').read_text()) for name in ('rehearsal_error', 'gpu_memory')}
+RECORDS = {
+    name: json.loads((ROOT/f'bench/results/cpu/{name}.json').read_text())
+    for name in ('rehearsal_error', 'gpu_memory')}
 
 
 def rehearsed(made):
@@ -17,10 +20,11 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
-@pytest.mark.parametrize('changes', [FULL, later(QLORA | AGAIN)], ids=['full', 'qlora'])
+@pytest.mark.parametrize('changes', [FULL, slow_case(QLORA | AGAIN)], ids=['full', 'qlora'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
-    saw, ours = real(made), rehearsed(made)
+    saw = real(made)
+    ours = rehearsed(made)
     assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
     assert [tuple(message) for message in saw['collectives']] == [
         ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
@@ -30,7 +34,8 @@ def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))
 
 
-ROWS = [row if i < 2 else later(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
+ROWS = [
+    row if i < 2 else slow_case(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
 
 
 @pytest.mark.parametrize('row', ROWS, ids=label)
@@ -43,10 +48,15 @@ def test_the_rehearsal_alone_gives_what_was_measured(row, tmp_path):
 
 def test_the_record_covers_what_was_promised():
     rows = RECORDS['rehearsal_error']['rows']
-    plain = {(r['changes']['method.kind'], 'sharding.activation_checkpointing' in r['changes']) for r in rows}
+    plain = {
+        (r['changes']['method.kind'], 'sharding.activation_checkpointing' in r['changes'])
+        for r in rows}
     assert plain == {(kind, again) for kind in ('full', 'lora', 'qlora') for again in (False, True)}
-    assert len({r['shape'] for r in rows}) == 2 and min(r['parameters'] for r in rows) >= 10**8
-    assert all(abs(r['error']) < 1 and r['collectives_equal'] and r['in_order'] and r['flops_equal'] for r in rows)
+    assert len({r['shape'] for r in rows}) == 2
+    assert min(r['parameters'] for r in rows) >= 10**8
+    assert all(
+        abs(r['error']) < 1 and r['collectives_equal'] and r['in_order'] and r['flops_equal']
+        for r in rows)
 
 
 @pytest.mark.slow
@@ -56,9 +66,15 @@ def test_one_rank_alone_with_real_tensors_holds_what_was_rehearsed(tmp_path):
 
 
 def test_what_no_gpu_measured_is_not_said():
-    record, planned = RECORDS['gpu_memory'], list(gpu_memory.gpu_recipes())
+    record = RECORDS['gpu_memory']
+    planned = list(gpu_memory.gpu_recipes())
     far = [row for row in record['rows'] if row['device'] == 'cuda']
     assert [row['recipe'] for row in far] == [name for name, _, _ in planned]
-    assert {row['peak_b'] for row in far} == {row['driver_b'] for row in far} == {record['gpu']} == {'not measured'}
+    assert (
+        {row['peak_b'] for row in far}
+        == {row['driver_b'] for row in far}
+        == {record['gpu']}
+        == {'not measured'})
     assert len([name for name, _, _ in planned if name in dict(gpu_memory.NAMED)]) >= 3
-    assert len(gpu_memory.PLAIN) >= 8 and {c['method.kind'] for _, _, c in gpu_memory.PLAIN} == {'full', 'lora', 'qlora'}
+    assert len(gpu_memory.PLAIN) >= 8
+    assert {c['method.kind'] for _, _, c in gpu_memory.PLAIN} == {'full', 'lora', 'qlora'}

@@ -1,4 +1,5 @@
-"""The rehearsal: small models against themselves played whole, what it refuses, and what it leaves behind."""
+"""The rehearsal: small models against themselves played whole, what it refuses, and what it leaves
+behind."""
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 import torch
 import torch.distributed as dist
-from trouble import later
+from trouble import slow_case
 
 from llm_workbook import Recipe, rehearse, shrink
 from llm_workbook.config.document import RecipeError
@@ -18,14 +19,22 @@ from llm_workbook.plan.ledger import memory
 from llm_workbook.rehearsal.program import record_step, rehearsable
 from llm_workbook.config.recipe import recipe_names
 
-SHAPE = dict(model_type='llama', hidden_size=128, intermediate_size=352, num_hidden_layers=14, num_attention_heads=4,
-             num_key_value_heads=2, vocab_size=1_000)
+SHAPE = dict(
+    model_type='llama', hidden_size=128, intermediate_size=352, num_hidden_layers=14,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=1_000)
 FULL, LORA = {'method.kind': 'full'}, {'method.kind': 'lora'}
-AGAIN, GPU = {'sharding.activation_checkpointing': 'full'}, {'cluster.device': 'cuda', 'cluster.hardware': '8x-h100'}
-WAYS = {'full, gpu': FULL | GPU, 'lora': LORA | AGAIN, 'qlora, gpu': GPU | AGAIN,
-        'full logits': FULL | {'batch.loss_head': 'full'},
-        'accumulated': FULL | {'batch.accumulation': 3}, 'hybrid': FULL | {'sharding.group': 2, 'cluster.processes': 4},
-        'offloaded': FULL | GPU | {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}}
+AGAIN = {'sharding.activation_checkpointing': 'full'}
+GPU = {'cluster.device': 'cuda', 'cluster.hardware': '8x-h100'}
+WAYS = {
+    'full, gpu': FULL | GPU,
+    'lora': LORA | AGAIN,
+    'qlora, gpu': GPU | AGAIN,
+    'full logits': FULL | {'batch.loss_head': 'full'},
+    'accumulated': FULL | {'batch.accumulation': 3},
+    'hybrid': FULL | {'sharding.group': 2, 'cluster.processes': 4},
+    'offloaded': FULL
+    | GPU
+    | {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}}
 
 
 @pytest.fixture(scope='module')
@@ -33,17 +42,21 @@ def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp('model')
     (folder/'config.json').write_text(json.dumps(SHAPE))
     batch = {'micro': 2, 'length': 64}
-    return Recipe(name='small', model={'source': str(folder)}, data={'source': 'sample-conversations'}, batch=batch)
+    return Recipe(
+        name='small', model={'source': str(folder)}, data={'source': 'sample-conversations'},
+        batch=batch)
 
 
-@pytest.mark.parametrize('name', [name if 'gpu' in name else later(name) for name in WAYS])
+@pytest.mark.parametrize('name', [name if 'gpu' in name else slow_case(name) for name in WAYS])
 def test_two_small_models_determine_the_large_one(plain, name):
     recipe = plain.changed(WAYS[name])
-    whole, derived = rehearse(recipe, exact=True), rehearse(recipe)
+    whole = rehearse(recipe, exact=True)
+    derived = rehearse(recipe)
     assert (whole.played, derived.played, derived.exact) == ((14,), (6, 7), False)
     assert abs(derived.peak_b / whole.peak_b - 1) < .005
     assert (derived.messages, derived.flops) == (whole.messages, whole.flops)
-    assert [span[:2] for span in derived.timeline.spans] == [span[:2] for span in whole.timeline.spans]
+    assert [span[:2] for span in derived.timeline.spans] == [
+        span[:2] for span in whole.timeline.spans]
 
 
 def test_a_micro_batch_in_the_middle_stands_for_all_of_them(plain):
@@ -54,10 +67,12 @@ def test_a_micro_batch_in_the_middle_stands_for_all_of_them(plain):
 
 
 def test_what_waits_in_host_memory_is_not_on_the_gpu(plain):
-    here, away = (rehearse(plain.changed(WAYS[name])) for name in ('full, gpu', 'offloaded'))
+    on_gpu, away = (rehearse(plain.changed(WAYS[name])) for name in ('full, gpu', 'offloaded'))
     kinds = away.timeline.peak.kinds
-    assert not kinds.get('weights') and not kinds.get('optimizer') and away.timeline.peak.host_b > 0
-    assert away.peak_b < here.peak_b
+    assert not kinds.get('weights')
+    assert not kinds.get('optimizer')
+    assert away.timeline.peak.host_b > 0
+    assert away.peak_b < on_gpu.peak_b
 
 
 @pytest.mark.parametrize('rank', range(3))
@@ -76,14 +91,17 @@ def test_every_recipe_of_the_package_can_be_scripted_or_says_why_not(name):
 
 
 def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
-    made, notes = rehearsable(Recipe.named('7b-zero3-offload').changed({'sharding.offload_parameters': 'none'}))
-    assert made.sharding.offload_optimizer == 'none' and any('count to the GPU' in note for note in notes)
+    made, notes = rehearsable(
+        Recipe.named('7b-zero3-offload').changed({'sharding.offload_parameters': 'none'}))
+    assert made.sharding.offload_optimizer == 'none'
+    assert any('count to the GPU' in note for note in notes)
 
 
 @pytest.mark.parametrize('strategy, kept', [('zero2', True), ('zero3', False), ('fsdp1', False)])
 def test_what_plays_for_another_strategy_keeps_what_it_keeps(plain, strategy, kept):
     "ZeRO-2 holds all weights for the whole step; ZeRO-3 and FSDP1 drop what they have gathered."
-    part, notes = rehearsable(plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16'}))
+    part, notes = rehearsable(
+        plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16'}))
     assert (part.sharding.strategy, part.sharding.reshard_after_forward) == ('fsdp2', not kept)
     assert [note for note in notes if ' plays as FSDP2' in note]
 
@@ -95,13 +113,16 @@ def test_shrunk_recipes_and_one_process(plain):
 
 
 def test_nothing_is_left_behind(plain):
-    variables, numbers = dict(os.environ), torch.get_rng_state()
+    variables = dict(os.environ)
+    numbers = torch.get_rng_state()
     rehearse(plain.changed(LORA))
     with pytest.raises(ValueError, match="did you mean 'v_proj'"):
         rehearse(plain.changed(LORA | {'method.targets': ['q_proj', 'v_prj']}))
-    assert dict(os.environ) == variables and not dist.is_initialized()
+    assert dict(os.environ) == variables
+    assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), numbers)
-    assert type(torch.ones(2)) is torch.Tensor and torch.ones(2).sum().item() == 2
+    assert type(torch.ones(2)) is torch.Tensor
+    assert torch.ones(2).sum().item() == 2
 
 
 def test_an_error_of_the_program_comes_out_as_it_is_and_leaves_nothing(plain):
@@ -121,8 +142,11 @@ def test_a_process_that_is_a_rank_already_is_told_so(plain):
 
 @pytest.mark.slow
 def test_no_fake_tensor_outlives_a_rehearsal():
-    code = ('import gc; from llm_workbook import Recipe, rehearse, shrink; rehearse(shrink(Recipe.named("70b-2x24gb-qlora"))); '
-            'gc.collect(); from torch._subclasses.fake_tensor import FakeTensor; '
-            'print(sum(isinstance(thing, FakeTensor) for thing in gc.get_objects()))')
+    code = (
+        'import gc; from llm_workbook import Recipe, rehearse, shrink; '
+        'rehearse(shrink(Recipe.named("70b-2x24gb-qlora"))); '
+        'gc.collect(); from torch._subclasses.fake_tensor import FakeTensor; '
+        'print(sum(isinstance(thing, FakeTensor) for thing in gc.get_objects()))')
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == '0', 'a library that was imported inside keeps a tensor among its defaults'
+    assert done.stdout.split()[-1] == '0', (
+        'a library that was imported inside keeps a tensor among its defaults')

@@ -11,7 +11,8 @@ def program(*blocks):
     "Two operations of loading, then a step of three: two in a layer, one in the head."
     places = [('load', '')] * 2 + [('forward', 'model.layers.0')] * 2 + [('forward', 'lm_head')]
     recorder = Recorder()
-    recorder.events += [Event(phase, where, f'op {i}', 10 * i) for i, (phase, where) in enumerate(places)]
+    recorder.events += [
+        Event(phase, where, f'op {i}', 10 * i) for i, (phase, where) in enumerate(places)]
     recorder.blocks += blocks
     return recorder
 

@@ -1,12 +1,14 @@
-"""Base and tuned model side by side: who speaks, what is refused, and the panel without a browser."""
+"""Base and tuned model side by side: who speaks, what is refused, and the panel without a
+browser."""
 import json
 import sys
 import warnings
 
 import pytest
 import torch
-from llm_workbook import (ChatPair, Chat, ChatPanel, Method, Recipe, ChatComparison, add_adapters, answers, asset, compare_chat, load_base,
-                          load_chat, save_adapters, shrink)
+from llm_workbook import (
+    ChatPair, Chat, ChatPanel, Method, Recipe, ChatComparison, add_adapters, answers, asset, compare_chat,
+    load_base, load_chat, save_adapters, shrink)
 
 ASK = [{'role': 'user', 'content': 'How many letters are there in the word table?'}]
 RECIPE = shrink(Recipe.named('70b-2x24gb-qlora'))
@@ -14,7 +16,8 @@ RECIPE = shrink(Recipe.named('70b-2x24gb-qlora'))
 
 def disturbed(model, seed=0):
     "Adapters that say something else than the base, without training."
-    model, generator = add_adapters(model, RECIPE.method), torch.Generator().manual_seed(seed)
+    model = add_adapters(model, RECIPE.method)
+    generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         if 'lora_B' in name: p.data.copy_(0.3 * torch.randn(p.shape, generator=generator))
     return model.eval()
@@ -29,7 +32,8 @@ def tokenizer():
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp('run')/'adapters'
-    save_adapters(disturbed(load_base(RECIPE.model, RECIPE.method, RECIPE.precision, 'cpu')), folder)
+    save_adapters(
+        disturbed(load_base(RECIPE.model, RECIPE.method, RECIPE.precision, 'cpu')), folder)
     return folder
 
 
@@ -47,7 +51,10 @@ def panel(chat):
     return ChatPanel(chat)
 
 
-def rows(*prompts): return [{'messages': [{'role': 'user', 'content': p}, {'role': 'assistant', 'content': ''}]} for p in prompts]
+def rows(*prompts):
+    return [
+        {'messages': [{'role': 'user', 'content': p}, {'role': 'assistant', 'content': ''}]}
+        for p in prompts]
 
 
 # Who speaks
@@ -55,13 +62,16 @@ def rows(*prompts): return [{'messages': [{'role': 'user', 'content': p}, {'role
 def test_the_first_voice_is_the_base_alone_to_the_last_digit(chat, alone, tokenizer):
     ids = tokenizer('A table has', return_tensors='pt')['input_ids']
     with torch.inference_mode(), chat.model.disable_adapter(): off = chat.model(ids).logits
-    with torch.inference_mode(): assert torch.equal(off, alone(ids).logits) and not torch.equal(off, chat.model(ids).logits)
+    with torch.inference_mode():
+        assert torch.equal(off, alone(ids).logits)
+        assert not torch.equal(off, chat.model(ids).logits)
     assert [chat.reply(ASK, False)] == answers(alone, tokenizer, rows(ASK[0]['content']), 12, 1)
 
 
 def test_the_adapters_are_on_again_afterwards_also_after_an_error(chat, monkeypatch):
     first = chat.reply(ASK)
-    assert chat.reply(ASK, False) != first and chat.reply(ASK) == first
+    assert chat.reply(ASK, False) != first
+    assert chat.reply(ASK) == first
     def broken(**kwargs): raise RuntimeError('no memory')
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match='no memory'):
         patch.setattr(chat.model, 'generate', broken)
@@ -71,12 +81,16 @@ def test_the_adapters_are_on_again_afterwards_also_after_an_error(chat, monkeypa
 
 def test_a_model_in_training_goes_on_in_training(chat):
     modules = list(chat.model.modules())
-    quiet, (odd, *_) = chat.reply(ASK), [m for m in modules if 'Dropout' in type(m).__name__] or modules[-1:]
+    quiet, (odd, *_) = (
+        chat.reply(ASK), [m for m in modules if 'Dropout' in type(m).__name__] or modules[-1:])
     try:
         chat.model.train()
         odd.eval()
         before = [m.training for m in modules]
-        assert chat.reply(ASK) == quiet and [m.training for m in modules] == before and True in before and False in before
+        assert chat.reply(ASK) == quiet
+        assert [m.training for m in modules] == before
+        assert True in before
+        assert False in before
     finally: chat.model.eval()
 
 
@@ -86,15 +100,20 @@ def test_a_full_fine_tune_has_its_base_beside_it(tokenizer, tmp_path):
     with torch.no_grad(): model.model.layers[0].mlp.down_proj.weight.mul_(-3)
     model.save_pretrained(tmp_path/'model')
     pair = load_chat(recipe, tmp_path/'model', 12)
-    assert pair.base is not None and pair.reply(ASK) != pair.reply(ASK, False)
+    assert pair.base is not None
+    assert pair.reply(ASK) != pair.reply(ASK, False)
     whole = load_base(recipe.model, recipe.method, recipe.precision, 'cpu')
     assert [pair.reply(ASK, False)] == answers(whole, tokenizer, rows(ASK[0]['content']), 12, 1)
-    with pytest.raises(ValueError, match='LlamaForCausalLM has no adapters to switch off'): Chat(model, tokenizer)
+    with pytest.raises(ValueError, match='LlamaForCausalLM has no adapters to switch off'):
+        Chat(model, tokenizer)
 
 
 def test_a_classifier_has_no_voice(tokenizer):
     from transformers import LlamaConfig, LlamaForSequenceClassification
-    small = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0)
+
+    small = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, pad_token_id=0)
     model = LlamaForSequenceClassification(small)
     with pytest.raises(ValueError, match='gives labels, not words'): Chat(model, tokenizer)
     with pytest.raises(ValueError, match='gives labels, not words'):
@@ -107,41 +126,54 @@ def test_a_classifier_has_no_voice(tokenizer):
 
 def test_what_a_model_brings_along_changes_nothing(chat, monkeypatch):
     first, own = chat.reply(ASK), chat.model.generation_config
-    for name, value in {'do_sample': True, 'temperature': 0.6, 'top_p': 0.9, 'max_length': 7}.items(): monkeypatch.setattr(own, name, value)
+    for name, value in {
+        'do_sample': True, 'temperature': 0.6, 'top_p': 0.9, 'max_length': 7
+    }.items():
+        monkeypatch.setattr(own, name, value)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         assert [chat.reply(ASK) for _ in range(3)] == [first] * 3
 
 
 def test_every_token_that_ends_an_answer_ends_it(chat, tokenizer, monkeypatch):
-    said = chat.reply(ASK)
-    ids = chat.model.generate(**tokenizer(tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True),
-                                          return_tensors='pt', return_token_type_ids=False), max_new_tokens=12, do_sample=False)[0]
+    answer = chat.reply(ASK)
+    ids = chat.model.generate(
+        **tokenizer(
+            tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True),
+            return_tensors='pt', return_token_type_ids=False),
+        max_new_tokens=12, do_sample=False)[0]
     third = ids[-10].item()
     monkeypatch.setattr(chat.model.generation_config, 'eos_token_id', [third])
     cut = chat.reply(ASK)
-    assert said.endswith(' …') and not cut.endswith('…') and said.startswith(cut) and len(cut) < len(said)
+    assert answer.endswith(' …')
+    assert not cut.endswith('…')
+    assert answer.startswith(cut)
+    assert len(cut) < len(answer)
 
 
 def test_drawing_has_its_own_random_numbers(chat):
-    hot = [Chat(chat.model, chat.tokenizer, longest=12, temperature=2.0, seed=seed) for seed in (3, 3, 4)]
+    hot = [
+        Chat(chat.model, chat.tokenizer, longest=12, temperature=2.0, seed=seed)
+        for seed in (3, 3, 4)]
     torch.manual_seed(7)
     before = torch.get_rng_state()
     a, b, c = (one.reply(ASK) for one in hot)
-    assert a == b != c and torch.equal(before, torch.get_rng_state())
+    assert a == b != c
+    assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize('messages, said', [
+@pytest.mark.parametrize('messages, words', [
     ([], 'the question is empty'), ([{'role': 'user', 'content': ' \n'}], 'the question is empty'),
     ([{'role': 'user', 'content': 'x <|endoftext|>'}], 'is a mark of the chat template'),
     ([{'role': 'user', 'content': 'no ' * 700}], 'are more than the 512 of this model')])
-def test_questions_that_cannot_be_asked(chat, messages, said):
-    with pytest.raises(ValueError, match=said): chat.reply(messages)
+def test_questions_that_cannot_be_asked(chat, messages, words):
+    with pytest.raises(ValueError, match=words): chat.reply(messages)
 
 
-@pytest.mark.parametrize('settings, said', [({'longest': 0}, 'longest 0'), ({'temperature': -0.5}, 'temperature -0.5')])
-def test_settings_that_cannot_be_meant(chat, settings, said):
-    with pytest.raises(ValueError, match=said): Chat(chat.model, chat.tokenizer, **settings)
+@pytest.mark.parametrize(
+    'settings, words', [({'longest': 0}, 'longest 0'), ({'temperature': -0.5}, 'temperature -0.5')])
+def test_settings_that_cannot_be_meant(chat, settings, words):
+    with pytest.raises(ValueError, match=words): Chat(chat.model, chat.tokenizer, **settings)
 
 
 def test_a_tokenizer_without_a_template(chat, tokenizer, monkeypatch):
@@ -162,7 +194,9 @@ def test_a_table_has_both_answers_to_every_question(chat):
 def test_what_anybody_says_is_escaped():
     bad = '<img src=x onerror=alert(1)>"\'&'
     html = ChatComparison((ChatPair(bad, bad, bad),))._repr_html_()
-    assert '<img' not in html and html.count('&lt;img') == 3 and 'white-space:pre-wrap' in html
+    assert '<img' not in html
+    assert html.count('&lt;img') == 3
+    assert 'white-space:pre-wrap' in html
 
 
 # The panel
@@ -170,24 +204,31 @@ def test_what_anybody_says_is_escaped():
 def test_a_click_asks_both_and_empties_the_field(panel, chat):
     panel.prompt.value = ASK[0]['content']
     panel.send.click()
-    assert panel.shown == compare_chat(chat, [ASK[0]['content']]) and panel.prompt.value == '' and not panel.send.disabled
+    assert panel.shown == compare_chat(chat, [ASK[0]['content']])
+    assert panel.prompt.value == ''
+    assert not panel.send.disabled
     assert panel.answers.value == panel.shown._repr_html_()
 
 
 def test_each_voice_remembers_its_own_answers(panel):
     first = panel.ask('Sort 3 1 2.')
     panel.ask('And 9 8 7?')
-    for turns, said in zip(panel.turns, first[1:]):
-        assert [turn['role'] for turn in turns] == ['user', 'assistant'] * 2 and turns[1]['content'] == said
+    for turns, answer in zip(panel.turns, first[1:]):
+        assert [turn['role'] for turn in turns] == ['user', 'assistant'] * 2
+        assert turns[1]['content'] == answer
     panel.clear.click()
-    assert panel.shown.rows == () and panel.turns == ([], []) and panel.answers.value == ''
+    assert panel.shown.rows == ()
+    assert panel.turns == ([], [])
+    assert panel.answers.value == ''
 
 
 def test_an_error_is_shown_escaped_and_the_panel_goes_on(panel):
     panel.prompt.value = 'a <|assistant|> b'
     panel.send.click()
-    assert 'ValueError: &lt;|assistant|&gt; is a mark' in panel.answers.value and not panel.send.disabled
-    assert panel.prompt.value == 'a <|assistant|> b' and panel.turns == ([], [])
+    assert 'ValueError: &lt;|assistant|&gt; is a mark' in panel.answers.value
+    assert not panel.send.disabled
+    assert panel.prompt.value == 'a <|assistant|> b'
+    assert panel.turns == ([], [])
 
 
 def test_the_settings_of_the_panel_are_those_of_the_answer(panel):
@@ -198,14 +239,17 @@ def test_the_settings_of_the_panel_are_those_of_the_answer(panel):
 
 def test_two_panels_do_not_share_a_conversation(chat):
     pytest.importorskip('ipywidgets')
-    one, other = ChatPanel(chat), ChatPanel(chat)
+    one = ChatPanel(chat)
+    other = ChatPanel(chat)
     one.ask('Sort 3 1 2.')
-    assert other.turns == ([], []) and other.shown.rows == ()
+    assert other.turns == ([], [])
+    assert other.shown.rows == ()
 
 
 def test_the_bundle_has_its_static_twin(panel):
     bundle = panel._repr_mimebundle_()
-    assert 'application/vnd.jupyter.widget-view+json' in bundle and bundle['text/html'] == panel.shown._repr_html_()
+    assert 'application/vnd.jupyter.widget-view+json' in bundle
+    assert bundle['text/html'] == panel.shown._repr_html_()
 
 
 def test_without_ipywidgets_the_error_names_the_extra(chat, monkeypatch):
@@ -216,7 +260,8 @@ def test_without_ipywidgets_the_error_names_the_extra(chat, monkeypatch):
 def test_the_answer_must_have_room_beside_the_question(chat):
     from dataclasses import replace
     from llm_workbook.release.chat import _prompt
-    asked, limit = [{'role': 'user', 'content': 'Add 2 and 3.'}], chat.model.config.max_position_embeddings
+    asked = [{'role': 'user', 'content': 'Add 2 and 3.'}]
+    limit = chat.model.config.max_position_embeddings
     used = _prompt(replace(chat, longest=1), asked)['input_ids'].shape[1]
     assert _prompt(replace(chat, longest=limit - used), asked)['input_ids'].shape[1] == used
     with pytest.raises(ValueError, match=f'more than the {limit} of this model'):

@@ -1,8 +1,11 @@
-"""The head: what the recipe says of classes and rows, where it reads, and scores that count every row once."""
+"""The head: what the recipe says of classes and rows, where it reads, and scores that count every
+row once."""
 import pytest
 from trouble import small_base
 
-from llm_workbook.training.classifier import class_rows, class_tokenizer, count_classes, judge_rows, load_classifier, make_loader, reload_classifier, set_pad, token_rows
+from llm_workbook.training.classifier import (
+    class_rows, class_tokenizer, count_classes, judge_rows, load_classifier, make_loader,
+    reload_classifier, set_pad, token_rows)
 from llm_workbook.training.data import DatasetError
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import run_ranks
@@ -18,20 +21,26 @@ def recipe(tmp_path_factory):
     for name, stars in (('a', [1, 5, 3, 4, 2, 5]), ('b', [4, 1, 3, 5, 2])):
         lines = [f'{"It works well. " * (i + 1)} {name},{star}' for i, star in enumerate(stars)]
         (folder/f'{name}.csv').write_text('\n'.join(['text,stars', *lines]) + '\n')
-    return Recipe(name='judge', model={'source': str(small_base(folder/'base')), 'head': 'classification'}, cluster={'processes': 1},
-                  data={'source': str(folder/'*.csv'), 'format': 'classification', 'text_column': 'text', 'label_column': 'stars', 'labels': STARS,
-                        'test_share': 0.0}, batch={'length': 64}, sharding={'strategy': 'none'})
+    return Recipe(
+        name='judge', model={'source': str(small_base(folder/'base')), 'head': 'classification'},
+        cluster={'processes': 1},
+        data={
+            'source': str(folder/'*.csv'), 'format': 'classification', 'text_column': 'text',
+            'label_column': 'stars', 'labels': STARS, 'test_share': 0.0},
+        batch={'length': 64}, sharding={'strategy': 'none'})
 
 
 def test_rows_come_from_all_files_with_classes_in_the_order_of_the_labels(recipe):
     rows, held = class_rows(recipe)
-    assert [row['label'] for row in rows] == [0, 1, 1, 0, 1, 1, 0, 1, 0] and held == []
+    assert [row['label'] for row in rows] == [0, 1, 1, 0, 1, 1, 0, 1, 0]
+    assert held == []
     assert rows[0]['text'] == 'It works well.  a'
 
 
 def test_a_text_with_a_special_token_is_refused(recipe, tmp_path):
     (tmp_path/'a.csv').write_text('text,stars\nFine.,5\nBad <|pad|>,1\n')
-    with pytest.raises(DatasetError, match=r'row 2: has <\|pad\|> in its text'): class_rows(recipe.changed({'data.source': str(tmp_path/'*.csv')}))
+    with pytest.raises(DatasetError, match=r'row 2: has <\|pad\|> in its text'):
+        class_rows(recipe.changed({'data.source': str(tmp_path/'*.csv')}))
 
 
 def test_a_head_that_is_on_no_disk_is_not_read_in_parts(recipe):
@@ -50,12 +59,15 @@ def test_a_base_that_lacks_more_than_a_head_is_refused(recipe, tmp_path):
         load_classifier(recipe.changed({'model.source': str(tmp_path/'base')}))
 
 
-@pytest.mark.parametrize('kind, dtype', [('qlora', 'bfloat16'), ('lora', 'bfloat16'), ('full', 'float32')])
+@pytest.mark.parametrize(
+    'kind, dtype', [('qlora', 'bfloat16'), ('lora', 'bfloat16'), ('full', 'float32')])
 def test_the_head_is_never_packed(recipe, kind, dtype):
     import torch
     model = load_classifier(recipe.changed({'method.kind': kind}))
-    assert type(model.score) is torch.nn.Linear and model.score.weight.dtype == getattr(torch, dtype)
-    assert model.config.pad_token_id == class_tokenizer(recipe).pad_token_id and model.config.architectures == ['LlamaForSequenceClassification']
+    assert type(model.score) is torch.nn.Linear
+    assert model.score.weight.dtype == getattr(torch, dtype)
+    assert model.config.pad_token_id == class_tokenizer(recipe).pad_token_id
+    assert model.config.architectures == ['LlamaForSequenceClassification']
 
 
 @pytest.mark.parametrize('pad', ['own', 'end'])
@@ -63,12 +75,17 @@ def test_padding_does_not_change_a_row(recipe, pad):
     import torch
     tokenizer = class_tokenizer(recipe)
     if pad == 'end': tokenizer.pad_token = None
-    model = load_classifier(recipe.changed({'method.kind': 'full', 'precision.compute': 'float32'})).eval()
+    model = load_classifier(
+        recipe.changed({'method.kind': 'full', 'precision.compute': 'float32'})).eval()
     model.config.pad_token_id = set_pad(tokenizer)
     rows = token_rows(recipe, class_rows(recipe)[0], tokenizer)
     def logits(micro):
         with torch.no_grad():
-            return torch.cat([model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits for b in make_loader(rows, tokenizer.pad_token_id, micro)])
+            return torch.cat(
+                [
+                    model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits
+                    for b in make_loader(rows, tokenizer.pad_token_id, micro)])
+
     assert torch.allclose(logits(1), logits(9), atol=1e-5)
 
 
@@ -84,7 +101,9 @@ def test_every_row_is_counted_once_on_any_number_of_ranks(recipe, ranks, micro):
     rows = token_rows(plain, class_rows(plain)[0], class_tokenizer(plain))[:7]
     one = run_ranks(judge, 1, (rows, 7), 120)[0]
     many = run_ranks(judge, ranks, (rows, micro), 120)
-    assert all(scores.counts == one.counts and scores.rows == 7 and abs(scores.loss - one.loss) < 1e-5 for scores in many)
+    assert all(
+        scores.counts == one.counts and scores.rows == 7 and abs(scores.loss - one.loss) < 1e-5
+        for scores in many)
 
 
 def test_head_and_adapters_come_back_each_in_its_own_type(recipe, tmp_path):
@@ -92,15 +111,21 @@ def test_head_and_adapters_come_back_each_in_its_own_type(recipe, tmp_path):
     from llm_workbook.model.adapters import add_adapters, save_adapters
     tuned = add_adapters(load_classifier(recipe), recipe.method, recipe.seed)
     for name, p in tuned.named_parameters():
-        if p.requires_grad: p.data = torch.randn_like(p).to(torch.float32 if 'score' in name else torch.bfloat16)
+        if p.requires_grad:
+            p.data = torch.randn_like(p).to(torch.float32 if 'score' in name else torch.bfloat16)
     save_adapters(tuned, tmp_path/'adapters')
-    again, there = reload_classifier(recipe, tmp_path), dict(tuned.named_parameters())
-    kept = {name: p for name, p in again.named_parameters() if there[name].requires_grad}
+    again = reload_classifier(recipe, tmp_path)
+    tuned_parameters = dict(tuned.named_parameters())
+    kept = {name: p for name, p in again.named_parameters() if tuned_parameters[name].requires_grad}
     assert {p.dtype for p in kept.values()} == {torch.float32, torch.bfloat16}
-    assert all(p.dtype == there[name].dtype and p.equal(there[name]) for name, p in kept.items())
+    assert all(
+        p.dtype == tuned_parameters[name].dtype and p.equal(tuned_parameters[name])
+        for name, p in kept.items())
 
 
 def test_f1_is_that_of_the_textbook():
     scores = count_classes([0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 0, 2], [1.0] * 6, ('a', 'b', 'c', 'd'))
-    assert scores.counts == ((1, 1, 0, 0), (1, 2, 0, 0), (0, 0, 1, 0), (0, 0, 0, 0)) and scores.accuracy == 4 / 6
-    assert scores.f1 == {'a': 0.5, 'b': 2 / 3, 'c': 1.0, 'd': None} and abs(scores.macro_f1 - (0.5 + 2 / 3 + 1) / 3) < 1e-12
+    assert scores.counts == ((1, 1, 0, 0), (1, 2, 0, 0), (0, 0, 1, 0), (0, 0, 0, 0))
+    assert scores.accuracy == 4 / 6
+    assert scores.f1 == {'a': 0.5, 'b': 2 / 3, 'c': 1.0, 'd': None}
+    assert abs(scores.macro_f1 - (0.5 + 2 / 3 + 1) / 3) < 1e-12

@@ -1,4 +1,5 @@
-"""What stops a fine-tune: a recipe that cannot work, before any weight is loaded; ranks that die, hang or diverge."""
+"""What stops a fine-tune: a recipe that cannot work, before any weight is loaded; ranks that die,
+hang or diverge."""
 import json
 import os
 import signal
@@ -27,12 +28,14 @@ from llm_workbook.config.recipe import Recipe
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path_factory, monkeypatch):
-    "After every test: no child process, and nothing in a folder for temporary files that this test has for itself."
+    """After every test: no child process, and nothing in a folder for temporary files that this
+    test has for itself."""
     temp = tmp_path_factory.mktemp('temp')
     monkeypatch.setenv('TMPDIR', str(temp))
     monkeypatch.setattr(tempfile, 'tempdir', str(temp))
     yield
-    assert [child for child in psutil.Process().children(recursive=True) if child.is_running()] == []
+    assert [
+        child for child in psutil.Process().children(recursive=True) if child.is_running()] == []
     assert list(temp.iterdir()) == []
 
 
@@ -41,10 +44,13 @@ def recipe(tmp_path_factory):
     "The smallest QLoRA over two ranks: 12 rows, 4 steps."
     folder = tmp_path_factory.mktemp('rows')
     for split in 'train', 'test':
-        lines = (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True)
+        lines = (
+            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
         (folder/f'{split}.jsonl').write_text(''.join(lines[:12]))
-    return Recipe(name='small', model={'source': 'tiny-base'}, data={'source': str(folder), 'format': 'messages'},
-                  batch={'micro': 1, 'length': 64}, optimizer={'steps': 4, 'learning_rate': 3e-3})
+    return Recipe(
+        name='small', model={'source': 'tiny-base'},
+        data={'source': str(folder), 'format': 'messages'}, batch={'micro': 1, 'length': 64},
+        optimizer={'steps': 4, 'learning_rate': 3e-3})
 
 
 @pytest.fixture(scope='module')
@@ -58,16 +64,27 @@ def healthy(recipe, tmp_path_factory):
 @pytest.mark.parametrize('text', [False, True], ids=['conversations', 'text'])
 def test_the_tokens_of_the_check_are_those_that_trl_makes(recipe, tmp_path, text):
     "Cut to the same length too; held-out rows that bring no tokens are tokenised with the others."
-    (tmp_path/'lines.txt').write_text(''.join(f'The answer of row {i} is {i * i}.\n' for i in range(12)))
-    asked = recipe.changed({'batch.length': 8 if text else 29, 'method.kind': 'full', 'precision.compute': 'float32'} | (
-        {'data.source': str(tmp_path/'lines.txt'), 'data.format': 'text'} if text else {}))
-    rows, plain = training.check_recipe(asked)[0], load_rows(asked.data, asked.seed)[0]
-    assert plain == [{key: row[key] for key in plain[0]} for row in rows] and len(rows) >= 10
+    changes = {'batch.length': 29, 'method.kind': 'full', 'precision.compute': 'float32'}
+    if text:
+        lines = [f'The answer of row {i} is {i * i}.\n' for i in range(12)]
+        (tmp_path/'lines.txt').write_text(''.join(lines))
+        changes |= {
+            'batch.length': 8, 'data.source': str(tmp_path/'lines.txt'), 'data.format': 'text'}
+    asked = recipe.changed(changes)
+    rows = training.check_recipe(asked)[0]
+    plain = load_rows(asked.data, asked.seed)[0]
+    assert plain == [{key: row[key] for key in plain[0]} for row in rows]
+    assert len(rows) >= 10
     base = AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
-    ours, trl, mixed = (training.make_trainer(asked, tmp_path, some, base, None, held).train_dataset
-                        for some, held in ((rows, []), (plain, []), (rows, plain)))
-    for key in 'input_ids', 'labels', 'row': assert list(ours[key]) == list(trl[key]) == list(mixed[key])
-    assert max(map(len, ours['input_ids'])) == asked.batch.length < max(len(row['input_ids']) for row in rows)
+    def tokenised(train, held_out):
+        return training.make_trainer(asked, tmp_path, train, base, None, held_out).train_dataset
+    ours = tokenised(rows, [])
+    trl = tokenised(plain, [])
+    mixed = tokenised(rows, plain)
+    for key in 'input_ids', 'labels', 'row':
+        assert list(ours[key]) == list(trl[key]) == list(mixed[key])
+    assert max(map(len, ours['input_ids'])) == asked.batch.length
+    assert max(len(row['input_ids']) for row in rows) > asked.batch.length
 
 
 # Refused before a weight is loaded
@@ -76,67 +93,97 @@ def test_the_tokens_of_the_check_are_those_that_trl_makes(recipe, tmp_path, text
 def no_weights(monkeypatch):
     "Fail the test when anything loads weights or starts a rank."
     def fail(*args, **kwargs): pytest.fail('a weight was loaded, or a rank started')
-    for kind in AutoModelForCausalLM, PreTrainedModel: monkeypatch.setattr(kind, 'from_pretrained', fail)
-    for module, name in (loading, 'load_base'), (training, 'notebook_ranks'), (ranks, 'notebook_ranks'), (ranks, 'run_ranks'):
+    for kind in AutoModelForCausalLM, PreTrainedModel:
+        monkeypatch.setattr(kind, 'from_pretrained', fail)
+    for module, name in (
+        (loading, 'load_base'),
+        (training, 'notebook_ranks'),
+        (ranks, 'notebook_ranks'),
+        (ranks, 'run_ranks')
+    ):
         monkeypatch.setattr(module, name, fail)
 
 
-def rows(*texts): return ''.join(json.dumps({'instruction': f'Say {text}', 'output': text}) + '\n' for text in texts)
+def rows(*texts):
+    return ''.join(
+        json.dumps({'instruction': f'Say {text}', 'output': text}) + '\n' for text in texts)
 
 
 FILES = {
     'empty.jsonl': '', 'blank.jsonl': '\n\n', 'two.jsonl': rows('yes', 'no'),
     'gap.jsonl': rows('one', 'two') + '{"instruction": "Say three"}\n' + rows('four'),
     'mute.jsonl': rows('one') + '{"instruction": "Say two", "output": ""}\n',
-    'cut.jsonl': rows('one', 'two')[:-9], 'reply.jsonl': '{"messages": [{"role": "user", "content": "Hello"}]}\n',
-}
+    'cut.jsonl': rows('one', 'two')[:-9],
+    'reply.jsonl': '{"messages": [{"role": "user", "content": "Hello"}]}\n'}
 REFUSED = {
-    'unknown key': ({'optimizer.learnig_rate': 1e-4},
-                    "optimizer.learnig_rate = .*: unknown key; did you mean 'learning_rate'"),
-    'unknown part': ({'optimiser': {'steps': 3}}, "optimiser.*unknown key; did you mean 'optimizer'"),
-    'wrong type': ({'optimizer.steps': 'many'}, "optimizer.steps = 'many': must be a valid integer"),
-    'wrong word': ({'method.kind': 'qlor'}, "method.kind = 'qlor': must be one of .*; did you mean 'qlora'"),
+    'unknown key': (
+        {'optimizer.learnig_rate': 1e-4},
+        "optimizer.learnig_rate = .*: unknown key; did you mean 'learning_rate'"),
+    'unknown part': (
+        {'optimiser': {'steps': 3}}, "optimiser.*unknown key; did you mean 'optimizer'"),
+    'wrong type': (
+        {'optimizer.steps': 'many'}, "optimizer.steps = 'many': must be a valid integer"),
+    'wrong word': (
+        {'method.kind': 'qlor'}, "method.kind = 'qlor': must be one of .*; did you mean 'qlora'"),
     'missing file': ({'data.source': 'no-such.jsonl'}, "'.*no-such.jsonl' is no path here"),
-    'missing test file': ({'data.source': 'two.jsonl', 'data.test': 'no-such.jsonl'},
-                          "'.*no-such.jsonl' is no path here"),
+    'missing test file': (
+        {'data.source': 'two.jsonl', 'data.test': 'no-such.jsonl'},
+        "'.*no-such.jsonl' is no path here"),
     'empty file': ({'data.source': 'empty.jsonl'}, 'empty.jsonl: the file is empty'),
     'blank file': ({'data.source': 'blank.jsonl'}, 'blank.jsonl: the file is empty'),
     'missing field': ({'data.source': 'gap.jsonl'}, "gap.jsonl: line 3: 'output' is missing"),
     'empty field': ({'data.source': 'mute.jsonl'}, "mute.jsonl: line 2: 'output' is empty"),
     'cut row': ({'data.source': 'cut.jsonl'}, 'cut.jsonl: line 2: is no complete JSON value'),
-    'no answer': ({'data.source': 'reply.jsonl'}, 'reply.jsonl: line 1: ends with a turn of the user'),
-    'more processes than samples': ({'data.source': 'two.jsonl', 'data.test_share': 0, 'cluster.processes': 3},
-                                    '2 training rows are fewer than one step takes: 3 .*cluster.processes'),
-    'storage that cannot shard': ({'method.storage': 'uint8'}, 'method.storage.*FSDP can shard .* precision.compute'),
-    'storage of another width': ({'precision.compute': 'float32'}, 'method.storage.*FSDP can shard .*compute'),
-    'targets that match nothing': ({'method.targets': ['q_porj']}, "match no linear module.*did you mean 'q_proj'"),
-    'one of two targets': ({'method.targets': ['q_proj', 'gate']}, "'gate', did you mean 'gate_proj'"),
-    'missing model': ({'model.source': 'tiny-bse'}, "'tiny-bse' is no path here.*did you mean 'tiny-base'"),
+    'no answer': (
+        {'data.source': 'reply.jsonl'}, 'reply.jsonl: line 1: ends with a turn of the user'),
+    'more processes than samples': (
+        {'data.source': 'two.jsonl', 'data.test_share': 0, 'cluster.processes': 3},
+        '2 training rows are fewer than one step takes: 3 .*cluster.processes'),
+    'storage that cannot shard': (
+        {'method.storage': 'uint8'}, 'method.storage.*FSDP can shard .* precision.compute'),
+    'storage of another width': (
+        {'precision.compute': 'float32'}, 'method.storage.*FSDP can shard .*compute'),
+    'targets that match nothing': (
+        {'method.targets': ['q_porj']}, "match no linear module.*did you mean 'q_proj'"),
+    'one of two targets': (
+        {'method.targets': ['q_proj', 'gate']}, "'gate', did you mean 'gate_proj'"),
+    'missing model': (
+        {'model.source': 'tiny-bse'}, "'tiny-bse' is no path here.*did you mean 'tiny-base'"),
     'no model': ({'model.source': '.'}, 'holds no config.json'),
     'rows too long': ({'batch.length': 8}, 'trains none of its first 8 tokens'),
     'several machines': ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
-    'settings ahead of the trainer': ({'batch.packing': True, 'intervals.checkpoint': 'full'},
-                                      '2 problems in small.*set it to False.*set it to sharded'),
-    'flash attention that is not there': ({'model.attention': 'flash', 'cluster.device': 'cuda'},
-                                          "needs the package flash-attn, which is not installed here: set it to 'sdpa'"),
-}
+    'settings ahead of the trainer': (
+        {'batch.packing': True, 'intervals.checkpoint': 'full'},
+        '2 problems in small.*set it to False.*set it to sharded'),
+    'flash attention that is not there': (
+        {'model.attention': 'flash', 'cluster.device': 'cuda'},
+        "needs the package flash-attn, which is not installed here: set it to 'sdpa'")}
 AHEAD = {  # what a recipe can say and this version does not carry out, for each field of runs.yaml
     'method.quant': {'method.quant': 'int8', 'sharding.strategy': 'ddp'},
-    'precision.compute': {'precision.compute': 'fp8', 'method.kind': 'lora', 'cluster.device': 'cuda'},
-    'precision.master': {'precision.master': 'bfloat16'}, 'precision.reduce': {'precision.reduce': 'bfloat16'},
-    'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'}, 'sharding.group': {'sharding.group': 1},
+    'precision.compute': {
+        'precision.compute': 'fp8', 'method.kind': 'lora', 'cluster.device': 'cuda'},
+    'precision.master': {'precision.master': 'bfloat16'},
+    'precision.reduce': {'precision.reduce': 'bfloat16'},
+    'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'},
+    'sharding.group': {'sharding.group': 1},
     'sharding.activation_checkpointing': {'sharding.activation_checkpointing': 'selective'},
-    'sharding.loading': {'sharding.loading': 'rank0'}, 'batch.packing': {'batch.packing': True},
-    'batch.loss_head': {'batch.loss_head': 'full'}, 'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
+    'sharding.loading': {'sharding.loading': 'rank0'},
+    'batch.packing': {'batch.packing': True},
+    'batch.loss_head': {'batch.loss_head': 'full'},
+    'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
     'intervals.checkpoint': {'intervals.checkpoint': 'full'},
 }
 
 
 @pytest.mark.parametrize('changes, words', REFUSED.values(), ids=REFUSED)
-def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(recipe, tmp_path, no_weights, changes, words):
+def test_a_recipe_that_cannot_work_is_refused_before_a_weight_is_loaded(
+    recipe, tmp_path, no_weights, changes, words
+):
     for name, text in FILES.items(): (tmp_path/name).write_text(text)
-    here = {name: str(tmp_path/name) for name in (*FILES, 'no-such.jsonl', '.')}
-    changes = {field: here.get(value, value) if isinstance(value, str) else value for field, value in changes.items()}
+    paths = {name: str(tmp_path/name) for name in (*FILES, 'no-such.jsonl', '.')}
+    changes = {
+        field: paths.get(value, value) if isinstance(value, str) else value
+        for field, value in changes.items()}
     if 'data.source' in changes: changes['data.format'] = 'auto'
     with pytest.raises((ValueError, ImportError), match=f'(?s){words}'):
         training.fine_tune(recipe.changed(changes), tmp_path/'run', live=False)
@@ -149,13 +196,22 @@ def test_nothing_that_this_version_does_not_run_is_passed_over(recipe, no_weight
         training.check_recipe(recipe.changed(AHEAD[field]))
 
 
-@pytest.mark.parametrize('changes, optimizer, states, attention', [
-    ({}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'), ({'model.attention': 'eager'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'eager'),
-    ({'optimizer.kind': 'adamw_fused'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'),
-    ({'optimizer.kind': 'sgd'}, 'torch.optim.sgd.SGD', '', 'sdpa'),
-    ({'optimizer.kind': 'adafactor'}, 'transformers.optimization.Adafactor', 'exp_avg_sq_row', 'sdpa'),
-    ({'optimizer.kind': 'adamw_8bit'}, 'bitsandbytes.optim.adamw.AdamW', 'torch.uint8', 'sdpa')])
-def test_the_optimizer_and_the_attention_are_the_recipe_s(recipe, tmp_path, monkeypatch, changes, optimizer, states, attention):
+@pytest.mark.parametrize(
+    'changes, optimizer, states, attention',
+    [
+        ({}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'),
+        ({'model.attention': 'eager'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'eager'),
+        ({'optimizer.kind': 'adamw_fused'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'),
+        ({'optimizer.kind': 'sgd'}, 'torch.optim.sgd.SGD', '', 'sdpa'),
+        (
+            {'optimizer.kind': 'adafactor'}, 'transformers.optimization.Adafactor',
+            'exp_avg_sq_row', 'sdpa'),
+        ({'optimizer.kind': 'adamw_8bit'}, 'bitsandbytes.optim.adamw.AdamW', 'torch.uint8', 'sdpa'),
+    ],
+)
+def test_the_optimizer_and_the_attention_are_the_recipe_s(
+    recipe, tmp_path, monkeypatch, changes, optimizer, states, attention
+):
     make = training.make_trainer
     def make_observed(*args):
         trainer = make(*args)
@@ -165,23 +221,31 @@ def test_the_optimizer_and_the_attention_are_the_recipe_s(recipe, tmp_path, monk
             used = getattr(trainer.optimizer, 'optimizer', trainer.optimizer)
             first = next(iter(used.state.values()), {})
             what = [f'{name} {getattr(value, "dtype", "")}' for name, value in first.items()]
-            said = f'{type(used).__module__}.{type(used).__name__}', what, trainer.model.config._attn_implementation
-            (tmp_path/'seen.json').write_text(json.dumps(said))
+            in_force = (
+                f'{type(used).__module__}.{type(used).__name__}', what,
+                trainer.model.config._attn_implementation)
+            (tmp_path/'seen.json').write_text(json.dumps(in_force))
         trainer.train = train_observed
         return trainer
     monkeypatch.setattr(training, 'make_trainer', make_observed)
     one = {'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 2}
     run = training.fine_tune(recipe.changed(one | changes), tmp_path/'run', 300, live=False)
     name, held, kind = json.loads((tmp_path/'seen.json').read_text())
-    assert len(run.metrics) == 2 and (name, kind) == (optimizer, attention)
+    assert len(run.metrics) == 2
+    assert (name, kind) == (optimizer, attention)
     assert any(states in state for state in held) if states else held == []
 
 
 def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
     run, _ = healthy
-    times = lambda: {path: path.stat().st_mtime_ns for path in run.directory.rglob('*') if path.name != LOCK}
+    def times():
+        paths = [path for path in run.directory.rglob('*') if path.name != LOCK]
+        return {path: path.stat().st_mtime_ns for path in paths}
     before = times()
-    with pytest.raises(ValueError, match=r"'run' holds a run already \(finished, step 4\): continue it with resume=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"'run' holds a run already \(finished, step 4\): continue it with resume=True"
+    ):
         training.fine_tune(recipe, run.directory, live=False)
     assert times() == before
 
@@ -189,9 +253,11 @@ def test_a_directory_with_a_run_is_left_alone(recipe, healthy, no_weights):
 def test_the_revision_reaches_all_that_is_read(recipe, tmp_path, monkeypatch):
     def note(*args, **kwargs): raise LookupError([*args, *kwargs.values()])
     asked, rows = recipe.changed({'model.revision': 'abc123'}), [{'messages': []}]
-    for module, name, call in ((training, 'check_targets', lambda: training.check_recipe(asked)),
-                               (AutoTokenizer, 'from_pretrained', lambda: training.check_recipe(asked)),
-                               (loading, 'load_base', lambda: training.train_rank(asked, tmp_path, rows))):
+    for module, name, call in (
+        (training, 'check_targets', lambda: training.check_recipe(asked)),
+        (AutoTokenizer, 'from_pretrained', lambda: training.check_recipe(asked)),
+        (loading, 'load_base', lambda: training.train_rank(asked, tmp_path, rows))
+    ):
         with monkeypatch.context() as patch, pytest.raises(LookupError, match='abc123'):
             patch.setattr(module, name, note)
             call()
@@ -209,17 +275,22 @@ def test_plain_text_is_known_by_its_rows(recipe, tmp_path):
 LOCK = '.llmw.lock'  # Stays, empty or not; only what the system says of it counts
 
 
-def files(directory): return {str(path.relative_to(directory)) for path in directory.rglob('*') if path.name != LOCK}
+def files(directory):
+    return {str(path.relative_to(directory)) for path in directory.rglob('*') if path.name != LOCK}
 
 
 def test_a_run_leaves_its_six_files(healthy):
     run, _ = healthy
-    assert files(run.directory) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'adapters', 'adapters/adapter_config.json',
-                                    'adapters/adapter_model.safetensors'}
-    assert Recipe.load(run.directory/'recipe.yaml') == run.recipe and len(run.metrics) == 4
+    assert files(run.directory) == {
+        'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'adapters',
+        'adapters/adapter_config.json', 'adapters/adapter_model.safetensors'}
+    assert Recipe.load(run.directory/'recipe.yaml') == run.recipe
+    assert len(run.metrics) == 4
 
 
-def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(recipe, healthy, tmp_path, monkeypatch):
+def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(
+    recipe, healthy, tmp_path, monkeypatch
+):
     def die():
         (tmp_path/'died').write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -229,11 +300,15 @@ def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(recipe,
             training.fine_tune(recipe, tmp_path/'killed', 300, live=False)
     late_s = time.time() - float((tmp_path/'died').read_text())
     print(f'a killed rank was told after {late_s:.1f} s')
-    assert caught.value.rank == 1 and late_s < 5
-    assert psutil.Process().children() == [] and files(tmp_path/'killed') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert caught.value.rank == 1
+    assert late_s < 5
+    assert psutil.Process().children() == []
+    assert files(tmp_path/'killed') == {
+        'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
     expected = losses(healthy[0].directory)
     assert losses(tmp_path/'killed') == expected[:2]
-    assert losses(training.fine_tune(recipe, tmp_path/'next', 300, live=False).directory) == expected
+    assert (
+        losses(training.fine_tune(recipe, tmp_path/'next', 300, live=False).directory) == expected)
 
 
 def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeypatch):
@@ -241,20 +316,30 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
         (tmp_path/'hangs').touch()
         time.sleep(1000)
     disturb(monkeypatch, hang)
-    for limit_s in 2 * healthy[1], 10 * healthy[1]:  # the second is for a machine that has just become busy
-        begin, run = time.monotonic(), tmp_path/f'{limit_s}'
-        with pytest.raises(RankTimeout) as caught: training.fine_tune(recipe, run, limit_s, live=False)
+    # the second is for a machine that has just become busy
+    for limit_s in 2 * healthy[1], 10 * healthy[1]:
+        begin = time.monotonic()
+        run = tmp_path/f'{limit_s}'
+        with pytest.raises(RankTimeout) as caught:
+            training.fine_tune(recipe, run, limit_s, live=False)
         assert time.monotonic() - begin < limit_s + 5
         if (tmp_path/'hangs').exists(): break
-    assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0]), str(caught.value)
-    assert 'rank 1 is stuck' in str(caught.value) and 'in hang' in caught.value.stacks[1]
+    assert (caught.value.rank, caught.value.stuck, caught.value.waiting) == (1, [1], [0]), str(
+        caught.value)
+    assert 'rank 1 is stuck' in str(caught.value)
+    assert 'in hang' in caught.value.stacks[1]
     assert files(run) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_path):
-    with pytest.raises(RankError, match='FloatingPointError: (loss|grad_norm) (nan|inf) at step [234]: nothing is sav'):
-        training.fine_tune(recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
-    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'} and 0 < len(losses(tmp_path/'nan')) < 4
+    with pytest.raises(
+        RankError,
+        match='FloatingPointError: (loss|grad_norm) (nan|inf) at step [234]: nothing is sav'
+    ):
+        training.fine_tune(
+            recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
+    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert 0 < len(losses(tmp_path/'nan')) < 4
 
 
 def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path, monkeypatch):
@@ -267,22 +352,31 @@ def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path
         trainer.model.model.layers[2].register_forward_hook(hook)
         return trainer
     monkeypatch.setattr(training, 'make_trainer', make_disturbed)
-    last = recipe.changed({'optimizer.steps': 2, 'method.kind': 'full', 'precision.compute': 'float32'})
-    with pytest.raises(RankError, match='FloatingPointError: grad_norm nan at step 2: nothing is saved'):
+    last = recipe.changed(
+        {'optimizer.steps': 2, 'method.kind': 'full', 'precision.compute': 'float32'})
+    with pytest.raises(
+        RankError, match='FloatingPointError: grad_norm nan at step 2: nothing is saved'
+    ):
         training.fine_tune(last, tmp_path/'nan', 300, live=False)
-    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'} and len(losses(tmp_path/'nan')) == 1
+    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert len(losses(tmp_path/'nan')) == 1
 
 
-def test_under_deepspeed_a_gradient_that_is_no_number_does_not_claim_whole_weights(recipe, tmp_path, monkeypatch):
+def test_under_deepspeed_a_gradient_that_is_no_number_does_not_claim_whole_weights(
+    recipe, tmp_path, monkeypatch
+):
     make = training.make_trainer
+    def spoil_gradient(layer, inputs, output):
+        output.register_hook(lambda gradient: gradient * float('nan'))
     def make_disturbed(*args):
         trainer = make(*args)
-        trainer.model.model.layers[2].register_forward_hook(
-            lambda layer, inputs, output: output.register_hook(lambda gradient: gradient * float('nan')) and None)
+        trainer.model.model.layers[2].register_forward_hook(spoil_gradient)
         return trainer
     monkeypatch.setattr(training, 'make_trainer', make_disturbed)
-    zero = recipe.changed({'method.kind': 'full', 'precision.compute': 'float32', 'sharding.strategy': 'zero2'})
-    with pytest.raises(RankError, match=r'grad_norm (nan|inf) at step 1: nothing is saved \('): training.fine_tune(zero, tmp_path/'nan', 300, live=False)
+    zero = recipe.changed(
+        {'method.kind': 'full', 'precision.compute': 'float32', 'sharding.strategy': 'zero2'})
+    with pytest.raises(RankError, match=r'grad_norm (nan|inf) at step 1: nothing is saved \('):
+        training.fine_tune(zero, tmp_path/'nan', 300, live=False)
 
 
 def test_a_sharding_that_one_rank_lacks_is_told_to_all(recipe, tmp_path, monkeypatch):
@@ -292,23 +386,33 @@ def test_a_sharding_that_one_rank_lacks_is_told_to_all(recipe, tmp_path, monkeyp
         return check(*args)
     monkeypatch.setattr(rank_run, 'assert_sharding', other)
     begin = time.monotonic()
-    with pytest.raises(RankError, match='ShardingMismatch: spoilt'): training.fine_tune(recipe, tmp_path/'run', 300, live=False)
-    assert time.monotonic() - begin < 120 and training.read_metrics(tmp_path/'run'/'metrics.jsonl') == []
+    with pytest.raises(RankError, match='ShardingMismatch: spoilt'):
+        training.fine_tune(recipe, tmp_path/'run', 300, live=False)
+    assert time.monotonic() - begin < 120
+    assert training.read_metrics(tmp_path/'run'/'metrics.jsonl') == []
 
 
 def test_a_run_has_no_limit_and_a_step_has_one():
     from inspect import signature
     from llm_workbook.launching.background import launch
     for call in training.fine_tune, launch:
-        limits = {name: signature(call).parameters[name].default for name in ('timeout_s', 'step_timeout_s')}
+        limits = {
+            name: signature(call).parameters[name].default
+            for name in ('timeout_s', 'step_timeout_s')}
         assert limits == {'timeout_s': None, 'step_timeout_s': 1200.0}
-    with pytest.raises(ValueError, match='timeout_s must be more than 0'): launch(Recipe.named('reviews-qlora'), 'never', timeout_s=0)
+    with pytest.raises(ValueError, match='timeout_s must be more than 0'):
+        launch(Recipe.named('reviews-qlora'), 'never', timeout_s=0)
 
 
-def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch):
+def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(
+    recipe, tmp_path, monkeypatch
+):
     monkeypatch.setattr(training, 'cpu_fsdp', nullcontext)
     for rank in 0, 1: disturb(monkeypatch, (tmp_path/f'stepped-{rank}').touch, rank, 1)
-    with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but') as caught:
+    with pytest.raises(
+        RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for, but'
+    ) as caught:
         training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)
-    assert 'are not DTensors' in str(caught.value) and 'cpu_fsdp()' in str(caught.value)
+    assert 'are not DTensors' in str(caught.value)
+    assert 'cpu_fsdp()' in str(caught.value)
     assert files(tmp_path) == {'ddp', 'ddp/recipe.yaml', 'ddp/run.json'}

@@ -1,4 +1,5 @@
-"""The plain loop: the losses of the trainer, resumed to the last digit, on every strategy; and a head that is found again."""
+"""The plain loop: the losses of the trainer, resumed to the last digit, on every strategy; and a
+head that is found again."""
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ import pytest
 from trouble import small_base, small_recipe
 
 from llm_workbook.training import loop as module
-from llm_workbook.training.classifier import class_rows, class_tokenizer, load_classifier, make_loader, reload_classifier, token_rows
+from llm_workbook.training.classifier import (
+    class_rows, class_tokenizer, load_classifier, make_loader, reload_classifier, token_rows)
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.training.data import load_rows
 from llm_workbook.files import asset
@@ -20,26 +22,38 @@ from llm_workbook.parallel.backends import fsdp_env
 
 SLOW = pytest.mark.slow
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
-ZERO = {'zero.persistence_threshold': 1000, 'zero.reduce_bucket': 1_000_000, 'zero.prefetch_bucket': 1_000_000}
+ZERO = {
+    'zero.persistence_threshold': 1000, 'zero.reduce_bucket': 1_000_000,
+    'zero.prefetch_bucket': 1_000_000}
 STARS = {1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'}
 
 
 @pytest.fixture(scope='module')
 def judge(tmp_path_factory):
-    "QLoRA with dropout and a head on a base of two layers: some 30 rows to train on, 7 held out, 8 steps of 2 x 2 x 2 rows."
+    """QLoRA with dropout and a head on a base of two layers: some 30 rows to train on, 7 held out,
+    8 steps of 2 x 2 x 2 rows."""
     folder = tmp_path_factory.mktemp('judge')
     lines = (asset('sample-reviews')/'train.jsonl').read_text().splitlines(keepends=True)
-    for split, part in (('train', lines[:36]), ('test', [x for x in lines[36:] if '"stars": 3' not in x][:7])):
+    for split, part in (
+        ('train', lines[:36]),
+        ('test', [x for x in lines[36:] if '"stars": 3' not in x][:7])
+    ):
         (folder/f'{split}.jsonl').write_text(''.join(part))
-    return Recipe(name='judge', model={'source': str(small_base(folder/'base')), 'head': 'classification'},
-                  data={'source': str(folder), 'format': 'classification', 'text_column': 'text', 'label_column': 'stars', 'labels': STARS},
-                  method={'rank': 8, 'dropout': 0.1}, batch={'micro': 2, 'accumulation': 2, 'length': 48},
-                  optimizer={'steps': 8, 'learning_rate': 3e-3})
+    return Recipe(
+        name='judge', model={'source': str(small_base(folder/'base')), 'head': 'classification'},
+        data={
+            'source': str(folder), 'format': 'classification', 'text_column': 'text',
+            'label_column': 'stars', 'labels': STARS},
+        method={'rank': 8, 'dropout': 0.1}, batch={'micro': 2, 'accumulation': 2, 'length': 48},
+        optimizer={'steps': 8, 'learning_rate': 3e-3})
 
 
 def train(recipe, directory, act=None, resume=False):
     "Train by the loop on real ranks; `act(loop, step)` is called on every rank after each step."
-    rows = class_rows(recipe)[0] if recipe.model.head == 'classification' else load_rows(recipe.data, recipe.seed)[0]
+    rows = (
+        class_rows(recipe)[0]
+        if recipe.model.head == 'classification'
+        else load_rows(recipe.data, recipe.seed)[0])
     start = begin_run(recipe, directory, resume)
     def work(*args):
         step = module.train_step
@@ -49,7 +63,9 @@ def train(recipe, directory, act=None, resume=False):
             return made
         module.train_step = watched
         return module.train_loop(*args)
-    return notebook_ranks(work, recipe.cluster.ranks, (recipe, directory, rows, start), 200, fsdp_env(recipe))
+
+    return notebook_ranks(
+        work, recipe.cluster.ranks, (recipe, directory, rows, start), 200, fsdp_env(recipe))
 
 
 def lines(directory, name='metrics.jsonl'): return read_metrics(Path(directory)/name)
@@ -64,24 +80,47 @@ def far(a, b, keys=('loss', 'grad_norm', 'learning_rate')):
 
 # The same as the trainer
 
-@pytest.mark.parametrize('changes', [
-    {'sharding.strategy': 'fsdp2', 'batch.accumulation': 4}, pytest.param({'sharding.strategy': 'zero3', **ZERO}, marks=SLOW),
-    pytest.param({'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 2}, marks=SLOW),
-    pytest.param(ALONE | {'optimizer.kind': 'sgd'}, marks=SLOW)], ids=['fsdp2', 'zero3', 'ddp', 'alone'])
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'sharding.strategy': 'fsdp2', 'batch.accumulation': 4},
+        pytest.param({'sharding.strategy': 'zero3', **ZERO}, marks=SLOW),
+        pytest.param(
+            {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 2}, marks=SLOW
+        ),
+        pytest.param(ALONE | {'optimizer.kind': 'sgd'}, marks=SLOW),
+    ],
+    ids=['fsdp2', 'zero3', 'ddp', 'alone'],
+)
 def test_the_loop_has_the_losses_of_the_trainer(tmp_path, changes):
     from llm_workbook.training.fine_tune import train_rank
-    recipe = small_recipe(tmp_path, 23, **{'batch.micro': 2, 'batch.accumulation': 2, 'optimizer.weight_decay': 0.1, 'optimizer.warmup': 0.3} | changes)
+
+    recipe = small_recipe(
+        tmp_path,
+        23,
+        **{
+            'batch.micro': 2, 'batch.accumulation': 2, 'optimizer.weight_decay': 0.1,
+            'optimizer.warmup': 0.3}
+        | changes)
     train(recipe, tmp_path/'loop')
     rows = load_rows(recipe.data, recipe.seed)[0]
-    notebook_ranks(train_rank, recipe.cluster.ranks, (recipe, tmp_path/'trainer', rows, begin_run(recipe, tmp_path/'trainer')), 200, fsdp_env(recipe))
-    trainer, loop = lines(tmp_path/'trainer'), lines(tmp_path/'loop')
-    assert far(trainer, loop) <= 1e-6 and [m['num_tokens'] for m in trainer] == [m['num_tokens'] for m in loop]
+    notebook_ranks(
+        train_rank, recipe.cluster.ranks,
+        (recipe, tmp_path/'trainer', rows, begin_run(recipe, tmp_path/'trainer')), 200,
+        fsdp_env(recipe))
+    trainer = lines(tmp_path/'trainer')
+    loop = lines(tmp_path/'loop')
+    assert far(trainer, loop) <= 1e-6
+    assert [m['num_tokens'] for m in trainer] == [m['num_tokens'] for m in loop]
 
 
 def test_a_clip_of_zero_switches_clipping_off(tmp_path):
     "As documented: what trains is what trains under a limit that nothing reaches."
-    recipe = small_recipe(tmp_path, 8, **ALONE, **{'optimizer.kind': 'sgd', 'optimizer.steps': 3, 'optimizer.warmup': 0.0})
-    free, far_off = tmp_path/'free', tmp_path/'far off'
+    recipe = small_recipe(
+        tmp_path, 8, **ALONE,
+        **{'optimizer.kind': 'sgd', 'optimizer.steps': 3, 'optimizer.warmup': 0.0})
+    free = tmp_path/'free'
+    far_off = tmp_path/'far off'
     train(recipe.changed({'optimizer.clip': 0.0}), free)
     train(recipe.changed({'optimizer.clip': 1e9}), far_off)
     assert far(lines(free), lines(far_off)) == 0
@@ -90,22 +129,34 @@ def test_a_clip_of_zero_switches_clipping_off(tmp_path):
 
 # Resumed
 
-@pytest.mark.parametrize('changes, tolerance', [
-    (ALONE, 0), ({}, 1e-6), pytest.param({'sharding.strategy': 'zero3', **ZERO}, 1e-6, marks=SLOW),
-    pytest.param({'method.kind': 'full', 'precision.compute': 'float32'}, 1e-6, marks=SLOW),
-    pytest.param({'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 3}, 1e-6, marks=SLOW)],
+@pytest.mark.parametrize(
+    'changes, tolerance',
+    [
+        (ALONE, 0), ({}, 1e-6),
+        pytest.param({'sharding.strategy': 'zero3', **ZERO}, 1e-6, marks=SLOW),
+        pytest.param({'method.kind': 'full', 'precision.compute': 'float32'}, 1e-6, marks=SLOW),
+        pytest.param(
+            {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 3}, 1e-6,
+            marks=SLOW)],
     ids=['alone', 'fsdp2', 'zero3', 'fsdp2, full', 'ddp'])
 def test_a_resumed_loop_is_the_one_that_was_not_stopped(judge, tmp_path, changes, tolerance):
     recipe = judge.changed(changes | {'intervals.evaluation': 2})
     whole = train(recipe, tmp_path/'whole')
     def tell(loop, step):
-        if step == 4 and loop.run.rank == recipe.cluster.ranks - 1: os.kill(os.getpid(), signal.SIGTERM)
+        if step == 4 and loop.run.rank == recipe.cluster.ranks - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
     assert train(recipe, tmp_path/'two', tell) == [{'preempted': 4}] * recipe.cluster.ranks
-    assert run_state(tmp_path/'two') == {'state': 'preempted', 'step': 4} and [f.step for f in survey(tmp_path/'two').valid] == [4]
+    assert run_state(tmp_path/'two') == {'state': 'preempted', 'step': 4}
+    assert [f.step for f in survey(tmp_path/'two').valid] == [4]
     resumed = train(recipe, tmp_path/'two', resume=True)
     assert far(lines(tmp_path/'whole'), lines(tmp_path/'two')) <= tolerance
-    assert far(*(lines(tmp_path/name, 'evaluation.jsonl') for name in ('whole', 'two')), ('loss', 'accuracy')) <= tolerance
-    assert run_state(tmp_path/'two')['state'] == 'finished' and resumed[0]['payload'] == whole[0]['payload']
+    assert (
+        far(
+            *(lines(tmp_path/name, 'evaluation.jsonl') for name in ('whole', 'two')),
+            ('loss', 'accuracy'))
+        <= tolerance)
+    assert run_state(tmp_path/'two')['state'] == 'finished'
+    assert resumed[0]['payload'] == whole[0]['payload']
     assert resumed[0]['scores']['rows'] == 7 == sum(map(sum, resumed[0]['scores']['counts']))
 
 
@@ -115,7 +166,8 @@ def test_a_killed_rank_is_named_and_the_loop_goes_on_from_the_last_commit(judge,
     train(recipe, tmp_path/'whole')
     def die(loop, step):
         if step == 6 and loop.run.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'): train(recipe, tmp_path/'two', die)
+    with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'):
+        train(recipe, tmp_path/'two', die)
     assert survey(tmp_path/'two').valid[0].step in (2, 4)
     train(recipe, tmp_path/'two', resume=True)
     assert far(lines(tmp_path/'whole'), lines(tmp_path/'two')) <= 1e-6
@@ -124,23 +176,33 @@ def test_a_killed_rank_is_named_and_the_loop_goes_on_from_the_last_commit(judge,
 # Guards
 
 def test_a_loss_that_is_no_number_ends_every_rank_and_saves_nothing(judge, tmp_path):
-    with pytest.raises(RankError, match=r'FloatingPointError: (loss|grad_norm) (nan|inf) at step [23]: nothing is saved.*rank'):
-        train(judge.changed({'optimizer.learning_rate': 1e30, 'optimizer.warmup': 0.0}), tmp_path/'run')
+    with pytest.raises(
+        RankError,
+        match=r'FloatingPointError: (loss|grad_norm) (nan|inf) at step [23]: nothing is saved.*rank'
+    ):
+        train(
+            judge.changed({'optimizer.learning_rate': 1e30, 'optimizer.warmup': 0.0}),
+            tmp_path/'run')
     assert not (tmp_path/'run'/'adapters').exists()
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named(judge, tmp_path):
-    def hang(loop, step):
-        if step == 2 and loop.run.rank == 1: time.sleep(1000)
     def work(*args):
-        step = module.train_step
-        module.train_step = lambda loop, window: (step(loop, window), hang(loop, loop.step))[0]
+        train_step = module.train_step
+        def step_and_hang(loop, window):
+            result = train_step(loop, window)
+            if loop.step == 2 and loop.run.rank == 1: time.sleep(1000)
+            return result
+        module.train_step = step_and_hang
         return module.train_loop(*args)
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run'), 15.0
     with pytest.raises(RankError): notebook_ranks(work, 2, task, 120, fsdp_env(judge))
-    said = {path.name: json.loads(path.read_text()) for path in (tmp_path/'run'/'stacks').glob('rank-*.json')}
-    assert said['rank-0.json']['waits'] and not said['rank-1.json']['waits']
+    stacks = {
+        path.name: json.loads(path.read_text())
+        for path in (tmp_path/'run'/'stacks').glob('rank-*.json')}
+    assert stacks['rank-0.json']['waits']
+    assert not stacks['rank-1.json']['waits']
 
 
 def test_accelerate_that_counts_too_few_ranks_is_refused(judge, tmp_path):
@@ -158,31 +220,54 @@ def test_under_deepspeed_on_cpu_every_rank_has_rows_of_its_own(judge, tmp_path):
         plain = recipe is None
         from deepspeed.ops import __compatible_ops__
         __compatible_ops__['deepspeed_shm_comm'] = False  # Or it is compiled here
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(zero))) if plain else module.make_accelerator(recipe)
-        rows = accelerator.prepare_data_loader(module.make_loader([{'input_ids': [5], 'labels': 0, 'row': i} for i in range(8)], 1, 2))
+        accelerator = (
+            Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(zero)))
+            if plain
+            else module.make_accelerator(recipe))
+        rows = accelerator.prepare_data_loader(
+            module.make_loader([{'input_ids': [5], 'labels': 0, 'row': i} for i in range(8)], 1, 2))
         import torch.distributed as dist
-        return accelerator.num_processes, [int(i) for batch in rows for i in batch['row']], dist.is_initialized() and dist.get_world_size()
-    assert notebook_ranks(count, 2, (zero,), 60, fsdp_env(zero)) == [(2, [0, 1, 4, 5], 2), (2, [2, 3, 6, 7], 2)]
+
+        return (
+            accelerator.num_processes, [int(i) for batch in rows for i in batch['row']],
+            dist.is_initialized() and dist.get_world_size())
+
+    assert notebook_ranks(count, 2, (zero,), 60, fsdp_env(zero)) == [
+        (2, [0, 1, 4, 5], 2),
+        (2, [2, 3, 6, 7], 2)]
     trap = notebook_ranks(count, 2, (None,), 60, fsdp_env(zero))
-    assert [ranks for ranks, *_ in trap] == [1, 1] and [rows for _, rows, _ in trap] == [[*range(8)]] * 2
+    assert [ranks for ranks, *_ in trap] == [1, 1]
+    assert [rows for _, rows, _ in trap] == [[*range(8)]] * 2
 
 
 # The head is found again
 
-@pytest.mark.parametrize('changes', [
-    {}, {'sharding.strategy': 'zero3', **ZERO}, pytest.param({'sharding.strategy': 'ddp'}, marks=SLOW),
-    pytest.param({'method.kind': 'full', 'precision.compute': 'float32'}, marks=SLOW),
-    pytest.param({'method.kind': 'full', 'precision.compute': 'float32', 'sharding.strategy': 'zero3', **ZERO}, marks=SLOW)],
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {}, {'sharding.strategy': 'zero3', **ZERO},
+        pytest.param({'sharding.strategy': 'ddp'}, marks=SLOW),
+        pytest.param({'method.kind': 'full', 'precision.compute': 'float32'}, marks=SLOW),
+        pytest.param(
+            {
+                'method.kind': 'full', 'precision.compute': 'float32', 'sharding.strategy': 'zero3',
+                **ZERO},
+            marks=SLOW)],
     ids=['fsdp2', 'zero3', 'ddp', 'fsdp2, full', 'zero3, full'])
 def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(judge, tmp_path, changes):
     import torch
     recipe = judge.changed(changes)
     def logits(model, loader):
         model.eval()
-        with torch.no_grad(): return [model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits.float() for b in loader]
+        with torch.no_grad():
+            return [
+                model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits.float()
+                for b in loader]
+
     def keep(loop, step):
         if step < 8: return
-        found = logits(loop.model_wrapped, loop.batches(class_rows(recipe)[1]))  # The same rows on every rank
+        # The same rows on every rank
+        found = logits(loop.model_wrapped, loop.batches(class_rows(recipe)[1]))
         loop.model_wrapped.train()
         torch.save(found, tmp_path/f'logits-{loop.run.rank}')
     train(recipe, tmp_path/'run', keep)
@@ -193,8 +278,10 @@ def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(judge, tmp_path, c
         again = logits(model, make_loader(rows, tokenizer.pad_token_id, recipe.batch.micro))
         for rank in range(2):
             kept = torch.load(tmp_path/f'logits-{rank}')
-            assert [a.shape for a in kept] == [b.shape for b in again] and all(map(torch.equal, kept, again))
-    fresh = logits(load_classifier(recipe), make_loader(rows, tokenizer.pad_token_id, recipe.batch.micro))
+            assert [a.shape for a in kept] == [b.shape for b in again]
+            assert all(map(torch.equal, kept, again))
+    fresh = logits(
+        load_classifier(recipe), make_loader(rows, tokenizer.pad_token_id, recipe.batch.micro))
     assert not any(map(torch.equal, fresh, again))
 
 
@@ -202,16 +289,21 @@ def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(judge, tmp_path, c
 
 @pytest.mark.parametrize('zero', [False, pytest.param(True, marks=SLOW)])
 def test_a_constant_rate_with_its_warm_up_and_sparse_lines(judge, tmp_path, zero):
-    changes = {'optimizer.schedule': 'constant', 'optimizer.steps': 5, 'optimizer.warmup': 0.4, 'intervals.logging': 4, 'intervals.evaluation': 4}
-    recipe = judge.changed(changes | {'intervals.saving': 5} | ({'sharding.strategy': 'zero2'} if zero else {}))
+    changes = {
+        'optimizer.schedule': 'constant', 'optimizer.steps': 5, 'optimizer.warmup': 0.4,
+        'intervals.logging': 4, 'intervals.evaluation': 4}
+    recipe = judge.changed(
+        changes | {'intervals.saving': 5} | ({'sharding.strategy': 'zero2'} if zero else {}))
     train(recipe, tmp_path/'run')
     rates = [(m['step'], m['learning_rate']) for m in lines(tmp_path/'run')]
     assert rates == [(1, 0.0), (4, pytest.approx(3e-3)), (5, pytest.approx(3e-3))]
     judged = lines(tmp_path/'run', 'evaluation.jsonl')
     mark_run(tmp_path/'run', 'running', 5)  # As if it had been killed after the last save
     again = train(recipe, tmp_path/'run', resume=True)
-    assert lines(tmp_path/'run', 'evaluation.jsonl') == judged and [m['step'] for m in judged] == [4, 5]
-    assert again[0]['scores']['rows'] == 7 and run_state(tmp_path/'run') == {'state': 'finished', 'step': 5}
+    assert lines(tmp_path/'run', 'evaluation.jsonl') == judged
+    assert [m['step'] for m in judged] == [4, 5]
+    assert again[0]['scores']['rows'] == 7
+    assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 5}
 
 
 def test_a_sharding_that_one_rank_lacks_is_told_to_all(judge, tmp_path):
@@ -221,14 +313,15 @@ def test_a_sharding_that_one_rank_lacks_is_told_to_all(judge, tmp_path):
     def other(*args):
         if os.environ['RANK'] == '1': raise shard.ShardingMismatch('spoilt')
         return check(*args)
-    said = []
+    errors = []
     def work(*args):
         rank_run.assert_sharding = other
         try: module.train_loop(*args)
         except Exception as error: return f'{type(error).__name__}: {error}'
     task = judge, tmp_path/'run', class_rows(judge)[0], begin_run(judge, tmp_path/'run')
-    said = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
-    assert said == ['RankError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
+    errors = notebook_ranks(work, 2, task, 60, fsdp_env(judge))
+    assert errors == [
+        'RankError: rank 1 failed: ShardingMismatch: spoilt', 'ShardingMismatch: spoilt']
 
 
 def test_a_rank_that_hangs_while_rows_are_judged_is_named(judge, tmp_path):

@@ -21,23 +21,23 @@ def both_say_it():
 
 
 def test_a_value_of_one_rank_that_is_no_number_stops_all_of_them():
-    said = 'loss nan at step 2: nothing is saved, and no weight was updated (rank 1, rows 1, 7)'
-    assert run_ranks(both_say_it, 2, timeout_s=10) == [said] * 2
+    words = 'loss nan at step 2: nothing is saved, and no weight was updated (rank 1, rows 1, 7)'
+    assert run_ranks(both_say_it, 2, timeout_s=10) == [words] * 2
     with pytest.raises(RankError, match='FloatingPointError: loss nan at step 2'):
         run_ranks(only_rank_1, 2, timeout_s=10)
 
 
 def test_a_watch_counts_nothing_in_a_pause_and_everything_after_it(tmp_path):
-    told = []
-    with HangWatch(tmp_path, 0.2, act=told.append) as watch:
+    hangs = []
+    with HangWatch(tmp_path, 0.2, act=hangs.append) as watch:
         with watch.paused(): time.sleep(0.6)
-        assert told == []
-        assert wait_for(lambda: told, 5), 'after a save or a load nobody would be named any more'
-    assert told[0].args[0] == 'no step was done in 0.2 s: ranks [0] stuck'
+        assert hangs == []
+        assert wait_for(lambda: hangs, 5), 'after a save or a load nobody would be named any more'
+    assert hangs[0].args[0] == 'no step was done in 0.2 s: ranks [0] stuck'
 
 
 def test_a_pause_that_an_error_ends_is_over_too(tmp_path):
-    told = []
-    with HangWatch(tmp_path, 0.2, act=told.append) as watch:
+    hangs = []
+    with HangWatch(tmp_path, 0.2, act=hangs.append) as watch:
         with pytest.raises(OSError), watch.paused(): raise OSError('the disk is full')
-        assert wait_for(lambda: told, 5)
+        assert wait_for(lambda: hangs, 5)

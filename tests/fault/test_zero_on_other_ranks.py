@@ -31,29 +31,40 @@ def engine(base, stage, universal=False):
     from llm_workbook.config.recipe import Method
     torch.set_num_threads(1)
     model = load_base(str(base), Method(kind='full'), device='cpu')
-    config = {'train_micro_batch_size_per_gpu': 2, 'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3, 'torch_adam': True}},
-              'zero_optimization': {'stage': stage}, 'checkpoint': {'load_universal': universal}}
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    config = {
+        'train_micro_batch_size_per_gpu': 2,
+        'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3, 'torch_adam': True}},
+        'zero_optimization': {'stage': stage}, 'checkpoint': {'load_universal': universal}}
+    parameters = list(model.parameters())
+    made = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    return made[0]
 
 
 def step(engine, number):
+    "Train on the rows of this rank; give back the loss over all ranks."
     import torch, torch.distributed as dist  # noqa: E401
-    ids = torch.randint(5, 1000, (4, 16), generator=torch.Generator().manual_seed(number))[dist.get_rank()::dist.get_world_size()]
+    generator = torch.Generator().manual_seed(number)
+    rows = torch.randint(5, 1000, (4, 16), generator=generator)
+    ids = rows[dist.get_rank()::dist.get_world_size()]
     loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss), engine.step()
+    engine.backward(loss)
+    engine.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()
 
 
-def first(base, stage, folder):
+def train_save_and_go_on(base, stage, folder):
+    "Train two steps, save, and give back the losses of the next two."
     live = engine(base, stage)
-    step(live, 0), step(live, 1)
+    step(live, 0)
+    step(live, 1)
     save_checkpoint(folder / 'checkpoint-2', live, facts={'epoch': 0.5})
     return [step(live, number) for number in (2, 3)]
 
 
-def then(base, stage, folder, universal=False):
+def load_and_go_on(base, stage, folder, universal=False):
+    "Load, and give back the losses of the next two steps with the facts of the checkpoint."
     live = engine(base, stage, universal)
     facts = load_checkpoint(folder, live)
     return [step(live, number) for number in (2, 3)], facts
@@ -62,33 +73,47 @@ def then(base, stage, folder, universal=False):
 @pytest.mark.slow
 @pytest.mark.parametrize('stage', [3, 1])
 def test_09_zero_names_the_command_that_converts(tmp_path, monkeypatch, stage):
-    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'compiled'))  # DeepSpeed opens one at import
-    base, folder = small_base(tmp_path / 'base'), tmp_path / 'checkpoint-2'
-    on = run_ranks(first, 2, (base, stage, tmp_path), timeout_s=120)[0]
-    assert not [name for name in files(folder) if name.endswith('.py')]  # DeepSpeed leaves programs there
-    again, facts = run_ranks(then, 2, (base, stage, folder), timeout_s=120)[0]
-    assert again == on and facts == {'epoch': 0.5, 'step': 2, 'ranks': 2}
-    with pytest.raises(RankError, match='was saved by DeepSpeed on 2 ranks and there are 1') as refused:
-        run_ranks(then, 1, (base, stage, folder), timeout_s=120)
+    # DeepSpeed opens one at import
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'compiled'))
+    base = small_base(tmp_path / 'base')
+    folder = tmp_path / 'checkpoint-2'
+    arguments = base, stage, tmp_path
+    undisturbed = run_ranks(train_save_and_go_on, 2, arguments, timeout_s=120)[0]
+    # DeepSpeed leaves programs there
+    assert not [name for name in files(folder) if name.endswith('.py')]
+    arguments = base, stage, folder
+    resumed, facts = run_ranks(load_and_go_on, 2, arguments, timeout_s=120)[0]
+    assert resumed == undisturbed
+    assert facts == {'epoch': 0.5, 'step': 2, 'ranks': 2}
+    with pytest.raises(
+        RankError, match='was saved by DeepSpeed on 2 ranks and there are 1'
+    ) as refused:
+        run_ranks(load_and_go_on, 1, arguments, timeout_s=120)
     command = next(line for line in refused.value.reason.splitlines() if 'to_universal' in line)
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     place = Path(done.stdout.splitlines()[-1])
-    with pytest.raises(RankError, match="'load_universal': True"): run_ranks(then, 1, (base, stage, place), timeout_s=120)
-    [(one, facts)] = run_ranks(then, 1, (base, stage, place, True), timeout_s=120)
-    assert max(abs(a - b) for a, b in zip(one, on)) <= 1e-6 and facts['ranks'] == 2
+    with pytest.raises(RankError, match="'load_universal': True"):
+        run_ranks(load_and_go_on, 1, (base, stage, place), timeout_s=120)
+    arguments = base, stage, place, True
+    [(on_one_rank, facts)] = run_ranks(load_and_go_on, 1, arguments, timeout_s=120)
+    assert max(abs(a - b) for a, b in zip(on_one_rank, undisturbed)) <= 1e-6
+    assert facts['ranks'] == 2
 
 
 @pytest.mark.slow
-def test_09_a_zero_run_goes_on_with_other_ranks_once_its_checkpoint_is_converted(tmp_path, monkeypatch):
+def test_09_a_zero_run_goes_on_with_other_ranks_once_its_checkpoint_is_converted(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'compiled'))
     recipe = small_recipe(tmp_path, **{'sharding.strategy': 'zero1'})
     whole = fine_tune(recipe, tmp_path/'whole')
     with monkeypatch.context() as patch:
         disturb(patch, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(Preempted) as told: fine_tune(recipe, tmp_path/'run')
+        with pytest.raises(Preempted) as preempted: fine_tune(recipe, tmp_path/'run')
     alone = recipe.changed({'cluster.processes': 1, 'batch.accumulation': 2})
-    with pytest.raises(RankError, match='was saved by DeepSpeed on 2 ranks and there are 1'): fine_tune(alone, tmp_path/'run', resume=True)
-    to_universal(tmp_path/'run'/f'checkpoint-{told.value.step}')
+    with pytest.raises(RankError, match='was saved by DeepSpeed on 2 ranks and there are 1'):
+        fine_tune(alone, tmp_path/'run', resume=True)
+    to_universal(tmp_path/'run'/f'checkpoint-{preempted.value.step}')
     resumed = fine_tune(alone, tmp_path/'run', resume=True)
     assert losses(resumed.directory) == pytest.approx(losses(whole.directory), abs=1e-4)

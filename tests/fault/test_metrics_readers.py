@@ -1,5 +1,7 @@
 """Fault 23: who reads a file that is being written meets half a line, another file, or none."""
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +12,16 @@ TEXT = ''.join(json.dumps(row) + '\n' for row in ROWS)
 
 
 def test_23_half_a_line_is_left_for_the_next_look(tmp_path):
-    path, seen = tmp_path/'metrics.jsonl', []
+    path = tmp_path/'metrics.jsonl'
+    rows_before = []
     assert read_metrics(path) == []
     for end in range(0, len(TEXT) + 1, 7):
         path.write_text(TEXT[:end])
-        found = read_metrics(path)
-        assert found == ROWS[:TEXT[:end].count('\n')] and len(found) >= len(seen)
-        seen = found
+        rows = read_metrics(path)
+        whole_lines = TEXT[:end].count('\n')
+        assert rows == ROWS[:whole_lines]
+        assert len(rows) >= len(rows_before)
+        rows_before = rows
     path.write_text(TEXT)
     assert read_metrics(path) == ROWS
 
@@ -24,10 +29,11 @@ def test_23_half_a_line_is_left_for_the_next_look(tmp_path):
 @pytest.fixture
 def curve(tmp_path, monkeypatch):
     "A curve that draws as in a notebook, and keeps what it has drawn."
-    monkeypatch.setitem(__import__('sys').modules, 'ipykernel', object())
-    curve = LossCurve(tmp_path, 12)
+    monkeypatch.setitem(sys.modules, 'ipykernel', object())
+    curve = LossCurve(tmp_path/'metrics.jsonl', 12)
     curve.pictures = []
-    monkeypatch.setattr(curve, '_draw', lambda metrics: curve.pictures.append([row['step'] for row in metrics]))
+    def keep_steps(metrics): curve.pictures.append([row['step'] for row in metrics])
+    monkeypatch.setattr(curve, '_draw', keep_steps)
     yield curve
     curve.bar.close()
 
@@ -38,21 +44,23 @@ def test_23_the_curve_keeps_going_through_half_lines_rotation_and_loss(curve):
         curve.path.write_text(TEXT[:end])
         curve()
     before = curve.pictures[-1]
-    assert before == [row['step'] for row in ROWS[:len(before)]] and len(before) >= 4
+    assert before == [row['step'] for row in ROWS[:len(before)]]
+    assert len(before) >= 4
     curve.path.unlink()
     curve()
     curve.path.write_text('')
     curve()
     assert curve.pictures[-1] == before
-    curve.path.write_text(''.join(TEXT.splitlines(keepends=True)[:2]))  # Cut back to the last checkpoint
+    first_lines = TEXT.splitlines(keepends=True)[:2]
+    curve.path.write_text(''.join(first_lines))  # Cut back to the last checkpoint
     curve()
     curve.path.write_text(TEXT)
     curve()
-    assert curve.pictures[-2:] == [[1, 2], list(range(1, 13))] and curve.bar.n == 12
+    assert curve.pictures[-2:] == [[1, 2], list(range(1, 13))]
+    assert curve.bar.n == 12
 
 
 def test_23_a_file_that_vanishes_between_two_calls_is_no_error(curve, monkeypatch):
-    from pathlib import Path
     curve.path.write_text(TEXT)
     def gone(*args, **how): raise FileNotFoundError('gone')
     monkeypatch.setattr(Path, 'read_text', gone)
