@@ -30,7 +30,7 @@ def test_23_half_a_line_is_left_for_the_next_look(tmp_path):
 def curve(tmp_path, monkeypatch):
     "A curve that draws as in a notebook, and keeps what it has drawn."
     monkeypatch.setitem(sys.modules, 'ipykernel', object())
-    curve = LossCurve(tmp_path/'metrics.jsonl', 12)
+    curve = LossCurve(tmp_path, 12)
     curve.pictures = []
     def keep_steps(metrics): curve.pictures.append([row['step'] for row in metrics])
     monkeypatch.setattr(curve, '_draw', keep_steps)

@@ -55,7 +55,7 @@ def in_a_step(patch, chance, victims, note, must_commit):
 
 def in_a_save(patch, chance, victims, note, must_commit):
     "Kill while files are written, or around the commit, which is rank 0's."
-    write, commit = checkpoint._write, checkpoint.commit
+    write, commit = checkpoint._write, checkpoint.commit_checkpoint
     points = ['files']
     if 0 in victims: points += ['files', 'before the commit', 'after the commit']
     point = chance.choice(points)
@@ -75,7 +75,7 @@ def in_a_save(patch, chance, victims, note, must_commit):
         if point == 'after the commit': die(victims, note)
         return manifest
     patch.setattr(checkpoint, '_write', deadly_write)
-    patch.setattr(checkpoint, 'commit', deadly_commit)
+    patch.setattr(checkpoint, 'commit_checkpoint', deadly_commit)
     return f'files ({part:.0%} of them)' if point == 'files' else point
 
 

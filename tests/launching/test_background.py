@@ -4,8 +4,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ import torch
 from trouble import fine_tune, small_recipe, steps_done, wait_for
 
 from llm_workbook.launching import background as launching
-from llm_workbook.training.run_directory import RunLocked
 from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
 from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.parallel.ranks import RankError, log_tail

@@ -312,11 +312,11 @@ def test_a_head_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
-    take = Rendezvous.take
+    wait_for = Rendezvous.wait_for
     def take_facts_within_2_s(self, key, host, doing, seconds=60., pause_s=0.005):
         limit_s = 2 if key == 'facts/1' else seconds
-        return take(self, key, host, doing, limit_s, pause_s)
-    monkeypatch.setattr(Rendezvous, 'take', take_facts_within_2_s)
+        return wait_for(self, key, host, doing, limit_s, pause_s)
+    monkeypatch.setattr(Rendezvous, 'wait_for', take_facts_within_2_s)
     silent = partial(report_late, 6)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
     finding, other = (

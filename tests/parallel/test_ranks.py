@@ -24,7 +24,6 @@ from trouble import slow_case, ports
 
 from llm_workbook.training import memory_trace as gauges
 
-from llm_workbook.parallel import ranks
 from llm_workbook.training.memory_trace import memory_trace
 from llm_workbook.parallel.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
 

@@ -179,7 +179,7 @@ def test_the_copy_of_a_new_head_has_gradients():
     [
         (lambda s, r: saved('llama', r), "'llama' is no ModelSpec"),
         (lambda s, r: instant_lines(s, 'x'), "'x' is no Recipe"),
-        (lambda s, r: working_lines(s, r, 'los'), "'los' is no moment"),
+        (lambda s, r: working_lines(s, r, 'los'), "'los' is no instant"),
         (lambda s, r: layer_tape(s.units[-1], s, Setting()), 'has no o_proj'),
         (lambda s, r: head_tape(s, Setting(head='half')), "'half' is neither"),
         (lambda s, r: has_adapter('lora', s), 'is no Setting')])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from llm_workbook import (
-    Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search, estimate_step)
+    Recipe, RecipeError, draft, estimate, memory, recipe_names, recipes, search, estimate_step)
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
 SMALL = {'optimizer.kind': 'adamw', 'batch.loss_head': ['chunked', 'full']}
