@@ -21,7 +21,7 @@ from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.launching.rendezvous import Flaw, Place, Rendezvous, process_place
-from llm_workbook.launching.node_report import describe_source, check_shared_directory
+from llm_workbook.launching.node_report import check_shared_directory, describe_source
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -188,6 +188,15 @@ def test_another_recipe(tmp_path):
         two(tmp_path, lambda rank: {'recipe': TWO.changed({'batch.micro': 1 + rank})})[0], 'recipe')
     assert finding.host == 'node1 and node2'
     assert 'batch.micro is 1 and 2' in finding.what
+
+
+def test_a_directory_of_its_own_is_not_the_shared_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(witness, '_SHOWN_S', 0.1)
+    (tmp_path/'own').mkdir()
+    assert check_shared_directory(tmp_path/'shared', 'ab', write=True)['error'] == ''
+    assert check_shared_directory(tmp_path/'shared', 'ab')['error'] == ''
+    error = check_shared_directory(tmp_path/'own', 'ab')['error']
+    assert error == 'is not the one that rank 0 writes to'
 
 
 @pytest.mark.slow

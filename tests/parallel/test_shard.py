@@ -71,6 +71,17 @@ def test_trl_shards_and_saves(tmp_path):
     assert load_adapters('tiny-base', tmp_path, device='cpu')
 
 
+def test_another_number_of_ranks_than_asked_for_is_refused():
+    def asked_otherwise():
+        messages = []
+        for ranks in 1, 3:
+            try: assert_sharding(None, ranks=ranks)
+            except ShardingMismatch as mismatch: messages.append(str(mismatch))
+        return messages
+    expected = [f'{ranks} ranks were asked for, and there are 2' for ranks in (1, 3)]
+    assert run_ranks(asked_otherwise, 2) == [expected, expected]
+
+
 def test_activation_checkpointing_saves_adapters_too(tmp_path):
     recipe = RECIPE.changed({'sharding.activation_checkpointing': 'full'})
     ranks = notebook_ranks(
