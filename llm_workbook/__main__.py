@@ -133,8 +133,8 @@ def _planning_verbs(verbs):
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
     plan.add_argument('--rows', type=int, help='rows of training data, where you know them')
     rehearsal = _with_recipe(verbs, 'rehearse', _rehearse,
-                             'play one step at full size on fake tensors')
-    rehearsal.add_argument('--exact', action='store_true', help='play every layer, not two depths')
+                             'run one step at full size on fake tensors')
+    rehearsal.add_argument('--exact', action='store_true', help='run every layer, not two small models')
     rehearsal.add_argument('--rank', type=int, default=0, help='which rank to be')
     rendering = _with_recipe(verbs, 'render', _render, 'write the files that start the run')
     rendering.add_argument('directory', type=Path,

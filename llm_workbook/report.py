@@ -495,7 +495,7 @@ def _notes(ledger, rehearsal, run, on_machine, path) -> Iterator[str]:
     yield 'loading and saving are planned and not rehearsed, so only the step is compared'
     if ledger.recipe.model.attention == 'sdpa' and ledger.recipe.cluster.device == 'cpu':
         counter = "torch's counter has no formula: its FLOP are in the plan alone"
-        yield f'a rehearsal plays on a CPU, for whose attention {counter}'
+        yield f'a rehearsal runs on a CPU, for whose attention {counter}'
     if not run: return
     if not on_machine: yield 'no seconds are planned: cluster.hardware names no machine'
     parts = 'Python and its libraries are planned, mapped files are not'

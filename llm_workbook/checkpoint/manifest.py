@@ -406,8 +406,8 @@ class Survey:
 # %% ../../nbs/checkpoint/02_manifest.ipynb #17d834f7
 def survey(
     directory: str | Path,  # Where checkpoints go
-    deep: bool = False,  # As for `check`
-    trust: bool = False,  # As for `check`
+    deep: bool = False,  # As for `check_checkpoint`
+    trust: bool = False,  # As for `check_checkpoint`
 ) -> Survey:  # One row per folder `checkpoint-N`
     "Look at every checkpoint of a directory; nothing is changed."
     if not Path(directory).is_dir(): raise ValueError(f'{str(directory)!r} is no directory')
@@ -417,8 +417,8 @@ def survey(
 # %% ../../nbs/checkpoint/02_manifest.ipynb #b36d960e
 def latest_valid(
     directory: str | Path,  # Where checkpoints go; may not exist yet
-    deep: bool = False,  # As for `check`
-    trust: bool = False,  # As for `check`
+    deep: bool = False,  # As for `check_checkpoint`
+    trust: bool = False,  # As for `check_checkpoint`
 ) -> Path | None:  # The newest that can be used; None when nothing was ever committed
     "Walk from the newest checkpoint to the oldest until one is valid; log why others are not."
     while True:
@@ -446,7 +446,7 @@ def _newest_valid(directory, deep, trust):
 def prune(
     directory: str | Path,  # Where checkpoints go
     keep: int,  # How many valid ones stay, from 1
-    trust: bool = False,  # As for `check`
+    trust: bool = False,  # As for `check_checkpoint`
 ) -> list[Path]:  # What was deleted
     "Delete all but the newest `keep` valid checkpoints, and older interrupted saves."
     if type(keep) is not int or keep < 1:

@@ -197,7 +197,7 @@ def finish_saving() -> None:
     "Wait for a checkpoint that a thread still writes; call it before the group is destroyed."
     for saving in [*_pending]: saving.result()
 
-# A plain `atexit` comes when thread pools are closed already, and `commit` uses one
+# A plain `atexit` comes when thread pools are closed already, and `commit_checkpoint` uses one
 threading._register_atexit(finish_saving)
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #5d5b3e81
@@ -401,7 +401,7 @@ def _save_zero(folder, engine, adapted):
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #31b7f92f
 def _load_zero(folder, manifest, model, weights_only):
-    "Let DeepSpeed read its own pickles, after `check`, into an engine of as many ranks."
+    "Let DeepSpeed read its own pickles, after `check_checkpoint`, into an engine of as many ranks."
     _, ranks = rank_and_world()
     if not _is_engine(model) or not manifest.strategy.startswith('zero'):
         raise CheckpointError(

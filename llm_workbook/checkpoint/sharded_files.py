@@ -45,7 +45,7 @@ def unwrapped_parameters(
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #ac204458
 def checkpoint_tensors(
-    model: 'torch.nn.Module',  # As `named` takes it
+    model: 'torch.nn.Module',  # As `unwrapped_parameters` takes it
 ) -> dict:  # Name -> tensor, detached, sharing the model's memory
     "Pick what a checkpoint must hold of `model`: what trains, and the buffers of its state."
     parameters = unwrapped_parameters(model)
@@ -235,7 +235,7 @@ def _words(name, tensor):
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #99a3b788
 def base_digest(
-    model: 'torch.nn.Module',  # As `named` takes it; all ranks call this together
+    model: 'torch.nn.Module',  # As `unwrapped_parameters` takes it; all ranks call this together
 ) -> str:  # 16 hex digits, the same on any number of ranks; '' where all trains
     "Hash all that is frozen in `model`; nothing is gathered but one number per tensor."
     parts = {name: _words(name, tensor) for name, tensor in _frozen(model)}

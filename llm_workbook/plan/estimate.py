@@ -261,8 +261,8 @@ def estimate(
     recipe: Recipe,  # Any recipe
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
     rows: int | None = None,  # Rows of training data, where you know them
-) -> Estimate:  # Verdict, warnings, ledger and traffic
-    "Join the ledger and the traffic of `recipe`: will it fit, how long, how much?"
+) -> Estimate:  # Verdict, warnings, ledger, and messages and seconds of a step
+    "Join the ledger and the time of a step of `recipe`: will it fit, how long, how much?"
     facts = plan_facts(recipe, node, rows)
     problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule))
                 for rule in broken(facts)]

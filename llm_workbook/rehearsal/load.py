@@ -217,7 +217,7 @@ def rehearse_load(
     if asked != ('sharded', 'fsdp2', 'causal_lm'):
         raise ValueError(
             f'loading {sharding.loading!r} of {model.head!r} under {sharding.strategy!r} does '
-            "not play: set sharding.loading to 'sharded' and sharding.strategy to 'fsdp2'")
+            "not run: set sharding.loading to 'sharded' and sharding.strategy to 'fsdp2'")
     changed = changed.changed({'sharding.loading': 'sharded'})
     cuda = recipe.cluster.device == 'cuda'
     page_locked = cuda and sharding.offload_parameters == 'cpu' and sharding.pin_memory

@@ -63,17 +63,17 @@ _STAND_INS = [
     _StandIn(
         'sharding.strategy', ['zero3'],
         {'sharding.strategy': 'fsdp2', 'zero': Zero()},
-        "ZeRO-3 plays as FSDP2, which shards the same tensors: "
+        "ZeRO-3 runs as FSDP2, which shards the same tensors: "
         "DeepSpeed's buckets and flat partitions are the ledger's alone"),
     _StandIn(
         'sharding.strategy', ['zero2'],
         {'sharding.strategy': 'fsdp2', 'sharding.reshard_after_forward': False, 'zero': Zero()},
-        'ZeRO-2 plays as FSDP2 that keeps gathered weights: '
+        'ZeRO-2 runs as FSDP2 that keeps gathered weights: '
         "its buckets and flat partitions are the ledger's alone"),
     _StandIn(
         'sharding.strategy', ['fsdp1'],
         {'sharding.strategy': 'fsdp2'},
-        "FSDP1 plays as FSDP2: its flat tensors are the ledger's alone"),
+        "FSDP1 runs as FSDP2: its flat tensors are the ledger's alone"),
     _StandIn(
         'sharding.offload_parameters', ['nvme'],
         {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
@@ -81,13 +81,13 @@ _STAND_INS = [
     _StandIn(
         'model.attention', ['flash'],
         {'model.attention': 'sdpa'},
-        "flash-attn plays as torch's attention without a mask, "
+        "flash-attn runs as torch's attention without a mask, "
         'which keeps tensors of the same sizes'),
     _StandIn(
         'precision.compute', ['float16'],
         {'precision.compute': 'bfloat16', 'precision.loss_scale': 'none',
          'precision.reduce': None},
-        'float16 plays as bfloat16: the same bytes, and no loss scale'),
+        'float16 runs as bfloat16: the same bytes, and no loss scale'),
     _StandIn(
         'optimizer.kind', ['paged_adamw', 'paged_adamw_8bit'],
         {'optimizer.kind': 'adamw'},
@@ -108,7 +108,7 @@ _ALWAYS = {
     'intervals': {'logging': 1},
 }
 _NOTES = [
-    'the base is there when the step begins: rehearse_load plays how it comes',
+    'the base is there when the step begins: rehearse_load rehearses its loading',
     'every row has batch.length tokens and no padding; '
     'experts get all tokens that are routed to them, evenly or not',
     'kernels may take workspaces of their own, and the allocator keeps blocks: neither is seen',
@@ -122,7 +122,7 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
         {'model.head': ['causal_lm'], 'batch.loss_head': ['full']},
     'DDP reduces its buckets in a hook, in the order that it would itself':
         {'sharding.strategy': ['ddp']},
-    'a payload stored as float16 plays as bfloat16: the same bytes':
+    'a payload stored as float16 runs as bfloat16: the same bytes':
         {'method.storage': ['float16']},
     "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet":
         {'cluster.device': ['cuda']},
@@ -184,7 +184,7 @@ class RecordedStep(NamedTuple):
     step_s: float  # Seconds of the step
 
 def record_step(
-    recipe: Recipe,  # As `script` gives it
+    recipe: Recipe,  # As `rehearsable` gives it
     layers: int | None = None,  # Of the model that runs; None means all
     rank: int = 0,  # Which rank to be
     gpu: bool = False,  # Whether to count as GPUs do

@@ -102,7 +102,7 @@ def _card_b(recipe):
 
 # %% ../../nbs/rehearsal/05_step.ipynb #8ecca9f2
 def rehearse(
-    recipe: Recipe,  # Any that `script` does not refuse
+    recipe: Recipe,  # Any that `rehearsable` does not refuse
     exact: bool = False,  # Whether every layer runs; else two small models do
     rank: int = 0,  # Which rank to be
 ) -> Rehearsal:  # An error of the program is raised as the launch would; `notes` say what differs
@@ -128,7 +128,7 @@ def rehearse(
     except Irregular as error:
         depths = None
         timeline = run(None)
-        notes.append(f'every layer played: {error}')
+        notes.append(f'every layer ran: {error}')
     if recipe.batch.accumulation > 3:
         timeline = _repeated(timeline, recipe.batch.accumulation)
     ran = depths[:2] if depths else (timeline.layers,)

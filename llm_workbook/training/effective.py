@@ -250,13 +250,13 @@ _DERIVED = {
 
 # %% ../../nbs/training/09_effective.ipynb #be031e01
 def explain_config(
-    run: 'str | Path | Run',  # A directory where `confirm` has written, or the run that lies there
+    run: 'str | Path | Run',  # A directory where `confirm_settings` has written, or the run that lies there
 ) -> Effective:  # With `came` filled in
     "Say of every setting what is in force, what was asked, and who asked for it."
     files = RunFiles(getattr(run, 'directory', run))
     if not files.effective.is_file():
         raise ValueError(f'{files.directory.name!r} has no {files.effective.name}: '
-                         '`confirm` writes it before the first step')
+                         '`confirm_settings` writes it before the first step')
     record, lines, facts = json.loads(files.effective.read_text()), {}, {}
     if files.recipe.is_file():
         lines = _lines(yaml.compose(files.recipe.read_text(), Loader=yaml.SafeLoader))

@@ -310,17 +310,17 @@ def test_a_search_of_thousands_takes_seconds(eight):
     assert (time.process_time() - start) / len(again) * 5000 < 6
 
 
-# The shelf
+# The packaged plans
 
 def test_the_shelf_has_every_recipe_of_the_package_and_plans_none_before_it_is_asked(monkeypatch):
     from llm_workbook.plan import estimate as planner
     monkeypatch.setattr(planner, 'estimate', None)  # Looking at names calls nothing
-    shelf = recipes()
-    assert list(shelf) == recipe_names()
-    assert len(shelf) == len(recipe_names())
-    assert repr(shelf).split() == recipe_names()
-    assert 'reviews-qlora' in shelf
-    assert 'reviews' not in shelf
+    packaged = recipes()
+    assert list(packaged) == recipe_names()
+    assert len(packaged) == len(recipe_names())
+    assert repr(packaged).split() == recipe_names()
+    assert 'reviews-qlora' in packaged
+    assert 'reviews' not in packaged
 
 
 @pytest.mark.parametrize('name', recipe_names())

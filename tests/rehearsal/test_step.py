@@ -98,12 +98,12 @@ def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
 
 
 @pytest.mark.parametrize('strategy, kept', [('zero2', True), ('zero3', False), ('fsdp1', False)])
-def test_what_plays_for_another_strategy_keeps_what_it_keeps(plain, strategy, kept):
+def test_what_runs_for_another_strategy_keeps_what_it_keeps(plain, strategy, kept):
     "ZeRO-2 holds all weights for the whole step; ZeRO-3 and FSDP1 drop what they have gathered."
     part, notes = rehearsable(
         plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16'}))
     assert (part.sharding.strategy, part.sharding.reshard_after_forward) == ('fsdp2', not kept)
-    assert [note for note in notes if ' plays as FSDP2' in note]
+    assert [note for note in notes if ' runs as FSDP2' in note]
 
 
 def test_shrunk_recipes_and_one_process(plain):
