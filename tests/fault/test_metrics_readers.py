@@ -41,27 +41,27 @@ def curve(tmp_path, monkeypatch):
 def test_23_the_curve_keeps_going_through_half_lines_rotation_and_loss(curve):
     curve()  # Before the first line
     for end in range(1, len(TEXT)//2, 11):
-        curve.path.write_text(TEXT[:end])
+        curve.files.metrics.write_text(TEXT[:end])
         curve()
     before = curve.pictures[-1]
     assert before == [row['step'] for row in ROWS[:len(before)]]
     assert len(before) >= 4
-    curve.path.unlink()
+    curve.files.metrics.unlink()
     curve()
-    curve.path.write_text('')
+    curve.files.metrics.write_text('')
     curve()
     assert curve.pictures[-1] == before
     first_lines = TEXT.splitlines(keepends=True)[:2]
-    curve.path.write_text(''.join(first_lines))  # Cut back to the last checkpoint
+    curve.files.metrics.write_text(''.join(first_lines))  # Cut back to the last checkpoint
     curve()
-    curve.path.write_text(TEXT)
+    curve.files.metrics.write_text(TEXT)
     curve()
     assert curve.pictures[-2:] == [[1, 2], list(range(1, 13))]
     assert curve.bar.n == 12
 
 
 def test_23_a_file_that_vanishes_between_two_calls_is_no_error(curve, monkeypatch):
-    curve.path.write_text(TEXT)
+    curve.files.metrics.write_text(TEXT)
     def gone(*args, **how): raise FileNotFoundError('gone')
     monkeypatch.setattr(Path, 'read_text', gone)
     curve()

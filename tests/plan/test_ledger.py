@@ -52,7 +52,7 @@ def test_rows_are_those_of_torch_chunk(ranks):
     for number in range(ranks):
         share = rank_of(
             BASE.changed({'method.kind': 'full', 'cluster.processes': ranks}), TINY, number
-        ).here(full)
+        ).part(full)
         for whole, part in zip(full, share):
             chunks = torch.empty(whole.shape, device='meta').chunk(ranks)
             assert part.shape == (

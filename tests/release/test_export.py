@@ -18,6 +18,7 @@ from llm_workbook.training.data import load_rows
 from llm_workbook.files import asset
 from llm_workbook.release.export import export, push
 from llm_workbook.release.merge import Gate, Merge, judge, merged
+from llm_workbook.model.architecture import load_tokenizer
 from llm_workbook.model.quantize import fingerprint, load_nf4
 from llm_workbook.config.recipe import Method, Recipe
 from llm_workbook.model.weight_files import Weights
@@ -227,7 +228,7 @@ def test_a_tensor_that_was_not_written_is_missed(adapters, tmp_path, monkeypatch
 def test_the_proof_compares_what_the_fresh_process_says(adapters, monkeypatch):
     """What stands in for the fresh process says the truth, then something else; the process itself
     is in slow tests."""
-    ids = exports._tokenizer(RECIPE.model)('Hello', add_special_tokens=False, return_tensors='pt')[
+    ids = load_tokenizer(RECIPE.model.source)('Hello', add_special_tokens=False, return_tensors='pt')[
         'input_ids']
     merge = Merge('tiny-base', adapters, 'dequantised', RECIPE.method)
     model = merged('tiny-base', adapters, method=RECIPE.method)
