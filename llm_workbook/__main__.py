@@ -134,7 +134,7 @@ def _planning_verbs(verbs):
     plan.add_argument('--rows', type=int, help='rows of training data, where you know them')
     rehearsal = _with_recipe(verbs, 'rehearse', _rehearse,
                              'run one step at full size on fake tensors')
-    rehearsal.add_argument('--exact', action='store_true', help='run every layer, not two small models')
+    rehearsal.add_argument('--exact', action='store_true', help='run every layer, not two depths')
     rehearsal.add_argument('--rank', type=int, default=0, help='which rank to be')
     rendering = _with_recipe(verbs, 'render', _render, 'write the files that start the run')
     rendering.add_argument('directory', type=Path,

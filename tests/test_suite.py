@@ -178,6 +178,7 @@ def test_a_job_that_hangs_is_named_and_ended(tmp_path, monkeypatch, capfd):
 def test_slow_tests_are_found_and_no_other_file_is_run_for_them():
     names = {job.name for job in suite.fault_jobs()}
     assert {'tests/fault/test_stopped_runs.py', 'tests/training/test_parity.py'} <= names
+    assert 'tests/plan/test_ledger_bytes.py' in names, 'its cases are slow by `slow_case` alone'
     assert not {'tests/test_house.py', 'tests/fault'} & names
     assert {
         str(path.relative_to(suite.ROOT)) for path in (suite.ROOT/'tests/fault').glob('test_*.py')

@@ -81,7 +81,7 @@ def fault_jobs() -> list[Job]:
     "Make a job of every file that has tests which `make test` leaves out; those of faults first, which take longest."
     tests = ROOT/'tests'
     slow = [file for file in tests.rglob('test_*.py')
-            if file.parent.name not in SHARED and re.search(r'mark\.slow|import later', file.read_text())]
+            if file.parent.name not in SHARED and re.search(r'mark\.slow|slow_case', file.read_text())]
     return [pytest_job(file, '-m', '(fault or slow) and not (cluster or cuda or net)')
             for file in [*sorted(tests.glob('fault/test_*.py')), *sorted(slow)]]
 

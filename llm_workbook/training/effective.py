@@ -250,7 +250,7 @@ _DERIVED = {
 
 # %% ../../nbs/training/09_effective.ipynb #be031e01
 def explain_config(
-    run: 'str | Path | Run',  # A directory where `confirm_settings` has written, or the run that lies there
+    run: 'str | Path | Run',  # A directory with the record of `confirm_settings`, or the run there
 ) -> Effective:  # With `came` filled in
     "Say of every setting what is in force, what was asked, and who asked for it."
     files = RunFiles(getattr(run, 'directory', run))
