@@ -125,6 +125,12 @@ def unnamed_b(seen: set) -> int:
     return total_b
 
 
+def buckets_b(model) -> int:
+    "Sum DDP's buckets, whose size C++ tells and no class of tensors names; 0 for other models."
+    if not hasattr(model, '_get_ddp_logging_data'): return 0
+    return sum(map(int, re.findall(r'\d+', model._get_ddp_logging_data()['bucket_sizes'])))
+
+
 def inventory(model, optimizer) -> tuple[dict, int]:
     """Sum the storages by the class that names each first; sum those that no class names.
 
@@ -139,10 +145,11 @@ def inventory(model, optimizer) -> tuple[dict, int]:
         where, size = storage(tensor) if torch.is_tensor(tensor) else (0, 0)
         if size and where not in seen: held[kind] = held.get(kind, 0) + size
         seen.add(where)
-    rest, end = unnamed_b(seen), time.monotonic() + 2
-    while rest > SMALL_REST_B and time.monotonic() < end:
+    buckets = buckets_b(model)
+    if buckets: held['collective'] = buckets
+    end = time.monotonic() + 2
+    while (rest := unnamed_b(seen) - buckets) > SMALL_REST_B and time.monotonic() < end:
         time.sleep(0.02)
-        rest = unnamed_b(seen)
     return held, rest
 
 
@@ -336,15 +343,6 @@ def watched(run, batches) -> dict:
     return result(seen, sent, counts)
 
 
-def add_buckets(made: dict, model) -> dict:
-    "Move DDP's buckets, whose size C++ tells, from what no class names to a class."
-    buckets = sum(map(int, re.findall(r'\d+', model._get_ddp_logging_data()['bucket_sizes'])))
-    for when in made['held']:
-        made['held'][when]['collective'] = buckets
-        made['rest'][when] -= buckets
-    return made
-
-
 def loop_rank(recipe, base: str) -> dict:
     """Run `recipe` on this rank in a bare loop, and watch a step.
 
@@ -368,8 +366,7 @@ def loop_rank(recipe, base: str) -> dict:
     for _ in range(1 if strategy == 'fsdp2' else 2):
         for i, ids in enumerate(batches, 1): run.micro(ids, i == len(batches), [''])
         run.step([''])
-    made = watched(run, batches)
-    return add_buckets(made, run.model) if strategy == 'ddp' else made
+    return watched(run, batches)
 
 
 def trainer_rank(recipe, folder: Path, rows: list) -> dict:
