@@ -36,7 +36,7 @@ class Compared(NamedTuple):
     part: str  # 'peak', a stage of the step, 'work' or 'run'
     item: str  # A class of memory, a kind of message, or a figure of one rank
     unit: str  # 'B', 'FLOP', 's', or 'messages'
-    planned: float | None  # By ledger and traffic; None: they do not say
+    planned: float | None  # By the ledger and the step; None: they do not say
     rehearsed: float | None  # By a rehearsal; None where it has no such figure
     measured: float | None = None  # In the run; None: it did not, or there was none
 
@@ -192,11 +192,11 @@ class _Sent(NamedTuple):  # Of one kind of message
 
 _NOTHING = _Sent()
 
-def _work_rows(traffic, rehearsal) -> Iterator[Compared]:
-    executed = round(traffic.rank_executed)
+def _work_rows(step, rehearsal) -> Iterator[Compared]:
+    executed = round(step.rank_executed)
     yield Compared('work', 'arithmetic of this rank', 'FLOP', executed, rehearsal.flops)
     planned, rehearsed = {}, {}
-    for c in traffic.collectives:
+    for c in step.collectives:
         before = planned.get(c.kind, _NOTHING)
         planned[c.kind] = before.plus(c.count, c.tensor_b)
     for _, kind, size_b, _ in rehearsal.messages:
@@ -440,13 +440,13 @@ def reconcile(
     run: Run | None = None,  # Of the same recipe; None: plan against rehearsal alone
 ) -> Report:  # Its `path` says where it is stored: `reconcile.json` in the directory of the run
     "Compare a plan with a rehearsal, and with a run, which then gets the report in its directory."
-    ledger, traffic, on_machine = _plan_parts(plan)
+    ledger, step, on_machine = _plan_parts(plan)
     _check(ledger, rehearsal, run)
-    if traffic is None: traffic, on_machine = _own_traffic(ledger)
+    if step is None: step, on_machine = _own_step(ledger)
     planned, rehearsed = _planned_stages(ledger), _rehearsed_stages(rehearsal.timeline)
     rows, instants = _memory_rows(planned, rehearsed)
-    rows += _work_rows(traffic, rehearsal)
-    if run: rows += _run_rows(ledger, rehearsal, run, traffic.step_s if on_machine else None)
+    rows += _work_rows(step, rehearsal)
+    if run: rows += _run_rows(ledger, rehearsal, run, step.step_s if on_machine else None)
     path = run.directory / 'reconcile.json' if run and run.directory.is_dir() else None
     notes = tuple(_notes(ledger, rehearsal, run, on_machine, path))
     date = datetime.now(UTC).isoformat(timespec='seconds')
@@ -464,11 +464,11 @@ def reconcile(
 
 # %% ../nbs/package/05_report.ipynb #c8a0d0f2
 def _plan_parts(plan) -> tuple:
-    "Give the ledger, the traffic, and whether its seconds are those of a machine."
-    if isinstance(plan, Estimate): return plan.ledger, plan.traffic, True
+    "Give the ledger, the step, and whether its seconds are those of a machine."
+    if isinstance(plan, Estimate): return plan.ledger, plan.step, True
     return plan, None, False
 
-def _own_traffic(ledger) -> tuple[StepEstimate, bool]:
+def _own_step(ledger) -> tuple[StepEstimate, bool]:
     machine = ledger.node or ledger.recipe.cluster.hardware
     return estimate_step(ledger.recipe, ledger.spec, machine or 'cpu'), machine is not None
 

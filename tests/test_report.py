@@ -164,11 +164,11 @@ def test_every_instant_of_a_ledger_has_its_stage(name, rehearsal):
     assert {r.part for r in reconcile(plan, replace(rehearsal, recipe=plan.recipe)).rows} <= stages
 
 
-def test_work_is_that_of_the_traffic(ledger, rehearsal):
+def test_work_is_that_of_the_step(ledger, rehearsal):
     report = reconcile(ledger, rehearsal)
-    traffic = estimate_step(ledger.recipe, ledger.spec)
-    sent = [c for c in traffic.collectives if c.kind == 'all_gather']
-    assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(traffic.rank_executed), 18)
+    step = estimate_step(ledger.recipe, ledger.spec)
+    sent = [c for c in step.collectives if c.kind == 'all_gather']
+    assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(step.rank_executed), 18)
     assert row(report, 'work', 'all_gather, messages')[3:5] == (sum(c.count for c in sent), 2)
     assert row(report, 'work', 'all_gather, whole tensors')[3:5] == (
         sum(c.count * c.tensor_b for c in sent), 96)
@@ -226,10 +226,10 @@ def test_an_estimate_brings_its_own_seconds_and_messages(rehearsal, run):
     plan = estimate(rehearsal.recipe, node('cpu'))
     slower = replace(
         plan,
-        traffic=replace(
-            plan.traffic, parts=(('matmul', 7.0),), collectives=plan.traffic.collectives[:1]))
+        step=replace(
+            plan.step, parts=(('matmul', 7.0),), collectives=plan.step.collectives[:1]))
     report = reconcile(slower, rehearsal, run)
-    assert row(report, 'run', 'seconds per step').planned == 7. == slower.traffic.step_s
+    assert row(report, 'run', 'seconds per step').planned == 7. == slower.step.step_s
     assert [r.item for r in report.part('work') if r.planned and r.unit == 'messages'] == [
         'all_gather, messages']
     assert not any('names no machine' in note for note in report.notes)

@@ -71,7 +71,7 @@ def local_links(text: str, page: Path, source: Path, ending: str = '.ipynb') -> 
 
 
 def described(text: str) -> str:
-    "Mend the description of a function as nbdev writes it: an anchor, no raw attributes, no links inside code."
+    "Correct the description of a function as nbdev writes it: an anchor, no raw attributes, no links inside code."
     text = re.sub(r'\{target="_blank"[^}]*\}', '', text)
     text = re.sub(r'(?s)```python.*?```', lambda code: without_name_links(code[0]), text)
     def anchored(heading): return f'<a id="{heading[2].lower()}"></a>\n\n{heading[0]}'

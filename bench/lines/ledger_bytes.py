@@ -1,5 +1,4 @@
 """Largest difference, in bytes, between the plan of a recipe and its run on 2 to 4 CPU ranks."""
-import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -91,20 +90,21 @@ def case(name: str, folder: Path) -> tuple:
 
 # The plan against the ranks
 
-# When a rank was looked at -> the ledger's moment
-MOMENTS = {'between': 'forward', 'backward': 'optimizer', 'step': 'optimizer'}
+# When a rank's memory was read -> the ledger's instant
+INSTANTS = {'between': 'forward', 'backward': 'optimizer', 'step': 'optimizer'}
 
 
-def planned(ledger, moment: str) -> Counter:
-    """Sum what `ledger` says is held at `moment`, by class.
+def planned(ledger, read: str) -> Counter:
+    """Sum by class what `ledger` says is held when a rank is `read`.
 
-    What fills a class up counts to it. Gradients alone come and go.
+    Padding counts to the class that it fills up. Only gradients come and go within a step.
     """
     sums = Counter()
     for line in ledger.lines:
-        kind = re.match(r'\w+', line.name)[0] if line.kind == 'padding' else line.kind
-        there = line.instant in ('', MOMENTS[moment]) if kind == 'gradients' else line.instant == ''
-        if line.phase == 'step' and there and kind in CLASSES + SMALL: sums[kind] += line.size_b
+        kind = line.pads or line.kind
+        instants = ('', INSTANTS[read]) if kind == 'gradients' else ('',)
+        held = line.phase == 'step' and line.instant in instants
+        if held and kind in CLASSES + SMALL: sums[kind] += line.size_b
     return sums
 
 
@@ -114,11 +114,11 @@ def bytes_apart(recipe, results: list) -> dict:
     apart = Counter()
     for rank, result in enumerate(results):
         ledger = memory(recipe, rank=rank)
-        for moment, found in result['held'].items():
-            plan = planned(ledger, moment)
+        for read, found in result['held'].items():
+            plan = planned(ledger, read)
             # Dropped with the step
-            if moment == 'step' and 'gradients' not in found: del plan['gradients']
-            kinds = CLASSES + SMALL * (moment == 'backward')
+            if read == 'step' and 'gradients' not in found: del plan['gradients']
+            kinds = CLASSES + SMALL * (read == 'backward')
             for kind in kinds: apart[kind] = max(apart[kind], abs(plan[kind] - found.get(kind, 0)))
     return dict(+apart)
 

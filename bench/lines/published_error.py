@@ -1,4 +1,4 @@
-"""How far bytes of the ledger and seconds of the traffic are from what others measured.
+"""How far bytes of the ledger and seconds of the step are from what others measured.
 
 Three other estimators of memory stand beside the ledger.
 """
@@ -38,12 +38,12 @@ def spec_of(recipe):
     return spec(table()['models'].get(recipe.model.source, recipe.model.source))
 
 
-def times(row: dict, traffic, recipe) -> tuple[float, float]:
+def times(row: dict, step, recipe) -> tuple[float, float]:
     "Measured and predicted seconds for a million tokens of all GPUs together."
     given = row['time']
     if 'tokens_per_s' in given: tokens_per_s = given['tokens_per_s']
     else: tokens_per_s = given['samples'] * recipe.batch.length / given['s']
-    return 1e6 / tokens_per_s, 1e6 / traffic.tokens_per_s
+    return 1e6 / tokens_per_s, 1e6 / step.tokens_per_s
 
 
 def error(measured: float, predicted: float) -> float:
@@ -81,10 +81,10 @@ def judge(row: dict) -> dict:
             default in (('id', ''), ('half', ''), ('table', 0), ('judged', True))}
     said['memory'] = memory_of(row, memory(recipe, spec, node), recipe, node)
     if 'time' in row:
-        traffic = estimate_step(recipe, spec, node)
-        measured, predicted = (round(s, 4) for s in times(row, traffic, recipe))
+        step = estimate_step(recipe, spec, node)
+        measured, predicted = (round(s, 4) for s in times(row, step, recipe))
         said['time'] = {'measured': measured, 'predicted': predicted,
-                        'error': error(measured, predicted), 'bound': traffic.bound}
+                        'error': error(measured, predicted), 'bound': step.bound}
     return said
 
 

@@ -85,7 +85,7 @@ def recipe(preset: str, name: str):
     return plain.changed(RECIPES[name])
 
 
-def moment(ledger) -> str:
+def fullest_instant(ledger) -> str:
     "When the tensors of a step are the most, by the ledger."
     sums = Counter()
     for line in ledger.lines:
@@ -107,8 +107,8 @@ def row(preset: str, name: str) -> dict:
         'ledger_b': ledger_b,
         'rehearsal_b': rehearsal.peak_b,
         'difference': round(100 * (ledger_b / rehearsal.peak_b - 1), 3),
-        'ledger_moment': moment(ledger),
-        'rehearsal_moment': ', '.join(filter(None, (peak.phase, peak.where, peak.op))),
+        'ledger_instant': fullest_instant(ledger),
+        'rehearsal_instant': ', '.join(filter(None, (peak.phase, peak.where, peak.op))),
         'seconds': round(rehearsal.seconds, 1),
     }
 

@@ -91,7 +91,7 @@ def real(shape: str, changes: dict, foreach: bool = False) -> dict:
 
 
 def predicted(shape: str, changes: dict, foreach: bool = False) -> tuple[str, int]:
-    "The fullest moment and its bytes, DDP's buckets apart, which the process counts as held."
+    "The fullest instant and its bytes, DDP's buckets apart, which the process counts as held."
     from llm_workbook import instant_lines, spec
     if foreach: changes = changes | {'cluster.device': 'cuda'}
     lines = instant_lines(spec(SHAPES[shape]), recipe(changes))
@@ -104,7 +104,7 @@ def predicted(shape: str, changes: dict, foreach: bool = False) -> tuple[str, in
 def row(job: tuple, saw: dict) -> dict:
     "One row of the record: a job, what a process saw, and what was predicted."
     shape, changes, foreach = job
-    moment, transient_b = predicted(*job)
+    instant, transient_b = predicted(*job)
     ours_b = saw['held_b'] + transient_b
     if saw['built_b'] >= saw['peak_b']:
         raise RuntimeError(f'{shape}, {changes}: building the model took more than a step')
@@ -113,7 +113,7 @@ def row(job: tuple, saw: dict) -> dict:
     from llm_workbook import spec
     kept = 'held_b first_b peak_b seconds'.split()
     return {'shape': shape, 'changes': changes | ({'foreach': True} if foreach else {}),
-            'moment': moment, 'predicted_b': ours_b,
+            'instant': instant, 'predicted_b': ours_b,
             'error': round(100 * (ours_b / saw['peak_b'] - 1), 3),
             'parameters': spec(SHAPES[shape]).parameters,
             **{key: saw[key] for key in kept}}

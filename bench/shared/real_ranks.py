@@ -156,8 +156,8 @@ def inventory(model, optimizer) -> tuple[dict, int]:
 # What a rank sends
 
 @contextmanager
-def recorded(log: list, moment: list):
-    """Append (moment, kind, bytes of the whole tensor) to `log` for every collective of the block.
+def recorded(log: list, instant: list):
+    """Append (instant, kind, bytes of the whole tensor) to `log` for every collective of the block.
 
     They are read from its arguments.
     """
@@ -175,7 +175,7 @@ def recorded(log: list, moment: list):
             if space in ('c10d', '_c10d_functional') and operation in KINDS:
                 sides = [[t for t in tree_leaves(side) if torch.is_tensor(t)]
                          for side in (*args, out)]
-                log.append((moment[0], KINDS[operation],
+                log.append((instant[0], KINDS[operation],
                             max(sum(t.nbytes for t in side) for side in sides)))
             return out
     with Recorder(): yield
@@ -253,22 +253,22 @@ class Torch:
         else: self.model = torch.nn.parallel.DistributedDataParallel(model)
         self.optimizer = make_optimizer(recipe, self.model)
 
-    def micro(self, ids, last: bool, moment: list) -> None:
+    def micro(self, ids, last: bool, instant: list) -> None:
         "Run one forward and backward pass; ranks exchange gradients in the last."
-        moment[0] = 'forward'
+        instant[0] = 'forward'
         if self.fsdp: self.model.set_requires_gradient_sync(last)
         with nullcontext() if self.fsdp or last else self.model.no_sync():
             with self.cast: loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-            moment[0] = 'backward'
+            instant[0] = 'backward'
             (loss / self.recipe.batch.accumulation).backward()
 
-    def step(self, moment: list) -> None:
+    def step(self, instant: list) -> None:
         "Clip, step and drop the gradients."
         import torch
-        moment[0] = 'clip'
+        instant[0] = 'clip'
         if self.recipe.optimizer.clip: torch.nn.utils.clip_grad_norm_(self.model.parameters(),
                                                                       self.recipe.optimizer.clip)
-        moment[0] = 'optimizer'
+        instant[0] = 'optimizer'
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -293,29 +293,29 @@ class DeepSpeed:
                                                                config=said)
         self.model = self.engine.module
 
-    def micro(self, ids, last: bool, moment: list) -> None:
+    def micro(self, ids, last: bool, instant: list) -> None:
         "Run one forward and backward pass, and the engine's step after all but the last."
-        moment[0] = 'forward'
+        instant[0] = 'forward'
         loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
-        moment[0] = 'backward'
+        instant[0] = 'backward'
         self.engine.backward(loss)
         if not last: self.engine.step()
 
-    def step(self, moment: list) -> None:
+    def step(self, instant: list) -> None:
         "Clip, step and drop the gradients."
-        moment[0] = 'optimizer'
+        instant[0] = 'optimizer'
         self.engine.step()
 
 
 # One rank
 
 @contextmanager
-def counted(sent: list, moment: list, counts: dict):
+def counted(sent: list, instant: list, counts: dict):
     "Record every collective of a block in `sent`, and torch's own counts of them in `counts`."
     from torch.distributed.tensor.debug import CommDebugMode
     counter = CommDebugMode()
     counter.advanced_module_tracker = Untracked()
-    with counter, recorded(sent, moment): yield
+    with counter, recorded(sent, instant): yield
     counts |= {str(operation).rpartition('.')[2]: n for operation,
                n in counter.get_comm_counts().items()}
 
@@ -323,7 +323,7 @@ def counted(sent: list, moment: list, counts: dict):
 def result(seen: dict, sent: list, counts: dict) -> dict:
     """Make the result of a rank.
 
-    Bytes held and bytes no class names at each moment, collectives, and torch's counts of them.
+    Bytes held and bytes no class names at each instant, collectives, and torch's counts of them.
     """
     return {'held': {when: held for when, (held, _) in seen.items()},
             'rest': {when: rest for when, (_, rest) in seen.items()},
@@ -332,13 +332,13 @@ def result(seen: dict, sent: list, counts: dict) -> dict:
 
 def watched(run, batches) -> dict:
     "Run one optimizer step and watch it."
-    seen, sent, moment, counts = {}, [], [''], {}
-    with counted(sent, moment, counts):
+    seen, sent, instant, counts = {}, [], [''], {}
+    with counted(sent, instant, counts):
         for i, ids in enumerate(batches, 1):
-            run.micro(ids, i == len(batches), moment)
+            run.micro(ids, i == len(batches), instant)
             seen['between' if i < len(batches)
                  else 'backward'] = inventory(run.model, run.optimizer)
-        run.step(moment)
+        run.step(instant)
         seen['step'] = inventory(run.model, run.optimizer)
     return result(seen, sent, counts)
 

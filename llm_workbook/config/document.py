@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     "One thing that is wrong with a recipe, and what to write instead."
     path: str  # Dotted field, as in `method.rank`; empty for the recipe as a whole
     value: str  # What stands there, shortened; empty when nothing does
-    reason: str  # Why it is refused and how to mend it
+    reason: str  # Why it is refused and how to fix it
     line: int | None = None  # Line in the YAML text, from 1; None when there is no text
 
     def __str__(self):
@@ -214,7 +214,7 @@ def versioned(
                              'pip install -U llm-workbook')
         newer = [f'{number}: {change}' for number, change in formats.items() if number > value]
         if newer:
-            raise ValueError(f'is older than {newest}. Mend the fields and write {newest}. '
+            raise ValueError(f'is older than {newest}. Fix the fields and write {newest}. '
                              f'What changed in format {"; ".join(newer)}')
         return value
     return Annotated[int, BeforeValidator(check)]

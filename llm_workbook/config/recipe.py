@@ -196,7 +196,7 @@ class Rule(Part):
     level: Literal['refuse', 'warn',
                    'run'] = 'refuse'  # No recipe; a plan says so; or training refuses it
     breaks: dict[str, object]  # Changes to a plain recipe that make the rule bite
-    mends: dict[str, object]  # Further changes that satisfy it
+    fixes: dict[str, object]  # Further changes that satisfy it
 
 # %% ../../nbs/config/03_recipe.ipynb #4f470fce
 _COMPARISONS = {
@@ -372,11 +372,11 @@ def _on_cpu(recipe) -> dict:  # What a CPU does instead
                       'precision.reduce': None}
 
 def _runnable(recipe) -> Recipe:
-    "Change what this version does not run: to the first value that runs, and as rules mend it."
+    "Change what this version does not run: to the first value that runs, and as rules fix it."
     facts = recipe.facts()
     changes = {field: values[0] for field, values in _runnable_values().items()
                if facts[field] not in values}
-    for rule in broken(facts, 'run'): changes |= rule.mends
+    for rule in broken(facts, 'run'): changes |= rule.fixes
     return recipe.changed(changes)
 
 def _small_zero(zero) -> Zero:

@@ -22,7 +22,7 @@ from ..parallel.ranks import run_ranks
 from ..config.recipe import Recipe, differences
 from ..parallel.backends import transport_env
 from .rendezvous import (
-    NUMBERS, Flaw, PeerMissing, Rendezvous, compare_clocks, process_place, time_links)
+    NUMBERS, PreflightFinding, PeerMissing, Rendezvous, compare_clocks, process_place, time_links)
 from .node_report import TOKEN, report_node
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
@@ -32,12 +32,12 @@ class Preflight:
     recipe: str  # Its name
     members: tuple  # Of every process: rank, host, address, GPUs, free bytes, clock and error, s
     links: tuple  # Of every pair: hosts, backend, bytes/s, and what the plan counts with
-    findings: tuple  # All that is wrong, as `Flaw`
+    findings: tuple  # All that is wrong, as `PreflightFinding`
     seconds: float  # Until the verdict
 
     @property
-    def problems(self) -> list[Flaw]:  # Empty: go
-        "List what must be mended before the run starts."
+    def problems(self) -> list[PreflightFinding]:  # Empty: go
+        "List what must be fixed before the run starts."
         return [finding for finding in self.findings if finding.stops]
 
     def to_dict(self) -> dict:  # Plain values, ready for JSON
@@ -51,8 +51,8 @@ class Preflight:
         return '\n'.join(lines)
 
     def _repr_html_(self):
-        heads = 'check', 'where', 'what', 'how to mend it', ''
-        rows = [(finding.check, finding.host, finding.what, finding.mend,
+        heads = 'check', 'where', 'what', 'how to fix it', ''
+        rows = [(finding.check, finding.host, finding.what, finding.fix,
                  'stops the run' if finding.stops else 'warning') for finding in self.findings]
         tables = [*_tables(self), (heads, rows)]
         parts = [f'<p>{escape(_verdict(self))}</p>']
@@ -62,7 +62,7 @@ class Preflight:
 # %% ../../nbs/launching/05_preflight.ipynb #06b3c79e
 def _verdict(preflight):
     problems = len(preflight.problems)
-    result = f'STOP, {problems} to mend' if problems else 'go'
+    result = f'STOP, {problems} to fix' if problems else 'go'
     return f'{preflight.recipe}, {preflight.seconds:.1f} s: {result}'
 
 def _number(value, unit, form):
@@ -135,8 +135,8 @@ def _world(recipe, reports):
     planned = f'{_count(nodes, "node")} with {on_each} each'
     what = f'tasks that run: {tasks}; the recipe is for {planned}'
     srun = f'srun --nodes={nodes} --ntasks-per-node=1'
-    mend = f'Start one task per node ({srun}), or change cluster'
-    yield Flaw('world', _hosts(reports), what, mend)
+    fix = f'Start one task per node ({srun}), or change cluster'
+    yield PreflightFinding('world', _hosts(reports), what, fix)
 
 def _crowded_hosts(reports, nodes):
     ranks = {}
@@ -147,8 +147,8 @@ def _crowded_hosts(reports, nodes):
         if len(on_host) <= len(reports) // nodes: continue
         what = (f'ranks {", ".join(on_host)} are all on this node, '
                 f'and the recipe is for {_count(nodes, "node")}')
-        mend = 'Spread them (srun --ntasks-per-node=1), and give each node a name of its own'
-        yield Flaw('hosts', host, what, mend)
+        fix = 'Spread them (srun --ntasks-per-node=1), and give each node a name of its own'
+        yield PreflightFinding('hosts', host, what, fix)
 
 def _missing_gpus(recipe, reports):
     if recipe.cluster.device != 'cuda': return
@@ -157,8 +157,8 @@ def _missing_gpus(recipe, reports):
         if report['gpus'] >= needed: continue
         gpus = _count(report['gpus'], 'GPU')
         what = f'torch sees {gpus} for {_count(needed, "process")}'
-        mend = 'Ask for them (--gpus-per-node), and look at CUDA_VISIBLE_DEVICES and the driver'
-        yield Flaw('GPUs', report['host'], what, mend)
+        fix = 'Ask for them (--gpus-per-node), and look at CUDA_VISIBLE_DEVICES and the driver'
+        yield PreflightFinding('GPUs', report['host'], what, fix)
 
 # %% ../../nbs/launching/05_preflight.ipynb #b74ea6c4
 def _software(recipe, reports):
@@ -170,9 +170,9 @@ def _software(recipe, reports):
             versions.append((report['host'], installed))
         differing = _differing(versions)
         if not differing: continue
-        mend = 'Install one environment on a disk that all nodes share, or the same on each'
+        fix = 'Install one environment on a disk that all nodes share, or the same on each'
         what = f'{name} is {_in_words(differing)}'
-        yield Flaw('software', _hosts(reports), what, mend, stops=name != 'driver')
+        yield PreflightFinding('software', _hosts(reports), what, fix, stops=name != 'driver')
 
 def _recipes(recipe, reports):
     differing = _differing([(report['host'], report['recipe']) for report in reports])
@@ -182,7 +182,8 @@ def _recipes(recipe, reports):
     for field_path, first, second in differences(one, other):
         fields.append(f'{field_path} is {first!r} and {second!r}')
     what = f'the recipes differ: {"; ".join(fields)}'
-    yield Flaw('recipe', ' and '.join(differing.values()), what, 'Give every node the same file')
+    hosts = ' and '.join(differing.values())
+    yield PreflightFinding('recipe', hosts, what, 'Give every node the same file')
 
 # %% ../../nbs/launching/05_preflight.ipynb #9ed2d3a7
 _CLOCK_S = 1.0  # The largest difference that is allowed
@@ -193,15 +194,15 @@ def _clocks(recipe, reports):
         error_s = report['error_s'] or 0
         if abs(offset_s) - error_s <= _CLOCK_S: continue
         what = f'its clock is {offset_s:+.2f} s off, {_CLOCK_S:g} s is allowed'
-        mend = 'Let chrony or ntpd set it: dates of files and lines of logs would be out of order'
-        yield Flaw('clock', report['host'], what, mend)
+        fix = 'Let chrony or ntpd set it: dates of files and lines of logs would be out of order'
+        yield PreflightFinding('clock', report['host'], what, fix)
 
 def _files(recipe, reports):
     for report in reports:
         if report['error']:
             what = f'the directory of the run {report["error"]}'
-            mend = 'Mount one disk on every node, and name a directory there'
-            yield Flaw('directory', report['host'], what, mend)
+            fix = 'Mount one disk on every node, and name a directory there'
+            yield PreflightFinding('directory', report['host'], what, fix)
         for name, source in report['sources'].items():
             if 'error' in source: yield _missing_source(report['host'], name, source)
     for name in reports[0]['sources']:
@@ -210,8 +211,8 @@ def _files(recipe, reports):
 def _missing_source(host, name, source):
     what = f'{name} {source["error"]}'
     if 'later' in source:
-        return Flaw('files', host, what, 'Fetch it before (hf download)', stops=False)
-    return Flaw('files', host, what, 'Put it where every node finds it by that name')
+        return PreflightFinding('files', host, what, 'Fetch it before (hf download)', stops=False)
+    return PreflightFinding('files', host, what, 'Put it where every node finds it by that name')
 
 def _differing_sources(name, reports):
     having, contents = [], []
@@ -222,24 +223,24 @@ def _differing_sources(name, reports):
         contents.append((report['host'], source['content']))
     differing = _differing(contents)
     if differing:
-        mend = 'Copy it again, or mount one disk on every node'
+        fix = 'Copy it again, or mount one disk on every node'
         what = f'{name} is {_in_words(differing)}'
-        yield Flaw('files', _hosts(having), what, mend)
+        yield PreflightFinding('files', _hosts(having), what, fix)
 
 # %% ../../nbs/launching/05_preflight.ipynb #f6987420
 def _disk(recipe, reports):
     planned_b = reports[0].get('planned_b')
     if planned_b is None:
         what = 'nothing is known of what will be saved'
-        yield Flaw('disk', reports[0]['host'], what, 'Look at the plan', stops=False)
+        yield PreflightFinding('disk', reports[0]['host'], what, 'Look at the plan', stops=False)
     if not planned_b: return
     for report in reports:
         free_b = report['free_b']
         if free_b is None or free_b >= 2 * planned_b: continue
         what = (f'{free_b:,} bytes are free, and checkpoints and result take {planned_b:,}; '
                 'twice as much is wanted')
-        mend = 'Make room, or name another directory'
-        yield Flaw('disk', report['host'], what, mend, stops=free_b < planned_b)
+        fix = 'Make room, or name another directory'
+        yield PreflightFinding('disk', report['host'], what, fix, stops=free_b < planned_b)
 
 # %% ../../nbs/launching/05_preflight.ipynb #e59d8b9b
 def _interfaces(recipe, reports):
@@ -250,8 +251,8 @@ def _interfaces(recipe, reports):
         if present.get(wanted): continue
         reason = f'is not there, but {", ".join(present)}'
         if wanted in present: reason = 'has no IPv4 address'
-        mend = 'Set cluster.interface to one that every node has'
-        yield Flaw('interface', report['host'], f'{wanted} {reason}', mend)
+        fix = 'Set cluster.interface to one that every node has'
+        yield PreflightFinding('interface', report['host'], f'{wanted} {reason}', fix)
 
 def _names(recipe, reports):
     several = len({report['host'] for report in reports}) > 1
@@ -259,37 +260,37 @@ def _names(recipe, reports):
         own = report['own_address']
         if several and not recipe.cluster.interface and own.startswith('127.'):
             what = f'its own name leads to {own}, which it would give to the others'
-            mend = 'Set cluster.interface, or take the name off that line of /etc/hosts'
-            yield Flaw('names', report['host'], what, mend)
+            fix = 'Set cluster.interface, or take the name off that line of /etc/hosts'
+            yield PreflightFinding('names', report['host'], what, fix)
         for name, leads_to in report['others'].items():
             if leads_to and not leads_to.startswith('127.'): continue
             what = f'{name} leads to {leads_to or "no address"}'
-            mend = 'Give every node a name that the others can look up, in DNS or /etc/hosts'
-            yield Flaw('names', report['host'], what, mend)
+            fix = 'Give every node a name that the others can look up, in DNS or /etc/hosts'
+            yield PreflightFinding('names', report['host'], what, fix)
 
 # %% ../../nbs/launching/05_preflight.ipynb #51c9dcbc
 _SHARE = 0.5  # Of what the plan counts with; a link below is slow
 
-def _link_flaw(link):
+def _link_finding(link):
     "What is wrong with one link, or None."
     hosts = ' - '.join(link['hosts'])
     way = f'an all-reduce over {link["backend"]}'
     measured, planned = link['bps'], link['planned']
     if link['error']:
-        mend = 'Look at interface, firewall and cables between them'
-        return Flaw('links', hosts, f'{way} failed: {link["error"]}', mend)
+        fix = 'Look at interface, firewall and cables between them'
+        return PreflightFinding('links', hosts, f'{way} failed: {link["error"]}', fix)
     if link['wrong']:
         count = f'{link["wrong"]:,} wrong sums of {NUMBERS:,}'
         what = f'{way} gave {count}'
-        return Flaw('links', hosts, what, 'Train nothing over this link')
+        return PreflightFinding('links', hosts, what, 'Train nothing over this link')
     if measured is None:
         what = 'not timed: too little time was left'
-        return Flaw('links', hosts, what, 'Look at this link by itself', stops=False)
+        return PreflightFinding('links', hosts, what, 'Look at this link by itself', stops=False)
     if planned and measured < _SHARE * planned:
         what = (f'{way} runs at {measured / 1e9:.2f} GB/s, '
                 f'and the plan counts with {planned / 1e9:.2f}')
-        mend = 'Look at cluster.interface, or plan with what is there: cluster.hardware'
-        return Flaw('links', hosts, what, mend, stops=False)
+        fix = 'Look at cluster.interface, or plan with what is there: cluster.hardware'
+        return PreflightFinding('links', hosts, what, fix, stops=False)
     return None
 
 # %% ../../nbs/launching/05_preflight.ipynb #4852999f
@@ -299,12 +300,12 @@ def assess(
     recipe: Recipe,  # As rank 0 has it
     reports: list[dict],  # By `report_node`, each with `clock_s`, `error_s` and `planned_b`
     links: list[dict] = (),  # As `time_links` gives them, with `planned`
-) -> list[Flaw]:  # Empty when nothing is wrong
+) -> list[PreflightFinding]:  # Empty when nothing is wrong
     "Find everything that would make a run fail, hang or go wrong later."
     if not reports: raise ValueError('no reports: at least rank 0 sees something')
-    findings = [flaw for check in _CHECKS for flaw in check(recipe, reports)]
-    flaws = [_link_flaw(link) for link in links]
-    findings += [flaw for flaw in flaws if flaw]
+    findings = [finding for check in _CHECKS for finding in check(recipe, reports)]
+    linked = [_link_finding(link) for link in links]
+    findings += [finding for finding in linked if finding]
     return list(dict.fromkeys(findings))
 
 # %% ../../nbs/launching/05_preflight.ipynb #68f65d30
@@ -433,7 +434,7 @@ def _follow(talk, recipe, directory):
 
 # %% ../../nbs/launching/05_preflight.ipynb #7bf9466c
 def _take_part(talk, recipe, directory):
-    "The verdict as plain values, or the flaw that kept this process from hearing one."
+    "The verdict as plain values, or the finding that kept this process from hearing one."
     try:
         plan = _PlannedSave(recipe) if talk.place.rank == 0 else None
         talk.join()
@@ -442,7 +443,7 @@ def _take_part(talk, recipe, directory):
     except PeerMissing as stop: return stop.finding
     except Exception as error:
         what = f'{talk.doing}: {error}'
-        return Flaw('meeting', talk.place.host, what, 'Look at this node first')
+        return PreflightFinding('meeting', talk.place.host, what, 'Look at this node first')
 
 def _attend(recipe, directory, place, limit_s):
     "Take part in a thread: a call into a dead network may never come back."
@@ -460,10 +461,10 @@ def _attend(recipe, directory, place, limit_s):
         result = results[0]
     else:
         what = f'still {talk.doing}, after {seconds:.0f} s'
-        result = Flaw('meeting', place.host, what, 'Look at the network between them')
-    if isinstance(result, Flaw):
+        result = PreflightFinding('meeting', place.host, what, 'Look at the network between them')
+    if isinstance(result, PreflightFinding):
         return Preflight(recipe.name, (), (), (result,), seconds)
-    findings = tuple(Flaw(**finding) for finding in result['findings'])
+    findings = tuple(PreflightFinding(**finding) for finding in result['findings'])
     return Preflight(**result | {'findings': findings})
 
 # %% ../../nbs/launching/05_preflight.ipynb #64619028

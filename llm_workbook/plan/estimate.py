@@ -139,7 +139,7 @@ class Estimate:
     spec: ModelSpec  # The model, counted
     node: Node  # One machine
     ledger: Ledger  # Every byte of rank 0
-    traffic: StepEstimate  # Every message and second of a step
+    step: StepEstimate  # Every message and second of a step
     rooms: tuple[Room, ...]  # GPU, host and disk, each at its fullest
     warnings: tuple[str, ...]  # What can run, but costs more than it seems
 
@@ -189,7 +189,7 @@ class Estimate:
             'recipe': self.recipe.model_dump(mode='json'), 'node': self.node.name,
             'fits': self.fits, 'margin_b': self.margin_b, 'verdict': self.verdict,
             'rooms': [room._asdict() for room in self.rooms], 'warnings': list(self.warnings),
-            'ledger': self.ledger.to_dict(), 'traffic': self.traffic.to_dict()}
+            'ledger': self.ledger.to_dict(), 'step': self.step.to_dict()}
 
     def __repr__(self): return f'{_title(self)}: {self.verdict}'
 
@@ -201,7 +201,7 @@ class Estimate:
         return '\n'.join(lines)
 
     def _repr_html_(self):
-        tables = self.ledger._repr_html_() + self.traffic._repr_html_()
+        tables = self.ledger._repr_html_() + self.step._repr_html_()
         return _verdict_html(self) + tables
 
 # %% ../../nbs/plan/11_estimate.ipynb #2aae6e31
@@ -243,10 +243,10 @@ def _memory_lines(plan) -> Iterator[str]:
         yield _text_row(_PLACES[room.place], cells)
 
 def _speed_line(plan) -> str:
-    traffic = plan.traffic
-    step = f'{traffic.tokens_per_s:,.0f} tokens/s, {traffic.step_s:,.2f} s per step'
-    run = f'{traffic.hours:,.1f} hours, {traffic.cost:,.2f} USD'
-    return f'{step}; {plan.recipe.optimizer.steps:,} steps: {run}'
+    step = plan.step
+    speed = f'{step.tokens_per_s:,.0f} tokens/s, {step.step_s:,.2f} s per step'
+    run = f'{step.hours:,.1f} hours, {step.cost:,.2f} USD'
+    return f'{speed}; {plan.recipe.optimizer.steps:,} steps: {run}'
 
 def _verdict_html(plan) -> str:
     colour = PALETTE['green'] if plan.fits else PALETTE['vermilion']
@@ -272,8 +272,8 @@ def estimate(
     ledger = memory(recipe, spec, node)
     rooms = tuple(Room(*row) for row in ledger.rooms(node))
     warnings = tuple(_warnings(facts, spec, node, ledger))
-    traffic = estimate_step(recipe, spec, node)
-    return Estimate(recipe, spec, node, ledger, traffic, rooms, warnings)
+    step = estimate_step(recipe, spec, node)
+    return Estimate(recipe, spec, node, ledger, step, rooms, warnings)
 
 # %% ../../nbs/plan/11_estimate.ipynb #37ba4342
 def _rule_text(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'

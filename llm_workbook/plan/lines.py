@@ -29,6 +29,7 @@ class Line(NamedTuple):
     every_rank: bool = True  # Every rank of a node holds as much; False: this rank alone
     trained: bool = False  # Weights or adapters that are trained: a checkpoint has them
     lasting: bool = False  # It outlives its instant; where none is named, it outlives the step
+    pads: str = ''  # Of padding: the class of the tensors that it fills up
 
 # %% ../../nbs/plan/01_lines.ipynb #2650d6a8
 class StepInstant(NamedTuple):

@@ -264,7 +264,7 @@ def _beyond(rank, kind, b, n, m, **more) -> Line:
     "A tensor of n numbers lies in a storage of m."
     source = more.pop('source', _SPREAD.get(rank.strategy, ('', _ALL))[1])
     why = 'b * (m - n)', {'b': b, 'm': m, 'n': n}, f'{source}; a view keeps all of its tensor'
-    return _line(rank, 'padding', b * (m - n), why,
+    return _line(rank, 'padding', b * (m - n), why, pads=kind,
                  name=f'{kind}: beyond the part of this rank', **more)
 
 # %% ../../nbs/plan/06_model_states.ipynb #40f1e737

@@ -264,7 +264,7 @@ def _picture(state) -> str:
         head += f'<ul>{items}</ul>'
     if state.estimate is None: return head
     bars = _bars(state.estimate)
-    return head + _speed_html(state.estimate.traffic) + _svg(bars) + _legend(bars)
+    return head + _speed_html(state.estimate.step) + _svg(bars) + _legend(bars)
 
 def _verdict_html(fits, verdict) -> str:
     mark = '&#10003;' if fits else '&#10007;'
@@ -272,9 +272,9 @@ def _verdict_html(fits, verdict) -> str:
     style = f'border-left:5px solid {colour};padding-left:8px'
     return f'<p role="status" style="{style}"><b>{mark}</b> {escape(verdict)}</p>'
 
-def _speed_html(traffic) -> str:
-    step = f'{traffic.tokens_per_s:,.0f} tokens/s, {traffic.step_s:,.2f} s per step'
-    return f'<p>{step}, {traffic.hours:,.1f} hours, {traffic.cost:,.2f} USD</p>'
+def _speed_html(step) -> str:
+    speed = f'{step.tokens_per_s:,.0f} tokens/s, {step.step_s:,.2f} s per step'
+    return f'<p>{speed}, {step.hours:,.1f} hours, {step.cost:,.2f} USD</p>'
 
 def _recipe_html(state) -> str:
     if not state.recipe: return ''

@@ -229,7 +229,7 @@ def _count(trial, settings, draft, node) -> Plan | Refusal:
     if fullest.spare_b < 0:
         reason = f'too small: {fullest.where}'
         return Refusal(settings, 'memory', (reason,), -fullest.spare_b, False, draft)
-    traffic = estimate_step(draft, spec, node)
+    step = estimate_step(draft, spec, node)
     _, most_b = ledger.band
     return Plan(
         settings=settings,
@@ -237,9 +237,9 @@ def _count(trial, settings, draft, node) -> Plan | Refusal:
         gpu_b=rooms[0].need_b,
         spare_b=rooms[0].spare_b,
         tight=most_b > node.gpu.memory_b,
-        tokens_per_s=traffic.tokens_per_s,
-        hours=traffic.hours,
-        usd=traffic.cost)
+        tokens_per_s=step.tokens_per_s,
+        hours=step.hours,
+        usd=step.cost)
 
 # %% ../../nbs/plan/12_search.ipynb #ce656749
 def _family_and_weight(trial, changes) -> tuple[tuple, tuple[int, ...]]:

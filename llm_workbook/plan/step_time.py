@@ -506,28 +506,28 @@ _FIGURES = (
     'step_s', 'tokens_per_s', 'mfu', 'hfu', 'hours', 'cost', 'kwh', 'compute_s', 'memory_s',
     'comm_s', 'exposed_s', 'bound', 'wire_b', 'tokens', 'flops_model', 'flops_executed')
 
-def _peak_flops(traffic) -> float:
+def _peak_flops(step) -> float:
     "Give what one GPU could do at its data-sheet peak."
-    gpu = traffic.node.gpu
+    gpu = step.node.gpu
     peaks = {'float32': gpu.fp32_flops, 'float16': gpu.fp16_flops, 'fp8': gpu.fp8_flops}
-    return peaks.get(traffic.recipe.precision.compute, gpu.bf16_flops)
+    return peaks.get(step.recipe.precision.compute, gpu.bf16_flops)
 
-def _run_text(traffic) -> str:
-    run = f'{traffic.recipe.optimizer.steps:,} steps: {traffic.hours:,.2f} h'
-    return f'{run}, {traffic.cost:,.2f} USD, at most {traffic.kwh:,.1f} kWh in the GPUs'
+def _run_text(step) -> str:
+    run = f'{step.recipe.optimizer.steps:,} steps: {step.hours:,.2f} h'
+    return f'{run}, {step.cost:,.2f} USD, at most {step.kwh:,.1f} kWh in the GPUs'
 
-def _parts_table(traffic) -> str:
+def _parts_table(step) -> str:
     names, cells = [], []
-    for name, seconds in traffic.parts:
-        share = seconds / traffic.step_s
+    for name, seconds in step.parts:
+        share = seconds / step.step_s
         names.append(name)
         cells.append(f'{seconds:,.3g} s ({share:.0%})')
     return html_table(names, [cells])
 
-def _messages_table(traffic) -> str:
+def _messages_table(step) -> str:
     heads = ('message', 'instant', 'count', 'tensor (bytes)', 'sent by a rank (bytes)', 'ranks',
              'each (ms)')
-    return html_table(heads, [_message_row(collective) for collective in traffic.collectives])
+    return html_table(heads, [_message_row(collective) for collective in step.collectives])
 
 def _message_row(c) -> tuple:
     each_ms = f'{c.time_s * 1e3:,.3g}'
@@ -547,7 +547,7 @@ def _bars(steps):
     axes = figure.subplots()
     left = [0.] * len(steps)
     for name, (colour, hatch) in _PARTS.items():
-        seconds = [dict(traffic.parts)[name] for traffic in steps.values()]
+        seconds = [dict(step.parts)[name] for step in steps.values()]
         if not any(seconds): continue
         look = {'color': PALETTE[colour], 'hatch': hatch, 'edgecolor': 'white'}
         axes.barh(list(steps), seconds, left=left, label=name, **look)

@@ -21,7 +21,8 @@ from llm_workbook.checkpoint import manifest as commits
 from llm_workbook.checkpoint.disk import disk_errors, check_disk
 from llm_workbook.training.run_directory import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import (
-    MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check_checkpoint, commit_checkpoint, latest_valid, prune,
+    MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check_checkpoint, commit_checkpoint,
+    latest_valid, prune,
     survey)
 
 FACTS = dict(
@@ -107,7 +108,8 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_it_is_used(
     message = caplog.records[-1].getMessage()
     assert message.startswith('skipped checkpoint-10')
     assert file in message or file == MANIFEST and 'no manifest' in message
-    with pytest.raises(DamagedCheckpoint) as caught: check_checkpoint(run/'checkpoint-10', deep=True)
+    with pytest.raises(DamagedCheckpoint) as caught:
+        check_checkpoint(run/'checkpoint-10', deep=True)
     assert not caught.value.interrupted
     assert caught.value.folder == run/'checkpoint-10'
     damage(run/'checkpoint-5'/file)
@@ -138,9 +140,11 @@ def test_a_folder_of_somebody_else_is_not_taken_for_an_interrupted_save(tmp_path
 
 def test_what_is_committed_is_never_written_over(run):
     with pytest.raises(FileExistsError, match="'checkpoint-10' is committed"): begin_save(run, 10)
-    with pytest.raises(FileExistsError): commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
+    with pytest.raises(FileExistsError):
+        commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
     cut(run/'checkpoint-10/state/rank-0.json')
-    with pytest.raises(FileExistsError): commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
+    with pytest.raises(FileExistsError):
+        commit_checkpoint(run/'checkpoint-10', FACTS | {'step': 10})
     begin_save(run, 10)
     assert (run/'checkpoint-10.aside-0'/MANIFEST).exists()
     assert [f.folder.name for f in survey(run).found] == ['checkpoint-10', 'checkpoint-5']
@@ -375,7 +379,9 @@ def test_a_read_only_directory_is_refused_before(disk):
     save(disk, 5, files={'a': b'1'})
     subprocess.run(['mount', '-o', 'remount,ro', str(disk)], check=True)
     for refused in (
-        lambda: check_disk(disk, 1), lambda: begin_save(disk, 10), lambda: run_lock(disk).__enter__()
+        lambda: check_disk(disk, 1),
+        lambda: begin_save(disk, 10),
+        lambda: run_lock(disk).__enter__()
     ):
         with pytest.raises(OSError, match="'disk' cannot be written to: Read-only file system"):
             refused()
@@ -527,10 +533,12 @@ def test_links_and_devices_are_refused(run, tmp_path_factory):
         check_checkpoint(run/'checkpoint-10')
     shutil.move(run/'checkpoint-5'/MANIFEST, outside/MANIFEST)
     (run/'checkpoint-5'/MANIFEST).symlink_to(outside/MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match='cannot be read'): check_checkpoint(run/'checkpoint-5')
+    with pytest.raises(DamagedCheckpoint, match='cannot be read'):
+        check_checkpoint(run/'checkpoint-5')
     (run/'checkpoint-5'/MANIFEST).unlink()
     os.mkfifo(run/'checkpoint-5'/MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match='is no plain file'): check_checkpoint(run/'checkpoint-5')
+    with pytest.raises(DamagedCheckpoint, match='is no plain file'):
+        check_checkpoint(run/'checkpoint-5')
     folder = begin_save(run, 15)
     (folder/'model').symlink_to(outside)
     with pytest.raises(DamagedCheckpoint, match="'model' is a link"):

@@ -26,7 +26,8 @@ from llm_workbook.training.memory_trace import memory_trace
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.checkpoint.consolidate import export_full
 from llm_workbook.checkpoint.sharded_files import (
-    CheckpointError, base_digest, checkpoint_tensors, stored_tensors, unwrapped_parameters, read_slices, local_slices)
+    CheckpointError, base_digest, checkpoint_tensors, local_slices, read_slices, stored_tensors,
+    unwrapped_parameters)
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -630,7 +631,8 @@ def exports(folder):
     save_checkpoint(folder / 'checkpoint-1', model)
     shapes = export_full(folder / 'checkpoint-1', folder / 'model', 'tiny-base', shard_b=4_000_000)
     export_full(folder / 'checkpoint-1', folder / 'half', 'tiny-base', dtype='bfloat16')
-    return shapes, {name: p.full_tensor().detach() for name, p in unwrapped_parameters(model).items()}
+    whole = {name: p.full_tensor().detach() for name, p in unwrapped_parameters(model).items()}
+    return shapes, whole
 
 
 def test_the_whole_model_is_exported(tmp_path):
@@ -676,7 +678,8 @@ def test_slices_of_a_tensor_meet(tmp_path):
     assert all(as_bytes(t).equal(as_bytes(empty[name])) for name, t in tensors.items())
     with pytest.raises(CheckpointError, match='complex64 is no type that safetensors knows'):
         slices.write_slices(
-            tmp_path/'odd.safetensors', local_slices({'odd': torch.zeros(2, dtype=torch.complex64)}))
+            tmp_path/'odd.safetensors',
+            local_slices({'odd': torch.zeros(2, dtype=torch.complex64)}))
 
 
 def reads_badly(folder):

@@ -233,17 +233,17 @@ def bites(*changes) -> set[str]:
 def test_a_rule_bites_where_it_says_and_nowhere_else(rule):
     found = bites(rule.breaks)
     assert rule.id in found
-    assert rule.id not in bites({}) | bites(rule.breaks, rule.mends)
+    assert rule.id not in bites({}) | bites(rule.breaks, rule.fixes)
     others = [r for r in rules() if r.id in found - {rule.id} and r.level == 'refuse']
     assert not others, 'another rule would hide this one'
     planned = any(name.startswith('plan.') for name in rule.breaks)
     if rule.level == 'run':
-        (problem,), mended = (
+        (problem,), fixed = (
             planned_only(GOOD.changed(rule.breaks)),
-            planned_only(GOOD.changed(rule.breaks | rule.mends)))
+            planned_only(GOOD.changed(rule.breaks | rule.fixes)))
         assert problem.path == rule.path
         assert problem.reason.endswith(f'[{rule.id}]')
-        assert not mended
+        assert not fixed
     elif rule.level == 'warn' or planned:
         assert GOOD.changed({k: v for k, v in rule.breaks.items() if not k.startswith('plan.')})
     else:

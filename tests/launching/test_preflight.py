@@ -20,7 +20,7 @@ from llm_workbook.launching import node_report as witness
 from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.launching.rendezvous import Flaw, Place, Rendezvous, process_place
+from llm_workbook.launching.rendezvous import PreflightFinding, Place, Rendezvous, process_place
 from llm_workbook.launching.node_report import check_shared_directory, describe_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def report_late(seconds, rank):
     return {}
 
 
-def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Flaw], dict]:
+def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[PreflightFinding], dict]:
     """Run the doctor on two processes that say they are two nodes; both must come to the same
     verdict."""
     start = time.monotonic()
@@ -69,10 +69,10 @@ def two(tmp_path, disturb=None, recipe=TWO) -> tuple[list[Flaw], dict]:
     first, second = run_ranks(attend, 2, arguments, timeout_s=50)
     assert time.monotonic() - start < 30
     assert first == second
-    return [Flaw(**f) for f in first['findings']], first
+    return [PreflightFinding(**f) for f in first['findings']], first
 
 
-def only(found: list[Flaw], check: str) -> Flaw:
+def only(found: list[PreflightFinding], check: str) -> PreflightFinding:
     "The one finding there is."
     assert [f.check for f in found] == [check], found
     return found[0]
@@ -289,7 +289,8 @@ def test_a_call_that_hangs_after_the_meeting_ends_with_the_time_of_rank_0(tmp_pa
     hung = partial(report_late, 60)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), hung), 50)
     finding, other = (
-        only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
+        only([PreflightFinding(**f) for f in one['findings']], 'meeting')
+        for one in (first, second))
     assert finding.host == 'node2'
     assert 'looking at files' in finding.what
     assert other.what.startswith('still waiting for localhost')
@@ -329,7 +330,8 @@ def test_a_node_that_falls_silent_is_named(tmp_path, monkeypatch):
     silent = partial(report_late, 6)
     first, second = run_ranks(attend, 2, (TWO, tmp_path/'run', free_port(), silent), 50)
     finding, other = (
-        only([Flaw(**f) for f in one['findings']], 'meeting') for one in (first, second))
+        only([PreflightFinding(**f) for f in one['findings']], 'meeting')
+        for one in (first, second))
     assert other.host in ('node2', 'localhost')
     assert other.stops  # It wakes when all is over
     assert (finding.host, finding.what) == ('node2', 'no answer for 2 s, looking at files')
@@ -339,7 +341,7 @@ def test_two_that_are_both_rank_0(tmp_path):
     finding = only(two(tmp_path, lambda rank: {'env': {'SLURM_PROCID': 0}})[0], 'hosts')
     assert sorted(finding.host.split(', ')) == ['node1', 'node2']
     assert 'both say that they are rank 0' in finding.what
-    assert 'srun' in finding.mend
+    assert 'srun' in finding.fix
 
 
 def test_two_nodes_that_are_one_host(tmp_path):
@@ -353,7 +355,7 @@ def test_two_worlds_of_one_node(tmp_path):
     made = preflight(TWO, tmp_path/'run', env, 'localhost', free_port())
     finding = only(made.problems, 'world')
     assert finding.what == 'tasks that run: 1; the recipe is for 2 nodes with 1 process each'
-    assert '--nodes=2' in finding.mend
+    assert '--nodes=2' in finding.fix
 
 
 @pytest.mark.slow
@@ -503,7 +505,7 @@ def test_what_the_hub_has_cached(tmp_path, monkeypatch):
         for one in ({'content': 'commit 0'}, describe_source('owner/name', kind='datasets')))
     finding = only(assess(TWO, [FACT | cached, OTHER | absent]), 'files')
     assert (finding.host, finding.stops) == ('node2', False)
-    assert 'hf download' in finding.mend
+    assert 'hf download' in finding.fix
 
 
 def test_files_are_told_apart_by_names_sizes_and_both_ends(tmp_path):

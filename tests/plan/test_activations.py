@@ -8,7 +8,8 @@ import transformers
 from bench.lines import step_peak_error
 from bench.shared.models import pack
 from llm_workbook import (
-    Recipe, Setting, has_adapter, coverage, head_tape, layer_tape, instant_lines, saved, spec, working_lines)
+    Recipe, Setting, coverage, has_adapter, head_tape, instant_lines, layer_tape, saved, spec,
+    working_lines)
 from llm_workbook.model.adapters import add_adapters
 
 WIDTHS = dict(
@@ -141,7 +142,8 @@ def test_gradients_of_adapters_have_the_type_of_the_adapters():
     """q_proj of Llama 3.2 1B, 2048 to 2048, with rank 8: A has 8 x 2048 numbers, B 2048 x 8. In
     float32, beside a compute type of 2 bytes, each gradient takes 65,536 bytes."""
     llama = spec('llama-3.2-1b')
-    setting = Setting(kind='qlora', packed='nf4', compute_b=2, adapter_b=4, rank=8, targets=('q_proj',))
+    setting = Setting(
+        kind='qlora', packed='nf4', compute_b=2, adapter_b=4, rank=8, targets=('q_proj',))
     tape, _ = layer_tape(llama.units[0], llama, setting)
     sizes = {op.name: op.grads_b for op in tape.ops if op.grads_b}
     assert sizes == {'q_proj: lora_A': 65_536, 'q_proj: lora_B': 65_536}

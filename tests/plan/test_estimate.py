@@ -31,7 +31,7 @@ def key(row): return json.dumps(row.settings, sort_keys=True)
 def test_an_estimate_joins_the_parts():
     e = estimate(PAIR)
     assert e.ledger.to_dict() == memory(PAIR).to_dict()
-    assert e.traffic == estimate_step(PAIR)
+    assert e.step == estimate_step(PAIR)
     assert e.margin_b == e.node.gpu.memory_b - e.rooms[0].need_b
     assert [room.place for room in e.rooms] == ['gpu', 'host', 'disk']
     assert json.loads(json.dumps(e.to_dict()))['fits'] is e.fits
@@ -148,7 +148,7 @@ def test_every_accepted_plan_is_a_checked_recipe_with_the_figures_of_its_estimat
         assert e.fits
         assert e.rooms[0].need_b == plan.gpu_b
         assert e.margin_b == plan.spare_b
-        assert (e.traffic.tokens_per_s, e.traffic.hours, e.traffic.cost) == (
+        assert (e.step.tokens_per_s, e.step.hours, e.step.cost) == (
             plan.tokens_per_s, plan.hours, plan.usd)
         assert plan.recipe == plan.draft
         assert plan.recipe.global_batch == 64
@@ -378,8 +378,8 @@ def test_a_printed_plan_has_the_figures_of_its_table(recipe):
         assert line.split()[-4:] == [f'{size_b / 2**30:,.1f}' for size_b in (*sizes, room.have_b)]
         assert max(sizes) == room.need_b
     speed, *warnings = rest[len(plan.rooms):]
-    assert f'{plan.traffic.hours:,.1f} hours' in speed
-    assert f'{plan.traffic.cost:,.2f} USD' in speed
+    assert f'{plan.step.hours:,.1f} hours' in speed
+    assert f'{plan.step.cost:,.2f} USD' in speed
     assert warnings == [f'- {warning}' for warning in plan.warnings]
 
 

@@ -13,7 +13,8 @@ from bench.lines import step_peak_error
 from bench.record import ROOT
 from llm_workbook.plan.step_memory import instant_lines, working_lines
 from llm_workbook.plan.lines import KINDS
-from llm_workbook.plan.model_states import count_of, resident_lines, rank_of, tensors_of, whole_states
+from llm_workbook.plan.model_states import (
+    count_of, rank_of, resident_lines, tensors_of, whole_states)
 from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
 from llm_workbook.parallel.ranks import run_ranks
@@ -81,7 +82,7 @@ def test_ranks_of_fsdp2_hold_the_model_together(method):
     assert all(size(part, 'absmax') == size(alone, 'absmax') for part in parts)
     stored = [
         size(part, 'weights', 'payload', 'adapters')
-        + sum(x.size_b for x in part if x.kind == 'padding' and 'gradients' not in x.name)
+        + sum(x.size_b for x in part if x.pads and x.pads != 'gradients')
         for part in parts]
     assert len(set(stored)) == 1, 'every rank stores as much as the first'
 
@@ -189,8 +190,8 @@ def test_eight_bit_states_begin_at_4096_numbers_as_in_bitsandbytes(shape):
         for s in optimizer.state.values()
         for v in s.values()
         if torch.is_tensor(v)}
-    assert _eight_bit(tuple(TensorGroup('weights', 1, tuple(w.shape), 0) for w in weights))[0] == sum(
-        held_by.values())
+    groups = tuple(TensorGroup('weights', 1, tuple(w.shape), 0) for w in weights)
+    assert _eight_bit(groups)[0] == sum(held_by.values())
 
 
 def test_offloaded_tensors_are_rounded_to_powers_of_two():
@@ -386,7 +387,7 @@ def test_the_allocator_returns_what_it_does_not_need():
 PEAKS = json.loads((ROOT/'bench/results/cpu/step_peak_error.json').read_text())['rows']
 
 
-@pytest.mark.parametrize('row', PEAKS, ids=lambda row: f'{row["shape"]}-{row["moment"]}')
+@pytest.mark.parametrize('row', PEAKS, ids=lambda row: f'{row["shape"]}-{row["instant"]}')
 def test_the_ledger_alone_gives_the_peaks_that_were_measured(row):
     """The record adds its prediction of a step to what the process held; here the ledger gives
     both, and no measurement enters."""
@@ -419,7 +420,8 @@ def verdicts(changes: dict) -> tuple:
     totals = found.to_dict()
     lines = [(x.kind, x.phase, x.instant, x.place, x.size_b) for x in found.lines]
     passing = {
-        name: [x.size_b for x in working_lines(TINY, recipe, name)] for name in instant_lines(TINY, recipe)}
+        name: [x.size_b for x in working_lines(TINY, recipe, name)]
+        for name in instant_lines(TINY, recipe)}
     return (
         totals['allocated'], totals['band'], totals['device'], lines, passing,
         found.fits('8x-h100'))

@@ -145,7 +145,8 @@ def test_the_rehearsal_reads_what_a_rank_reads_and_holds_what_is_planned(base, k
 def test_the_buffer_of_the_reader_lies_in_host_memory_alone():
     "On two GPUs that keep their shares, the host holds the buffer and nothing else."
     stays = {'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
-    lora = RECIPE_C.changed({'model.source': 'meta-llama/Llama-3.2-1B', 'method.kind': 'lora', **stays})
+    lora = RECIPE_C.changed(
+        {'model.source': 'meta-llama/Llama-3.2-1B', 'method.kind': 'lora', **stays})
     loaded, ledger = rehearse_load(lora), memory(lora)
     buffer_b = ledger.total('load', 'host', 'allocated')
     assert 4 * 2**20 <= buffer_b <= loaded.host_b < buffer_b + 1000

@@ -99,7 +99,7 @@ def test_how_close_the_ledger_is():
     assert all(ours < other['median'] / 5 for other in summary['others'].values())
 
 
-def test_how_close_the_traffic_is():
+def test_how_close_the_seconds_are():
     summary = committed()['summary']['time']
     for group, (median, worst) in TIME.items(): check(summary[group], median, worst)
 

@@ -48,8 +48,10 @@ batch: {length: 4096}
 
 def sent(recipe, **more) -> list:
     large, small = step_messages(recipe, units='shard_model', **more)
-    return [c for x in large for part in (x.forward_gathers, x.backward_gathers, x.reductions) for c in part] + [
-        c for c in small if c.instant != 'trainer']
+    layers = []
+    for exchange in large:
+        layers += [*exchange.forward_gathers, *exchange.backward_gathers, *exchange.reductions]
+    return layers + [c for c in small if c.instant != 'trainer']
 
 
 # Messages
@@ -354,7 +356,8 @@ def test_a_plan_gathers_what_lies_outside_the_layers_as_a_trainer_does():
     once = sum(count * size for count, size in gathers(frozen, 'shard_model'))
     assert sum(count * size for count, size in gathers(frozen)) == once + passes * embedding_b
     assert (
-        estimate_step(frozen).collectives == estimate_step(frozen, spec('llama-3.1-8b')).collectives)
+        estimate_step(frozen).collectives
+        == estimate_step(frozen, spec('llama-3.1-8b')).collectives)
     assert sorted(
         (c.count, c.tensor_b)
         for c in estimate_step(frozen).collectives
@@ -376,5 +379,6 @@ def test_a_new_head_under_adapters_is_gathered_twice():
     padded = ranks * hidden  # Of fewer rows than ranks each has one, padded
     assert recipe.model.classes <= ranks
     assert large[-1].trained == recipe.model.classes * hidden
-    assert large[-1].forward_gathers[0].tensor_b == padded * (4 + 2)  # The copy in float32, the other in bf16
+    # The copy in float32, the other in bfloat16
+    assert large[-1].forward_gathers[0].tensor_b == padded * (4 + 2)
     assert large[-1].reductions[0].tensor_b == padded * 4

@@ -229,13 +229,13 @@ def test_a_save_may_hold_two_weights_and_no_more(most, count):
 def test_the_costliest_of_several_comes_first(monkeypatch):
     def finds(*sizes):
         return lambda program: [
-            checks.Finding(f'costs {size}', 'mend it', size, {}) for size in sizes]
+            checks.Finding(f'costs {size}', 'fix it', size, {}) for size in sizes]
 
     monkeypatch.setattr(checks, '_Program', lambda *parts: None)
     monkeypatch.setattr(checks, '_CHECKS', [finds(), finds(3, 1), finds(7)])
     recorder = SimpleNamespace(modules=SimpleNamespace(names={1: 'a'}))
     assert [f.size_b for f in checks.findings(recorder, torch.nn.Linear(1, 1))] == [7, 3, 1]
-    with pytest.raises(checks.ProgramProblem, match=r'costs 7; mend it \(and 2 more\)'):
+    with pytest.raises(checks.ProgramProblem, match=r'costs 7; fix it \(and 2 more\)'):
         checks.check_program(recorder, torch.nn.Linear(1, 1))
 
 

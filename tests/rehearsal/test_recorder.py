@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llm_workbook.model.architecture import configuration, skeleton
 from llm_workbook.model.architecture import materialise
-from llm_workbook.rehearsal.fake_tensors import OperationMemo, fake_ranks, fake_tensors, watched_operations
+from llm_workbook.rehearsal.fake_tensors import (
+    OperationMemo, fake_ranks, fake_tensors, watched_operations)
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Sharding
 from llm_workbook.parallel.shard import shard_model

@@ -61,5 +61,5 @@ def test_the_ledger_is_the_one_of_the_record(preset, name):
     recorded = next(
         row for row in committed()['rows'] if (row['preset'], row['recipe']) == (preset, name))
     ledger = memory(grid.recipe(preset, name))
-    assert (ledger.total('step', level='allocated'), grid.moment(ledger)) == (
-        recorded['ledger_b'], recorded['ledger_moment'])
+    assert (ledger.total('step', level='allocated'), grid.fullest_instant(ledger)) == (
+        recorded['ledger_b'], recorded['ledger_instant'])

@@ -20,7 +20,8 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
-@pytest.mark.parametrize('changes', [slow_case(FULL), slow_case(QLORA | AGAIN)], ids=['full', 'qlora'])
+@pytest.mark.parametrize(
+    'changes', [slow_case(FULL), slow_case(QLORA | AGAIN)], ids=['full', 'qlora'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
     saw = real(made)

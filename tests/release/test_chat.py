@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 from llm_workbook import (
-    ChatPair, Chat, ChatPanel, Method, Recipe, ChatComparison, add_adapters, answers, asset, compare_chat,
-    load_base, load_chat, save_adapters, shrink)
+    Chat, ChatComparison, ChatPair, ChatPanel, Method, Recipe, add_adapters, answers, asset,
+    compare_chat, load_base, load_chat, save_adapters, shrink)
 
 ASK = [{'role': 'user', 'content': 'How many letters are there in the word table?'}]
 RECIPE = shrink(Recipe.named('70b-2x24gb-qlora'))

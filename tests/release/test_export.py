@@ -228,8 +228,8 @@ def test_a_tensor_that_was_not_written_is_missed(adapters, tmp_path, monkeypatch
 def test_the_proof_compares_what_the_fresh_process_says(adapters, monkeypatch):
     """What stands in for the fresh process says the truth, then something else; the process itself
     is in slow tests."""
-    ids = load_tokenizer(RECIPE.model.source)('Hello', add_special_tokens=False, return_tensors='pt')[
-        'input_ids']
+    tokenizer = load_tokenizer(RECIPE.model.source)
+    ids = tokenizer('Hello', add_special_tokens=False, return_tensors='pt')['input_ids']
     merge = Merge('tiny-base', adapters, 'dequantised', RECIPE.method)
     model = merged('tiny-base', adapters, method=RECIPE.method)
     with torch.inference_mode(): logits = model(input_ids=ids).logits[0].float()

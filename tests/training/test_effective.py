@@ -9,7 +9,8 @@ from trouble import small_recipe
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
-from llm_workbook.training.effective import ConfigMismatch, check_launcher, confirm_settings, explain_config
+from llm_workbook.training.effective import (
+    ConfigMismatch, check_launcher, confirm_settings, explain_config)
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.parallel.backends import fsdp_env, zero_config
@@ -227,14 +228,14 @@ def test_one_layer_of_many_is_seen(alone, tmp_path):
             layer.get_submodule('base_layer') and made[0].get_input_embeddings().float())
     }.items():
         spoil()
-        with pytest.raises(ConfigMismatch, match=f'{name}: asked'): confirm_settings(asked, *made, tmp_path)
+        with pytest.raises(ConfigMismatch, match=f'{name}: asked'):
+            confirm_settings(asked, *made, tmp_path)
 
 
 def test_a_clip_is_watched_in_the_first_step(alone, tmp_path):
     asked, (model, optimizer, accelerator, loader) = alone
-    assert (
-        confirm_settings(asked, model, optimizer, accelerator, loader, tmp_path)['optimizer.clip'].read
-        == 'watched in the first step')
+    settings = confirm_settings(asked, model, optimizer, accelerator, loader, tmp_path)
+    assert settings['optimizer.clip'].read == 'watched in the first step'
     with pytest.raises(ConfigMismatch, match='asked 1.0, the loop clips at 5.0'):
         accelerator.clip_grad_norm_(model.parameters(), 5.0)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
