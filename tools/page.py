@@ -1,4 +1,7 @@
-"""Execute pages in a real kernel: `page.py run PAGE OUT`, `page.py result OUT`, `page.py book [PAGE ...]`."""
+"""Execute pages in a real kernel.
+
+Usage: page.py run PAGE OUT, page.py result OUT, page.py book [PAGE ...]
+"""
 import ast
 import hashlib
 import json
@@ -12,27 +15,46 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KEY = 'llm_workbook'  # Where a page's record lies in its metadata; settings.ini lets nbdev_clean keep it
+PACKAGE = ROOT/'llm_workbook'
+# The record of a page is under this key of its metadata; settings.ini lets nbdev_clean keep it
+KEY = 'llm_workbook'
+WIDGET = 'application/vnd.jupyter.widget-view+json'
+
+
+def settings() -> dict[str, str]:
+    "Read settings.ini."
+    parser = ConfigParser(delimiters=['='])
+    parser.read(ROOT/'settings.ini', encoding='utf-8')
+    return dict(parser['DEFAULT'])
 
 
 def pages() -> list[Path]:
     "List every page in reading order."
-    nbs = ROOT/'nbs'
-    hidden = lambda page: any(part[0] in '._' or part == 'runs' for part in page.relative_to(nbs).parts)
-    return sorted(page for page in nbs.rglob('*.ipynb') if not hidden(page))
+    return sorted(page for page in (ROOT/'nbs').rglob('*.ipynb') if not is_hidden(page))
+
+
+def is_hidden(page: Path) -> bool:
+    "Say whether a notebook is in a hidden folder or in a folder of runs, and so is no page."
+    parts = page.relative_to(ROOT/'nbs').parts
+    return any(part == 'runs' or part[0] in '._' for part in parts)
+
+
+def code_sources(cells: list) -> list[str]:
+    "List the sources of the code cells in `cells`."
+    return [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
 
 
 def code_hash(cells: list) -> str:
-    "Hash the source of the code cells in `cells`, whatever wrote the notebook."
-    sources = [''.join(c['source']).strip() for c in cells if c['cell_type'] == 'code']
-    return hashlib.sha256(json.dumps([s for s in sources if s]).encode()).hexdigest()[:16]
+    "Hash the code of a page; it does not matter which program wrote the notebook."
+    stripped = [source.strip() for source in code_sources(cells)]
+    text = json.dumps([source for source in stripped if source])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-PACKAGE = ROOT/'llm_workbook'
-
+# What a page uses of the library
 
 def module_file(name: str) -> Path | None:
-    "Find the file of a module of the package, as `plan.ledger`; None for the package itself, and for what is no module."
+    "Find the file of a module, as `plan.ledger`; None for the package and for other names."
     file = PACKAGE.joinpath(*name.split('.')).with_suffix('.py')
     return file if name and file.exists() else None
 
@@ -44,54 +66,79 @@ def tree_of(file: Path) -> ast.Module: return ast.parse(file.read_text(encoding=
 @cache
 def owners() -> dict[str, str]:
     "Map every public name to the module that exports it."
-    table = {}
+    module_of = {}
     for file in PACKAGE.rglob('[!_]*.py'):
-        for node in tree_of(file).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
-                module = '.'.join(file.relative_to(PACKAGE).with_suffix('').parts)
-                table |= dict.fromkeys(ast.literal_eval(node.value), module)
-    return table
+        module = '.'.join(file.relative_to(PACKAGE).with_suffix('').parts)
+        module_of |= dict.fromkeys(exported_names(tree_of(file)), module)
+    return module_of
+
+
+def exported_names(tree: ast.Module) -> list[str]:
+    "List the names in `__all__` of a module."
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
+            return ast.literal_eval(node.value)
+    return []
 
 
 def imported(tree: ast.Module, package: tuple[str, ...] = ()) -> set[str]:
-    "List the modules of the package that a tree imports, anywhere in it; `package`: the folders it lies in."
-    found = set()
+    "List the modules of the library that code in the folders `package` imports."
+    names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import): found |= {alias.name.removeprefix('llm_workbook.') for alias in node.names}
-        if not isinstance(node, ast.ImportFrom): continue
-        base = ('llm_workbook', *package)[:len(package) + 2 - node.level] if node.level else ()
-        where = '.'.join([*base, *filter(None, [node.module])])
-        if where.split('.')[0] != 'llm_workbook': continue
-        where = where.removeprefix('llm_workbook').strip('.')
-        found.add(where)
-        for alias in node.names: found |= {f'{where}.{alias.name}'.strip('.'), owners().get(alias.name, '')}
-    return {name for name in found if module_file(name)}
+        if isinstance(node, ast.Import):
+            names |= {alias.name.removeprefix('llm_workbook.') for alias in node.names}
+        if isinstance(node, ast.ImportFrom): names |= imported_from(node, package)
+    return {name for name in names if module_file(name)}
+
+
+def imported_from(node: ast.ImportFrom, package: tuple[str, ...]) -> set[str]:
+    "List the names in a `from` import that may be modules of the library."
+    origin = full_name(node, package)
+    if origin.split('.')[0] != 'llm_workbook': return set()
+    module = origin.removeprefix('llm_workbook').strip('.')
+    names = {module}
+    for alias in node.names:
+        names.add(f'{module}.{alias.name}'.strip('.'))  # It may be a module,
+        names.add(owners().get(alias.name, ''))  # or a name that a module exports
+    return names
+
+
+def full_name(node: ast.ImportFrom, package: tuple[str, ...]) -> str:
+    "Give the full name of the module after `from`, where the code is in the folders `package`."
+    folders = ('llm_workbook', *package)
+    kept = len(folders) + 1 - node.level
+    base = folders[:kept] if node.level else ()
+    return '.'.join([*base, node.module] if node.module else base)
 
 
 def source_tree(source: str) -> ast.Module:
-    "Parse the code of a cell; what only IPython understands imports nothing."
+    "Parse the code of a cell; a cell that only IPython understands counts as empty."
     try: return ast.parse(source)
     except SyntaxError: return ast.parse('')
 
 
 @cache
 def reached(name: str) -> frozenset[str]:
-    "List a module, the modules that it imports, and those which these import in turn."
-    names, waiting = {name}, [name]
+    "List a module, the modules that it imports, the modules that these import, and so on."
+    names = {name}
+    waiting = [name]
     while waiting:
-        name = waiting.pop()
-        new = imported(tree_of(module_file(name)), tuple(name.split('.')[:-1])) - names
-        names |= new
-        waiting += new
+        module = waiting.pop()
+        folders = tuple(module.split('.')[:-1])
+        new_names = imported(tree_of(module_file(module)), folders) - names
+        names |= new_names
+        waiting += new_names
     return frozenset(names)
 
 
 def used_modules(cells: list) -> set[str]:
     "List the modules that the code of a page imports, and all that these reach."
-    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
-    names = set().union(*(imported(source_tree(source)) for source in sources))
-    names |= {name for source in sources for name in re.findall(r'#\|\s*default_exp\s+(\S+)', source)}
-    return set().union(*(reached(name) for name in names if module_file(name)))
+    names = set()
+    for source in code_sources(cells):
+        names |= imported(source_tree(source))
+        names |= set(re.findall(r'#\|\s*default_exp\s+(\S+)', source))
+    modules = [name for name in names if module_file(name)]
+    return set().union(*map(reached, modules))
 
 
 @cache
@@ -102,113 +149,150 @@ def plain_text(file: Path) -> str:
 
 @cache
 def named_assets(text: str) -> frozenset[str]:
-    "List the assets whose names stand in a text."
-    return frozenset(asset.name for asset in (PACKAGE/'assets').iterdir() if asset.name in text or asset.stem in text)
+    "List the assets whose names are in a text, with or without their endings."
+    assets = (PACKAGE/'assets').iterdir()
+    return frozenset(asset.name for asset in assets if asset.name in text or asset.stem in text)
 
 
 @cache
 def asset_digest(name: str) -> bytes:
-    "Hash one asset, a file or a folder."
+    "Hash one asset, which is a file or a folder."
+    asset = PACKAGE/'assets'/name
     digest = hashlib.sha256()
-    for path in sorted([PACKAGE/'assets'/name, *(PACKAGE/'assets'/name).rglob('*')]):
+    for path in sorted([asset, *asset.rglob('*')]):
         if path.is_file(): digest.update(path.read_bytes())
     return digest.digest()
 
 
 def library_hash(cells: list) -> str:
-    "Hash what a page uses of the library: its modules without comments, and the assets that they or the page name."
+    "Hash the modules that a page uses, without comments, and the assets that the code names."
     modules = [plain_text(module_file(name)) for name in sorted(used_modules(cells))]
-    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
     digest = hashlib.sha256(''.join(modules).encode())
-    assets = set().union(*map(named_assets, modules), *map(named_assets, sources))
+    assets = set().union(*map(named_assets, modules + code_sources(cells)))
     for name in sorted(assets): digest.update(asset_digest(name))
     return digest.hexdigest()[:16]
 
 
 def record(cells: list) -> dict[str, str]:
-    "Give what a page keeps of its execution: a page is stale when it is another one now."
+    "Make the record that a page keeps of its execution; when it differs later, the page is stale."
     return {'code': code_hash(cells), 'library': library_hash(cells)}
 
 
+# Execution
+
 def skipped(source: str, lifted: set) -> bool:
-    "Say whether nbdev_test would leave this cell out: `eval: false`, or a test flag that is not `lifted`."
-    parser = ConfigParser(delimiters=['='])
-    parser.read(ROOT/'settings.ini', encoding='utf-8')
-    flags = set(parser['DEFAULT']['tst_flags'].split()) - lifted
-    directives = [m[1].strip() for m in map(re.compile(r'#\s*\|(.*)').match, source.splitlines()) if m]
-    return any(d.split()[0] in flags or re.fullmatch(r'eval:\s*false', d) for d in directives if d)
+    "Say whether nbdev_test would skip a cell: `eval: false`, or a test flag not in `lifted`."
+    flags = set(settings()['tst_flags'].split()) - lifted
+    matches = [re.match(r'#\s*\|(.*)', line) for line in source.splitlines()]
+    directives = [match[1].strip() for match in matches if match]
+    first_words = {directive.split()[0] for directive in directives if directive}
+    not_run = any(re.fullmatch(r'eval:\s*false', directive) for directive in directives)
+    return not_run or bool(flags & first_words)
 
 
 def is_bar(output: dict) -> bool:
-    "Say whether an output is a progress bar's."
+    "Say whether an output is a progress bar."
     data = output.get('data', {})
-    return 'application/vnd.jupyter.widget-view+json' in data and '%|' in data.get('text/plain', '')
+    return WIDGET in data and '%|' in data.get('text/plain', '')
 
 
 def execute(page: Path, folder: Path) -> object:
-    "Return the executed notebook of `page`, run in `folder`; cells that are left out keep their outputs."
+    "Run `page` in `folder` and return the executed notebook; skipped cells keep their outputs."
     import nbformat
+    # DeepSpeed, where it is installed, would report a missing GPU on every page
+    if not Path('/dev/nvidiactl').exists(): os.environ.setdefault('DS_ACCELERATOR', 'cpu')
+    notebook = nbformat.read(page, as_version=4)
+    # The client and the kernel talk through local sockets: no port is opened
+    with tempfile.TemporaryDirectory() as sockets:
+        make_client(notebook, folder, sockets).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == 'code': remove_noise(cell, page.name)
+    return notebook
+
+
+def make_client(notebook, folder: Path, sockets: str) -> object:
+    "Make a client that runs a notebook in `folder`, except for the cells that are skipped."
     from nbclient import NotebookClient
     from traitlets.config import Config
     lifted = set(os.environ.get('FLAGS', '').split())
-    # DeepSpeed, where it is installed, would report a missing GPU on every page.
-    if not Path('/dev/nvidiactl').exists(): os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 
     class Client(NotebookClient):
         async def async_execute_cell(self, cell, cell_index, **kwargs):
             if cell.cell_type == 'code' and skipped(cell.source, lifted): return cell
             return await super().async_execute_cell(cell, cell_index, **kwargs)
 
-    nb = nbformat.read(page, as_version=4)
-    with tempfile.TemporaryDirectory() as sockets:  # The kernel is reached by local sockets: no port is opened
-        config = Config({'KernelManager': {'transport': 'ipc', 'ip': f'{sockets}/kernel'}})
-        Client(nb, timeout=3600, kernel_name='python3', config=config, resources={'metadata': {'path': str(folder)}}).execute()
-    for cell in nb.cells:  # A finished progress bar is a dead widget on a page, and what went to stderr is for the author
-        if cell.cell_type != 'code': continue
-        for output in cell.outputs:
-            if output.get('name') == 'stderr': print(f'{page.name}: stderr: {output.text.rstrip()}', flush=True)
-        cell.outputs = [output for output in cell.outputs if not is_bar(output) and output.get('name') != 'stderr']
-    return nb
+    config = Config({'KernelManager': {'transport': 'ipc', 'ip': f'{sockets}/kernel'}})
+    return Client(notebook, timeout=3600, kernel_name='python3', config=config,
+                  resources={'metadata': {'path': str(folder)}})
 
+
+def remove_noise(cell, name: str) -> None:
+    "Remove finished progress bars, and what went to stderr, which is printed for the author."
+    outputs = []
+    for output in cell.outputs:
+        is_stderr = output.get('name') == 'stderr'
+        if is_stderr: print(f'{name}: stderr: {output.text.rstrip()}', flush=True)
+        if not is_stderr and not is_bar(output): outputs.append(output)
+    cell.outputs = outputs
+
+
+# The command line
 
 def run(page: str, out: str) -> None:
-    "Execute `page` in the project's root, and write the executed notebook to `out`."
+    "Execute `page` in the root of the project, and write the executed notebook to `out`."
     import nbformat
-    target, start = Path(out), time.monotonic()
+    start = time.monotonic()
+    target = Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f'Running {page}', flush=True)
-    nb = execute(Path(page), ROOT)
-    nbformat.write(nb, target)
+    notebook = execute(Path(page), ROOT)
+    nbformat.write(notebook, target)
     print(f'Done in {time.monotonic() - start:.0f} s')
 
 
 def result(out: str) -> None:
-    "Print the result of an executed page, and where its adapters and the page itself are."
-    cells = json.loads(Path(out).read_text(encoding='utf-8'))['cells']
-    lines = [line for c in cells for o in c.get('outputs', []) if o['output_type'] == 'stream' and o['name'] == 'stdout'
-             for line in ''.join(o['text']).splitlines()]
-    print('\n'.join([line for line in lines if line.startswith('result:')] or lines[-1:]))
-    for path in sorted(Path(out).parent.rglob('adapter_model.safetensors')): print(f'adapters: {path.parent}')
+    "Print the result of an executed page, the folders of its adapters, and its own path."
+    lines = printed_lines(json.loads(Path(out).read_text(encoding='utf-8'))['cells'])
+    results = [line for line in lines if line.startswith('result:')]
+    print('\n'.join(results or lines[-1:]))
+    for path in sorted(Path(out).parent.rglob('adapter_model.safetensors')):
+        print(f'adapters: {path.parent}')
     print(f'notebook: {out}')
 
 
+def printed_lines(cells: list) -> list[str]:
+    "List the lines that the cells of a page printed."
+    lines = []
+    for cell in cells:
+        for output in cell.get('outputs', []):
+            is_print = output['output_type'] == 'stream' and output['name'] == 'stdout'
+            if is_print: lines += ''.join(output['text']).splitlines()
+    return lines
+
+
 def book(names: list[str]) -> None:
-    "Re-execute in place the pages whose code, or the package's, has changed; a page that is named is always executed."
+    "Execute in place the pages in `names`; without names, those with a record of older code."
     import nbformat
     from nbdev.clean import nbdev_clean
     for page in [Path(name).resolve() for name in names] or pages():
-        nb = nbformat.read(page, as_version=4)
-        if not names and nb.metadata.get(KEY) == record(nb.cells): continue
+        notebook = nbformat.read(page, as_version=4)
+        if not names and notebook.metadata.get(KEY) == record(notebook.cells): continue
         start = time.monotonic()
-        nb = execute(page, page.parent)
-        nb.metadata[KEY] = record(nb.cells)
-        nb.metadata.pop('widgets', None)  # the state of progress bars
-        nbformat.write(nb, page)
+        notebook = execute(page, page.parent)
+        notebook.metadata[KEY] = record(notebook.cells)
+        notebook.metadata.pop('widgets', None)  # The state of progress bars
+        nbformat.write(notebook, page)
         nbdev_clean(str(page))
         print(f'{page.relative_to(ROOT)}: {time.monotonic() - start:.1f} s', flush=True)
     print('The book is up to date.')
 
 
-if __name__ == '__main__':
-    verb, *rest = sys.argv[1:]
-    book(rest) if verb == 'book' else {'run': run, 'result': result}[verb](*rest)
+def main(verb: str = '', *words: str) -> None:
+    "Do what the command line asks for."
+    if verb == 'book': book(list(words))
+    elif verb == 'run' and len(words) == 2: run(*words)
+    elif verb == 'result' and len(words) == 1: result(*words)
+    else: sys.exit(__doc__.strip())
+
+
+if __name__ == '__main__': main(*sys.argv[1:])

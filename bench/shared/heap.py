@@ -26,38 +26,46 @@ LIBC.mallinfo2.restype = Heap
 
 
 def mapped_b() -> int:
-    "Bytes in mmapped blocks now."
+    "Give the bytes that are in mmapped blocks now."
     return LIBC.mallinfo2().hblkhd
 
 
 def highest_b() -> int:
-    """The most bytes that were in mmapped blocks at once since the process began.
+    """Give the most bytes that were in mmapped blocks at once since the process began.
 
-    Only `malloc_stats` tells, on stderr.
+    Only `malloc_stats` has this number, and prints it to stderr.
     """
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
+        stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
         LIBC.malloc_stats()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         file.seek(0)
         return int(re.search(rb'max mmap bytes\s*=\s*(\d+)', file.read())[1])
 
 
 def held_b(model, optimizer) -> int:
-    """Bytes that this rank keeps between steps, each storage once.
+    """Give the bytes that this rank keeps between steps, each storage once.
 
-    Parameters, buffers, 4-bit statistics, optimizer states, and DDP's buckets.
+    Parameters, buffers, 4-bit statistics, optimizer states, and the buckets of DDP.
     """
     import torch
     from llm_workbook.model.quantize import payload_bytes
-    made = model._get_ddp_logging_data() if hasattr(model, '_get_ddp_logging_data') else {}
-    buckets = made.get('rebuilt_bucket_sizes') or made.get('bucket_sizes', '')
-    local = lambda t: getattr(t, '_local_tensor', t)
-    states = [t for s in optimizer.state.values() for t in s.values()
-              if isinstance(t, torch.Tensor)]
-    stores = {local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes()
-              for t in [*model.parameters(), *model.buffers(), *states]}
-    buckets_b = sum(map(int, re.findall(r'\d+', buckets)))
-    return sum(stores.values()) + payload_bytes(model)['absmax'] + buckets_b
+    tensors = [*model.parameters(), *model.buffers()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    storages = {}
+    for tensor in tensors:
+        local = getattr(tensor, '_local_tensor', tensor)  # This rank's part of a sharded tensor
+        storage = local.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values()) + payload_bytes(model)['absmax'] + buckets_b(model)
+
+
+def buckets_b(model) -> int:
+    "Give the bytes of the buckets of DDP; 0 where a model has none."
+    if not hasattr(model, '_get_ddp_logging_data'): return 0
+    data = model._get_ddp_logging_data()
+    sizes = data.get('rebuilt_bucket_sizes') or data.get('bucket_sizes', '')
+    return sum(map(int, re.findall(r'\d+', sizes)))

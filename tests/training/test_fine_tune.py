@@ -197,21 +197,24 @@ def test_nothing_that_this_version_does_not_run_is_passed_over(recipe, no_weight
 
 
 @pytest.mark.parametrize(
-    'changes, optimizer, states, attention',
+    'changes, expected',  # The class of the optimizer, a word of its states, the attention
     [
-        ({}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'),
-        ({'model.attention': 'eager'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'eager'),
-        ({'optimizer.kind': 'adamw_fused'}, 'torch.optim.adamw.AdamW', 'torch.float32', 'sdpa'),
-        ({'optimizer.kind': 'sgd'}, 'torch.optim.sgd.SGD', '', 'sdpa'),
+        ({}, ('torch.optim.adamw.AdamW', 'torch.float32', 'sdpa')),
+        ({'model.attention': 'eager'}, ('torch.optim.adamw.AdamW', 'torch.float32', 'eager')),
+        ({'optimizer.kind': 'adamw_fused'}, ('torch.optim.adamw.AdamW', 'torch.float32', 'sdpa')),
+        ({'optimizer.kind': 'sgd'}, ('torch.optim.sgd.SGD', '', 'sdpa')),
         (
-            {'optimizer.kind': 'adafactor'}, 'transformers.optimization.Adafactor',
-            'exp_avg_sq_row', 'sdpa'),
-        ({'optimizer.kind': 'adamw_8bit'}, 'bitsandbytes.optim.adamw.AdamW', 'torch.uint8', 'sdpa'),
+            {'optimizer.kind': 'adafactor'},
+            ('transformers.optimization.Adafactor', 'exp_avg_sq_row', 'sdpa')),
+        (
+            {'optimizer.kind': 'adamw_8bit'},
+            ('bitsandbytes.optim.adamw.AdamW', 'torch.uint8', 'sdpa')),
     ],
 )
 def test_the_optimizer_and_the_attention_are_the_recipe_s(
-    recipe, tmp_path, monkeypatch, changes, optimizer, states, attention
+    recipe, tmp_path, monkeypatch, changes, expected
 ):
+    optimizer, states, attention = expected
     make = training.make_trainer
     def make_observed(*args):
         trainer = make(*args)
