@@ -3,6 +3,7 @@ lost on the way."""
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ NBDEV = str(Path(sys.executable).parent/'nbdev_test')
 
 @pytest.fixture(autouse=True)
 # What is imported here is enough
-def forked(monkeypatch): monkeypatch.setattr(warm, 'imported', lambda: True)
+def forked(monkeypatch): monkeypatch.setattr(warm, 'import_libraries', lambda: True)
 
 
 def program(folder, text):
@@ -55,9 +56,9 @@ def both(path, *arguments):
 def test_a_fork_ends_and_speaks_as_the_program_does(tmp_path, text, status, words):
     fork, own = both(program(tmp_path, text), 'a', '-b')
     assert fork.status == own.status == status
-    assert words in fork.said
-    assert words in own.said
-    if 'Error' not in words: assert fork.said == own.said
+    assert words in fork.output
+    assert words in own.output
+    if 'Error' not in words: assert fork.output == own.output
 
 
 def test_the_processor_time_of_a_job_is_counted_with_that_of_its_children(tmp_path):
@@ -100,9 +101,30 @@ def page(folder, *sources):
 )
 def test_a_page_is_tested_as_nbdev_tests_it(tmp_path, flags, cells, status):
     fork, own = both(NBDEV, '--path', str(page(tmp_path, *cells)), '--flags', flags)
-    assert fork.status == own.status == status, fork.said + own.said
-    assert ('Success.' in fork.said) is ('Success.' in own.said) is (status == 0)
-    if status: assert 'AssertionError' in fork.said and 'page.ipynb' in fork.said
+    assert fork.status == own.status == status, fork.output + own.output
+    assert ('Success.' in fork.output) is ('Success.' in own.output) is (status == 0)
+    if status: assert 'AssertionError' in fork.output and 'page.ipynb' in fork.output
+
+
+USED = """
+import bitsandbytes, torch
+from accelerate import Accelerator
+from nbdev.test import nbdev_test
+Accelerator(cpu=True)
+# glibc keeps what is freed
+tensors = [torch.ones(2**16, dtype=torch.uint8) for _ in range(4000)]
+block = torch.ones(2**16, dtype=torch.uint8)
+del tensors
+nbdev_test(path='nbs', file_re=r'01_ranks|07_background|04_memory_trace|03_names', n_workers=0)
+"""
+
+
+@pytest.mark.slow
+def test_pages_that_need_a_new_process_also_pass_in_a_used_one():
+    "Without `make test`, `nbdev_test` runs many pages in each of its processes."
+    command = sys.executable, '-c', USED
+    done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True)
+    assert 'Success.' in done.stdout, done.stdout + done.stderr
 
 
 def test_no_more_than_asked_run_at_once(tmp_path):
@@ -113,7 +135,7 @@ def test_no_more_than_asked_run_at_once(tmp_path):
     )
     done = list(run_all([Job(str(i), str(program(tmp_path, text)), ()) for i in range(5)], 2))
     assert len(done) == 5
-    assert {int(one.said) for one in done} <= {1, 2}
+    assert {int(one.output) for one in done} <= {1, 2}
 
 
 def test_every_page_and_every_test_is_in_one_job():

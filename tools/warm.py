@@ -12,15 +12,15 @@ import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from page import ROOT
 
-LIBRARIES = ('nbdev.test pytest matplotlib.pyplot matplotlib_inline.backend_inline datasets torch._dynamo torch.distributed.fsdp '
-             'torch.distributed.checkpoint transformers.models.llama.modeling_llama transformers.trainer peft bitsandbytes '
-             'trl.trainer.sft_trainer').split()
-
-
+LIBRARIES = (
+    'nbdev.test', 'pytest', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'datasets',
+    'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint',
+    'transformers.models.llama.modeling_llama', 'transformers.trainer', 'peft', 'bitsandbytes',
+    'trl.trainer.sft_trainer')
 LIMIT_S = 1500  # No job takes a half of that on two cores
 
 
@@ -29,88 +29,123 @@ class Job(NamedTuple):
     name: str  # As the table of times shows it
     program: str  # Path of a script, or name of a module
     arguments: tuple[str, ...]
-    cold: bool = False  # In an interpreter of its own: what it shows is that something is not imported
+    cold: bool = False  # In an interpreter of its own, in which nothing is imported yet
+
+    @property
+    def is_script(self) -> bool:
+        "Say whether `program` is a path."
+        return os.sep in self.program
 
 
 class Done(NamedTuple):
     "A program that has ended."
     job: Job
-    status: int  # 0: all is well
-    said: str
+    status: int  # 0: success
+    output: str
     wall_s: float
     cpu_s: float  # Of the program and of all processes that it waited for
 
 
-def imported() -> bool:
-    "Import the libraries; a GPU must not be touched before a fork, and not every system can fork what they have loaded."
+class _Running(NamedTuple):
+    "A program that runs."
+    job: Job
+    output: TextIO  # The file that it writes to
+    start: float  # On the monotonic clock
+
+
+def import_libraries() -> bool:
+    """Import the libraries; say whether programs can be forks of this process.
+
+    A GPU must not be touched before a fork, and not every system can fork what they have loaded.
+    """
     if sys.platform != 'linux' or Path('/dev/nvidiactl').exists(): return False
     for name in LIBRARIES: import_module(name)
-    if threading.active_count() > 1: raise SystemExit(f'a library has started threads: {threading.enumerate()}')
+    if threading.active_count() > 1:
+        raise SystemExit(f'a library has started threads: {threading.enumerate()}')
     gc.collect()
-    gc.freeze()  # A collection in a fork would write to every page that it shares
+    gc.freeze()  # A collection in a fork would write to every page of memory that it shares
     return True
 
 
-def command(job: Job) -> list[str]:
-    "Say how a shell would run the job."
-    return [sys.executable, *([] if os.sep in job.program else ['-m']), job.program, *job.arguments]
+# In the fork
 
-
-def become(job: Job) -> None:
-    "Be the program, as the interpreter would run it, and end as the interpreter ends."
-    status = 1
+def run_program(job: Job) -> int:
+    "Run the program as the interpreter would run it, and return its exit status."
+    sys.argv = [job.program, *job.arguments]
+    sys.path[0] = str(Path(job.program).parent if job.is_script else ROOT)
     try:
-        script = os.sep in job.program
-        sys.argv, sys.path[0] = [job.program, *job.arguments], str(Path(job.program).parent if script else ROOT)
-        runpy.run_path(job.program, run_name='__main__') if script else runpy.run_module(job.program, None, '__main__', True)
-        status = 0
+        if job.is_script: runpy.run_path(job.program, run_name='__main__')
+        else: runpy.run_module(job.program, run_name='__main__', alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, str): print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException: traceback.print_exc()
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def become(job: Job, output: TextIO, warm: bool) -> None:
+    "Turn this process into the job; end as an interpreter ends."
+    for number in (1, 2): os.dup2(output.fileno(), number)
+    sys.stdout, sys.stderr = (open(number, 'w', 1, closefd=False) for number in (1, 2))
+    os.chdir(ROOT)
+    if job.cold or not warm:
+        program = [job.program] if job.is_script else ['-m', job.program]
+        os.execv(sys.executable, [sys.executable, *program, *job.arguments])
+    status = run_program(job)
     threading._shutdown()  # Waits for threads, as every interpreter does
     atexit._run_exitfuncs()
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 
-def start(job: Job, warm: bool) -> tuple:
-    "Fork a job: its process, the file it writes to, the time."
-    out = tempfile.TemporaryFile('w+', errors='replace')
-    sys.stdout.flush(), sys.stderr.flush()
-    if pid := os.fork(): return pid, job, out, time.monotonic()
-    try:
-        for number in 1, 2: os.dup2(out.fileno(), number)
-        sys.stdout, sys.stderr = (open(number, 'w', 1, closefd=False) for number in (1, 2))
-        os.chdir(ROOT)
-        if job.cold or not warm: os.execv(sys.executable, command(job))
-        become(job)
+# In the parent
+
+def start(job: Job, warm: bool) -> tuple[int, _Running]:
+    "Fork a job; return its process number."
+    output = tempfile.TemporaryFile('w+', errors='replace')
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid: return pid, _Running(job, output, time.monotonic())
+    try: become(job, output, warm)
     finally: os._exit(1)
 
 
-def ended(running: dict) -> Done:
-    "Wait for one of the jobs that run; end one that has hung."
-    while not (found := os.wait4(-1, os.WNOHANG))[0]:
-        for pid, (_, job, _, began) in running.items():
-            if time.monotonic() - began < LIMIT_S: continue
-            print(f'{job.name} has run for {LIMIT_S:.1f} s, and is killed', flush=True)
-            os.kill(pid, signal.SIGKILL)
+def kill_overdue(running: dict[int, _Running]) -> None:
+    "Kill every job that has run longer than LIMIT_S."
+    for pid, (job, _, start) in running.items():
+        if time.monotonic() - start < LIMIT_S: continue
+        print(f'{job.name} has run for {LIMIT_S:.1f} s, and is killed', flush=True)
+        os.kill(pid, signal.SIGKILL)
+
+
+def next_done(running: dict[int, _Running]) -> Done:
+    "Wait until a job ends, and take it out of `running`."
+    while True:
+        pid, status, used = os.wait4(-1, os.WNOHANG)
+        if pid: break
+        kill_overdue(running)
         time.sleep(0.05)
-    pid, status, used = found
-    _, job, out, began = running.pop(pid)
-    with out:
-        out.seek(0)
-        return Done(job, os.waitstatus_to_exitcode(status), out.read(), time.monotonic() - began, used.ru_utime + used.ru_stime)
+    job, output, start = running.pop(pid)
+    wall_s = time.monotonic() - start
+    with output:
+        output.seek(0)
+        text = output.read()
+    return Done(job, os.waitstatus_to_exitcode(status), text, wall_s, used.ru_utime + used.ru_stime)
 
 
 def run_all(jobs: list[Job], width: int) -> Iterator[Done]:
     "Run the jobs, `width` at a time, and give each as it ends."
-    warm, waiting, running = not os.environ.get('COLD') and imported(), list(jobs), {}
+    warm = not os.environ.get('COLD') and import_libraries()
+    waiting, running = list(jobs), {}
     try:
         while waiting or running:
             while waiting and len(running) < width:
-                begun = start(waiting.pop(0), warm)
-                running[begun[0]] = begun
-            yield ended(running)
+                pid, job = start(waiting.pop(0), warm)
+                running[pid] = job
+            yield next_done(running)
     finally:
         for pid in running: os.kill(pid, signal.SIGTERM)
