@@ -269,16 +269,13 @@ while True:
 """
 
 
-@pytest.mark.parametrize(
-    'seed', [random.SystemRandom().randrange(10**6) for _ in range(4)],
-    ids=lambda seed: f'seed-{seed}')
-def test_a_kill_at_a_random_moment_loses_nothing(run, seed):
-    chance = random.Random(seed)
+@pytest.mark.parametrize('after_s', [0.12, 0.17, 0.22, 0.28])
+def test_a_kill_while_checkpoints_are_written_loses_nothing(run, after_s):
     with subprocess.Popen(
         [sys.executable, '-c', ENDLESS, str(run)], stdout=subprocess.PIPE
     ) as process:
         process.stdout.readline()
-        time.sleep(0.1 + chance.random() / 5)
+        time.sleep(after_s)
         process.kill()
     seen = survey(run, deep=True)
     assert {f.state for f in seen.found} <= {'valid', 'interrupted'}, seen.to_dict()
