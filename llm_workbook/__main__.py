@@ -7,6 +7,7 @@ __all__ = ['main', 'program']
 
 # %% ../nbs/package/04_command.ipynb #d0000004
 import argparse
+import gc
 import json
 import os
 import sys
@@ -197,6 +198,7 @@ def main(
 # %% ../nbs/package/04_command.ipynb #abf002ab
 def program() -> int:  # Exit code
     "Be the command `llm-workbook`: errors of the user end in one sentence and code 2."
+    gc.disable()  # Imports make much and leave little; `train_here` enables it again
     try: return main(is_program=True)
     except BrokenPipeError: return 1  # As after `| head`
     except (RecipeError, ValueError, OSError, ImportError) as error:

@@ -13,7 +13,6 @@ import pytest
 from llm_workbook.files import asset
 from llm_workbook.config.recipe import Recipe
 
-REPORT_LINES = []  # Lines for the end of the report, whether tests pass or not
 CANARY = 'hf' + '_' + 'Canary' * 6  # Put together here, so that no file holds it
 TOKENS = 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY'
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.record import ROOT, Skip, record
 
 FILES = ('amazon_reviews.tsv', 'instructions.json')
-SEEDS = range(5)
+SEEDS = range(3)
 REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1,
            'data.test_share': 0.0,
            'data.labels': {1: 'positive', 0: 'negative'}, 'batch.micro': 12}
@@ -201,7 +201,7 @@ def instructions(source: Path, place: Path) -> dict:
 
 
 def measure() -> dict:
-    "Train on the reviews with five seeds, and on the instructions once."
+    "Train on the reviews with three seeds, and on the instructions once."
     place = folder()
     reviews, conversations = (place/name for name in FILES)
     with tempfile.TemporaryDirectory() as name:

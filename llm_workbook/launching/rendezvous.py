@@ -89,7 +89,8 @@ def process_place(
     rank_variable, tasks_variable = launchers[0]
     lists = [env[key] for key in _NODE_LISTS if env.get(key)]
     names = node_names(lists[0]) if lists else []
-    job_port = 20000 + int(env.get('SLURM_JOB_ID', 0)) % 20000
+    # Above those of job scripts, below those of outgoing connections
+    job_port = 20000 + int(env.get('SLURM_JOB_ID', 0)) % 12000
     return Place(
         rank=int(env[rank_variable]),
         tasks=int(env.get(tasks_variable, 1)),

@@ -6,7 +6,7 @@
 __all__ = ['RankError', 'RankTimeout', 'log_tail', 'free_port', 'run_ranks', 'notebook_ranks']
 
 # %% ../../nbs/parallel/01_ranks.ipynb #80506722
-import ctypes, datetime, faulthandler, gc, linecache, logging, os, pickle, re
+import ctypes, datetime, faulthandler, gc, linecache, logging, os, pickle, random, re
 import shutil, signal, socket, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
@@ -283,8 +283,7 @@ def _save_failure(job, rank, error):
         rank,
         _shorten(f'failed: {type(error).__name__}: {error}'),
         _shorten(''.join(traceback.format_exception(error))),
-        is_victim=bool(_LOST_CONNECTION.search(str(error))),
-        at_s=time.monotonic())
+        is_victim=bool(_LOST_CONNECTION.search(str(error))), at_s=time.monotonic())
     with job.writing('error', rank) as file: pickle.dump(failure, file)
     _flush()
 
@@ -316,12 +315,15 @@ def _rank_variables(rank, ranks, port):
     return {
         'RANK': str(rank), 'LOCAL_RANK': str(rank),
         'WORLD_SIZE': str(ranks), 'LOCAL_WORLD_SIZE': str(ranks),
-        'MASTER_ADDR': '127.0.0.1',
-        'MASTER_PORT': port}
+        'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
 
-def free_port() -> int:  # A TCP port of this machine that nobody listens on
-    "Ask the system for a port that is free now."
-    with socket.create_server(('127.0.0.1', 0)) as server: return server.getsockname()[1]
+_PORTS = range(12_000, 29_000)  # Below those that systems give to outgoing connections
+
+def free_port() -> int:  # A TCP port of this machine that nobody uses
+    "Find a port that is free now, and that the system gives to nobody before rank 0 takes it."
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with suppress(OSError), socket.create_server(('127.0.0.1', port)): return port
+    raise OSError(f'100 ports between {_PORTS.start} and {_PORTS.stop} are all in use')
 
 # %% ../../nbs/parallel/01_ranks.ipynb #1ab8bd89
 def _exit_code(job, rank):

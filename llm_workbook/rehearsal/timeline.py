@@ -8,7 +8,7 @@ __all__ = ['Span', 'spans', 'Timeline', 'Irregular', 'extrapolated', 'shallow_de
 # %% ../../nbs/rehearsal/03_timeline.ipynb #57233238
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from operator import add
 from typing import NamedTuple
@@ -69,6 +69,7 @@ def spans(
 # %% ../../nbs/rehearsal/03_timeline.ipynb #c3e1e423
 _LAYER = re.compile(r'^(.*?\.)(\d+)(?:\.|$)')
 
+@cache  # A name belongs to thousands of events
 def _unit(where):
     "Give the layer that a module lies in; a module outside the layers is its own unit."
     match = _LAYER.match(where)

@@ -255,8 +255,7 @@ import sys, time
 from pathlib import Path
 from llm_workbook.checkpoint.manifest import begin_save, commit_checkpoint, latest_valid, prune
 directory = Path(sys.argv[1])
-step = int(latest_valid(directory, deep=True).name.split('-')[1])
-print('on', flush=True)
+first = step = int(latest_valid(directory, deep=True).name.split('-')[1])
 while True:
     time.sleep(0.01)
     step += 1
@@ -265,6 +264,7 @@ while True:
     for rank in range(2): (folder/f'rank-{rank}.safetensors').write_bytes(data)
     facts = dict(step=step, ranks=2, strategy='ddp', method='full', recipe_hash='', versions={})
     commit_checkpoint(folder, facts)
+    if step == first + 1: print('committed', flush=True)
     prune(directory, 2)
 """
 
@@ -722,7 +722,7 @@ def test_a_lock_waits_and_belongs_to_one_process(tmp_path):
         assert child(refused) == 0
         start = time.monotonic()
         with pytest.raises(RunLocked), run_lock(tmp_path, wait_s=0.2): pass
-        assert 0.2 <= time.monotonic() - start < 2
+        assert 0.2 <= time.monotonic() - start < 10
     assert child(refused) == 1
     with pytest.raises(KeyError), run_lock(tmp_path): raise KeyError
     with run_lock(tmp_path):

@@ -351,7 +351,7 @@ def late(folder):
     live = prepared('toy', 'fsdp2')
     for number in range(2): step(*live, number)
     before = whole(live)
-    with slow(0.2):
+    with slow(1.0):
         saving = save_checkpoint(folder / 'checkpoint-2', *live, wait=False)
         early = saving.done
         time.sleep(0.1 * ranks()[0])  # Meanwhile the ranks talk on their own line
@@ -379,7 +379,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path):
         assert first_done
         assert second_done
         assert same
-        assert waited > 0.2 > blocked_s
+        assert waited > 1.0 > blocked_s
 
 
 def blocked():
@@ -404,7 +404,7 @@ def test_training_waits_for_the_copy_and_no_longer():
     rows, waits_s = blocked()
     assert rows[0][2] == 4 * 4 * 2048 * 2049
     # Beyond the copy: three words among ranks
-    assert min(held_s - copy_s for held_s, copy_s, _ in rows) < 0.1 < 0.5 < waits_s
+    assert min(held_s - copy_s for held_s, copy_s, _ in rows) < 0.25 < 0.5 < waits_s
 
 
 def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
@@ -453,7 +453,7 @@ def leaves_early(folder):
     import torch.distributed as dist
     live = prepared('toy', 'fsdp2')
     save_checkpoint(folder / 'checkpoint-1', *live)
-    with slow(0.2):
+    with slow(1.0):
         saving = save_checkpoint(folder / 'checkpoint-2', *live, wait=False)
         dist.destroy_process_group()
         try: saving.result()

@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from trouble import (
-    CANARY, REPORT_LINES, TOKENS, children, fine_tune, ports, small_recipe, variables, wait_for)
+from trouble import CANARY, TOKENS, children, fine_tune, ports, small_recipe, variables, wait_for
 
 HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -16,10 +15,6 @@ def pytest_collection_modifyitems(items):
     "`make test-fault` runs all that is marked so; `make test` those of them that are not `slow`."
     for item in items:
         if Path(__file__).parent in item.path.parents: item.add_marker(pytest.mark.fault)
-
-
-def pytest_terminal_summary(terminalreporter):
-    for line in REPORT_LINES: terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from trouble import REPORT_LINES, children, wait_for
+from trouble import children, wait_for
 
 from llm_workbook.training.run_directory import RunLocked
 from llm_workbook.checkpoint.manifest import latest_valid
@@ -53,7 +53,7 @@ def start_and_end(recipe, directory, workers, number) -> str:
 
 
 @pytest.mark.slow
-def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
+def test_50_starts_and_stops_leave_nothing(recipe, tmp_path, record_property):
     begin = time.monotonic()
     threads = threading.active_count()
     with WorkerProcess() as workers:
@@ -78,7 +78,8 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path):
     assert threading.active_count() <= threads
     assert states.count('finished') >= 16
     assert states.count('preempted') >= 30
-    REPORT_LINES.append(
+    record_property(
+        'report',
         f'50 starts and stops in {time.monotonic() - begin:.0f} s: '
         f'{states.count("finished") + 1} finished, '
         f'{states.count("preempted")} stopped or killed; nothing is left')

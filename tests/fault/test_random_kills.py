@@ -5,7 +5,7 @@ import random
 import signal
 
 import pytest
-from trouble import REPORT_LINES, decoder_layers, fine_tune, losses
+from trouble import decoder_layers, fine_tune, losses
 
 from llm_workbook.checkpoint import save_load as checkpoint
 from llm_workbook.training import fine_tune as training
@@ -13,8 +13,7 @@ from llm_workbook.training import rank_run
 from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
 from llm_workbook.parallel.ranks import RankError
 
-# Printed at the end; set it to see it again
-SEED = int(os.environ.get('LLMW_SEED', random.SystemRandom().randrange(10**6)))
+SEED = int(os.environ.get('LLMW_SEED', 15))  # Another number draws other points
 CHAINS = [['step', 'save', 'resume', 'step', 'save'], ['save', 'step', 'resume', 'save', 'step'],
           ['step', 'save', 'step', 'resume', 'save'], ['step', 'step', 'resume', 'step', 'save']]
 STEPS = 24
@@ -108,7 +107,7 @@ def committed_step(directory) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize('chain', range(len(CHAINS)))
 def test_kills_at_random_points_lose_nothing_that_was_committed(
-    chain, whole, tmp_path, monkeypatch
+    chain, whole, tmp_path, monkeypatch, record_property
 ):
     # A killed rank cannot take its temporary folders away
     monkeypatch.setenv('TMPDIR', str(tmp_path))
@@ -129,7 +128,8 @@ def test_kills_at_random_points_lose_nothing_that_was_committed(
                 fine_tune(whole.recipe, run, resume=True)
         assert note.exists()
         before, committed = committed, committed_step(run)
-        REPORT_LINES.append(
+        record_property(
+            'report',
             f'seed {SEED}, chain {chain}: ranks {victims} killed in a {kind}: {where}; '
             f'committed {before} -> {committed}')
         assert before <= committed < STEPS

@@ -222,9 +222,10 @@ def interrupt(after_s, times=1):
 
 
 def test_an_interrupt_saves_and_frees_everything(endless, workers):
-    interrupt(0.2)
     start = time.monotonic()
-    with pytest.raises(Preempted) as preempted: endless.wait(60)
+    with pytest.raises(Preempted) as preempted:
+        interrupt(0.2)
+        endless.wait(60)
     assert time.monotonic() - start < 5
     assert preempted.value.step >= 3
     assert below(workers) == []
@@ -233,9 +234,10 @@ def test_an_interrupt_saves_and_frees_everything(endless, workers):
 def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeypatch):
     for child in below(workers):  # Ranks that do not listen
         if child.parent().pid != workers._box.process.pid: child.suspend()
-    interrupt(0.3, times=2)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt): endless.wait(60)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(0.3, times=2)
+        endless.wait(60)
     assert time.monotonic() - start < 5
     assert below(workers) == []
     assert endless.state == 'preempted'

@@ -544,7 +544,7 @@ def test_the_place_of_a_process():
         'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_NODELIST': 'n[1-2]',
         'SLURM_JOB_ID': '20007'}
     assert process_place(slurm | {'SLURMD_NODENAME': 'n2'}) == Place(
-        1, 2, ('n1', 'n2'), 'n2', 'n1', 20007, False)
+        1, 2, ('n1', 'n2'), 'n2', 'n1', 28007, False)
     torchrun = {
         'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'm', 'MASTER_PORT': '7',
         'TORCHELASTIC_USE_AGENT_STORE': 'True'}

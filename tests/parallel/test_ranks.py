@@ -25,7 +25,8 @@ from trouble import slow_case, ports
 from llm_workbook.training import memory_trace as gauges
 
 from llm_workbook.training.memory_trace import memory_trace
-from llm_workbook.parallel.ranks import RankError, RankTimeout, notebook_ranks, run_ranks
+from llm_workbook.parallel.ranks import (
+    RankError, RankTimeout, free_port, notebook_ranks, run_ranks)
 
 both = pytest.mark.parametrize('launch', [run_ranks, slow_case(notebook_ranks)])
 
@@ -230,9 +231,11 @@ def test_env_reaches_the_ranks_only(launch):
 @both
 @pytest.mark.parametrize('delay_s', [0.01, 0.03, 0.06, 0.1, 0.7])
 def test_an_interrupt_stops_everything(launch, delay_s):
-    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+    interrupt = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt): launch(train, 2, (0, lambda: time.sleep(1000)))
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.start()  # In the block: on busy cores it may come before `launch` does
+        launch(train, 2, (0, lambda: time.sleep(1000)))
     assert time.monotonic() - start < 5
 
 
@@ -326,6 +329,22 @@ def test_a_taken_default_port_does_not_matter():
         s.bind(('127.0.0.1', 29500))
         s.listen()
         assert notebook_ranks(join) == [0, 1]
+
+
+def test_no_outgoing_connection_takes_a_port_before_rank_0_does():
+    "Ranks import libraries before rank 0 listens, and programs beside them connect meanwhile."
+    given = Path('/proc/sys/net/ipv4/ip_local_port_range')
+    lowest = int(given.read_text().split()[0]) if given.exists() else 49_152
+    found = {free_port() for _ in range(50)}
+    assert max(found) < lowest
+    assert len(found) > 40, 'two kernels at once would often take the same'
+
+
+def test_a_machine_without_free_ports_is_an_error(monkeypatch):
+    def refuse(address): raise OSError('in use')
+    monkeypatch.setattr(socket, 'create_server', refuse)
+    with pytest.raises(OSError, match='100 ports between 12000 and 29000 are all in use'):
+        free_port()
 
 
 def test_colab_starts_processes_too(monkeypatch):

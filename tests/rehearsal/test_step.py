@@ -47,7 +47,9 @@ def plain(tmp_path_factory):
         batch=batch)
 
 
-@pytest.mark.parametrize('name', [name if 'gpu' in name else slow_case(name) for name in WAYS])
+# For QLoRA the page of `step` compares the same, on a model of 16 layers
+@pytest.mark.parametrize('name', [
+    name if name == 'full, gpu' else slow_case(name) for name in WAYS])
 def test_two_small_models_determine_the_large_one(plain, name):
     recipe = plain.changed(WAYS[name])
     whole = rehearse(recipe, exact=True)

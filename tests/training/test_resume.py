@@ -32,8 +32,9 @@ WHOLE = {'method.kind': 'full', 'precision.compute': 'float32'}
 ZERO = {
     'sharding.strategy': 'zero3', 'zero.persistence_threshold': 1000,
     'zero.reduce_bucket': 1_000_000, 'zero.prefetch_bucket': 1_000_000}
-QUICK = {'one process': (ALONE | PLAIN, 0), 'qlora, fsdp2': ({}, 1e-6)}
+QUICK = {'one process': (ALONE | PLAIN, 0)}  # The page of `fine_tune` has two ranks
 SLOW = {  # tests/fault/test_resumed_runs.py runs them
+    'qlora, fsdp2': ({}, 1e-6),
     'ddp': (PLAIN | {'sharding.strategy': 'ddp'}, 1e-6),
     'fsdp2': (WHOLE, 1e-6),
     'zero3': (WHOLE | ZERO, 1e-6),
