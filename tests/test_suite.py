@@ -1,6 +1,5 @@
 """The program behind `make test`: pages and tests run side by side, and no failure is lost."""
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -107,24 +106,3 @@ def test_every_page_and_every_file_of_tests_is_run():
     assert found == {page.resolve() for page in suite.pages()}
     assert 'tests' not in ' '.join(suite.pytest_command(2))
     assert suite.pytest_command(2, '-m', 'slow')[-2:] == ('-m', 'slow')
-
-
-USED = """
-import bitsandbytes, torch
-from accelerate import Accelerator
-from nbdev.test import nbdev_test
-Accelerator(cpu=True)
-# glibc keeps what is freed
-tensors = [torch.ones(2**16, dtype=torch.uint8) for _ in range(4000)]
-block = torch.ones(2**16, dtype=torch.uint8)
-del tensors
-nbdev_test(path='nbs', file_re=r'01_ranks|07_background|04_memory_trace|03_names', n_workers=0)
-"""
-
-
-@pytest.mark.slow
-def test_pages_that_need_a_new_process_also_pass_in_a_used_one():
-    "`nbdev_test` runs many pages in each of its processes."
-    command = sys.executable, '-c', USED
-    done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True)
-    assert 'Success.' in done.stdout, done.stdout + done.stderr

@@ -1,8 +1,8 @@
 """Each published recipe under each launcher of this machine: the first loss is that of one process,
 and each rank holds its part.
 
-Each command starts one of the two stages of recipe B. SLURM has its row in tests/cluster; the
-committed record of `make bench LINE=launch_table` has them all.
+Each command starts recipes of one node and of two, and one of the two stages of recipe B. SLURM has
+its row in tests/cluster; the committed record of `make bench LINE=launch_table` has them all.
 """
 from functools import cache
 from itertools import product
@@ -32,7 +32,8 @@ def alone(workers, tmp_path_factory):
     return run
 
 
-ONLY_IN_THE_RECORD = ('B2', 'torchrun'), ('B3', 'accelerate')
+ONLY_IN_THE_RECORD = [('A', 'accelerate'), ('B2', 'torchrun'), ('B3', 'accelerate'),
+                      ('C', 'torchrun'), ('D', 'torchrun')]
 PAIRS = [pair for pair in product(table.RECIPES, table.LAUNCHERS[:3])
          if pair not in ONLY_IN_THE_RECORD]
 

@@ -23,7 +23,7 @@ from llm_workbook.files import asset
 from llm_workbook.model.quantize import fingerprint, load_base
 from llm_workbook.config.recipe import Method, Recipe
 
-STEPS = {'full': 20, 'rows': 12, 'qlora': 8, 'qlora-float32': 20}
+STEPS = {'full': 14, 'rows': 12, 'qlora': 8, 'qlora-float32': 10}
 PARTS = {'full': 6, 'qlora': 6, 'qlora-float32': 3}  # micro-batches in a step
 ROWS = 6  # in a step of the kind 'rows'
 IDS = torch.arange(2, 98).reshape(4, 24)  # any tokens will do
@@ -143,7 +143,7 @@ def fine_tuned(tmp_path_factory, warm):
     """A function that fine-tunes for a few steps on some ranks, once: gives the run and what each
     rank saw."""
     folder = tmp_path_factory.mktemp('parity')
-    # 144 rows are 12, 3 or 24 steps: later epochs count too, but for the kind 'rows'
+    # 144 rows are 12 steps of 'full' and 3 of 'qlora': of these two, later epochs count too
     for split, many in ('train', 144), ('test', 10):
         lines = (
             (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
