@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
+from .half_matmul import upcast_half_matmul
 
 # At import it warns of an optional kernel
 logging.getLogger('bitsandbytes.backends.cpu.ops').setLevel(logging.ERROR)
@@ -99,6 +100,7 @@ def load_base(
     method, precision = _defaults(method, precision)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda': device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    else: upcast_half_matmul()
     base = source
     if not isinstance(source, Model):
         base = Model(source=str(source), revision=revision, attention=attention)

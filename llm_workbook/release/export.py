@@ -25,6 +25,7 @@ from ..config.recipe import Recipe
 from ..display import html_table, nearest
 from ..files import resolve
 from ..model.architecture import load_tokenizer
+from ..model.half_matmul import torch_half_matmul
 from ..model.quantize import nf4_config
 from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
 from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
@@ -182,7 +183,8 @@ def _prove(merge, recipe, adapters, folder, question):
                          'than that of the base')
     model = merged(base.source, adapters, merge.into, recipe.method, recipe.precision,
                    base.revision)
-    with torch.inference_mode(): wanted = model(input_ids=ids).logits[0].float()
+    with torch.inference_mode(), torch_half_matmul():  # The kernels of the fresh process
+        wanted = model(input_ids=ids).logits[0].float()
     distance = gate(logits.log_softmax(-1), wanted.log_softmax(-1), merge.into, 0, inf)
     if distance.kl > 0.01:
         raise ValueError(f'the export says something else than the merged model; {distance}')

@@ -39,8 +39,9 @@ class _Setting(NamedTuple):
     came: str = ''  # Where `asked` comes from, as `explain_config` tells
 
 # %% ../../nbs/training/09_effective.ipynb #1c6fc9eb
-_FREE = 'host', 'held', 'precision.trained'  # Nobody asks for them
+_FREE = 'host', 'held', 'precision.trained', 'precision.products'  # Nobody asks for them
 _OF_A_RANK = 'host', 'held', 'accelerate.rank'  # Each rank has its own
+_MAY_DIFFER = (*_OF_A_RANK, 'precision.products')  # The last hangs on the CPU
 _NEVER_IN_FORCE = 'name', 'version', 'optimizer.warmup', 'data.classes', 'zero.set'
 _UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage'}}  # By a method
 
@@ -113,7 +114,7 @@ def _not_as_asked(name, asked, values):
 def _not_alike(name, values):
     "Write a line where the recipe leaves a setting free and the ranks differ."
     other = [rank for rank, value in enumerate(values) if value != values[0]]
-    if name in _OF_A_RANK or not other: return []
+    if name in _MAY_DIFFER or not other: return []
     found = values[other[0]]
     return [f'{name}: {values[0]!r} on rank 0, {found!r} on {_ranks(other, values)}']
 

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+from ..model.half_matmul import upcast_dtypes
 from ..parallel.shard import ShardingMismatch, assert_sharding
 
 # %% ../../nbs/training/08_live_settings.ipynb #f3546b45
@@ -210,6 +211,12 @@ def _compute(live):
     return _dtypes(live.frozen or live.trained)
 
 # %% ../../nbs/training/08_live_settings.ipynb #00bce0be
+def _products(live):
+    "Read the type in which products are computed: on some CPUs it is wider than that of the model."
+    dtype = _compute(live)
+    is_cpu = live.accelerator.device.type == 'cpu'
+    return 'float32' if is_cpu and dtype in upcast_dtypes() else dtype
+
 def _engine_dtype(engine):
     if engine.bfloat16_enabled(): return 'bfloat16'
     return 'float16' if engine.fp16_enabled() else 'float32'
@@ -428,6 +435,7 @@ _READERS = {  # Setting -> the object that says it, and how to read it there
     'method.dropout': ('LoRA layers', _dropout),
     'method.targets': ('LoRA layers', _targets),
     'precision.compute': ('packed layers, FSDP units, engine, autocast or weights', _compute),
+    'precision.products': ('kernels of torch', _products),
     'precision.frozen': ('frozen weights', lambda live: _dtypes(live.frozen)),
     'precision.trained': ('trained weights', lambda live: _dtypes(live.trained)),
     'precision.master': ('optimizer', _master),

@@ -342,7 +342,7 @@ def test_the_program_asks_before_it_sets_anything(recipe, tmp_path, monkeypatch)
 
 def test_what_nobody_asked_for_must_be_the_same_on_all_ranks_but_where_each_has_its_own():
     from llm_workbook.training.effective import _differences
-    names = 'precision.trained', 'held', 'host'
+    names = 'precision.trained', 'precision.products', 'held', 'host'  # The first is no rank's own
     def read_on_ranks(*values):
         return [{name: Named(value=value) for name in names} for value in values]
     asked = dict.fromkeys(names)
