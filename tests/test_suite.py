@@ -1,5 +1,6 @@
 """The program behind `make test`: pages and tests run side by side, and no failure is lost."""
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -117,5 +118,7 @@ def test_every_page_and_every_file_of_tests_is_run():
     try: found = {Path(page).resolve() for page in nbglob(None, as_path=True)}
     finally: os.chdir(here)
     assert found == {page.resolve() for page in suite.pages()}
+    notes = [page.name for page in suite.pages() if re.match(suite.EVIDENCE, page.name)]
+    assert notes == ['audit.ipynb', 'audit_cluster.ipynb', 'real_data.ipynb']  # In test-fault
     assert 'tests' not in ' '.join(suite.pytest_command(2))
     assert suite.pytest_command(2, '-m', 'slow')[-2:] == ('-m', 'slow')

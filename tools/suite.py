@@ -83,10 +83,15 @@ def pytest_command(workers: int, *options: str) -> tuple[str, ...]:
     return sys.executable, '-m', 'pytest', '-q', '--durations=8', *spread, *options
 
 
-def nbdev_command(workers: int) -> tuple[str, ...]:
-    "Give the command that runs all pages in so many processes."
+# Pages of evidence, which no other page needs; `make test-fault` runs them
+EVIDENCE = r'(audit|audit_cluster|real_data)\.ipynb$'
+
+
+def nbdev_command(workers: int, *options: str) -> tuple[str, ...]:
+    "Give the command that runs pages in so many processes."
     flags = os.environ.get('FLAGS', '')
-    return str(BIN/'nbdev_test'), '--timing', '--n_workers', str(workers), '--flags', flags
+    return (str(BIN/'nbdev_test'), '--timing', '--n_workers', str(workers), '--flags', flags,
+            *options)
 
 
 class Done(NamedTuple):
@@ -136,7 +141,9 @@ def checks() -> None:
     workers = max(2, CORES // 4)
     try:
         with part('pages and tests'):
-            done, status = side_by_side(nbdev_command(workers), pytest_command(workers))
+            skip = '--skip_file_re', rf'^[_.]|^{EVIDENCE}'
+            done, status = side_by_side(
+                nbdev_command(workers, *skip), pytest_command(workers))
     except subprocess.TimeoutExpired as error: sys.exit(f'killed: {error}')
     finally:
         for folder in new: shutil.rmtree(folder, ignore_errors=True)
@@ -148,8 +155,10 @@ def checks() -> None:
 # Commands
 
 def faults() -> None:
-    "Run all tests of faults, and the slow tests that `make test` leaves out."
+    "Run all tests of faults, and the pages and slow tests that `make test` leaves out."
     os.environ.update(QUIET)
+    notes = '--path', 'nbs/notes', '--file_re', f'^{EVIDENCE}'
+    with part('pages of evidence'): run(*nbdev_command(max(2, CORES // 4), *notes))
     chosen = '(fault or slow) and not (cluster or cuda or net)'
     with part('faults and slow tests'): run(*pytest_command(max(3, CORES // 2), '-m', chosen))
 

@@ -245,12 +245,15 @@ def make_trainer(
     datasets.disable_progress_bars()
     args = sft_config(recipe, directory)
     args.assistant_only_loss = keys == ('messages',)
+    prepared = keys == ('input_ids', 'labels')
+    args.dataset_kwargs = {'skip_prepare_dataset': prepared}
+    longest = recipe.batch.length if prepared else None
     adapted = recipe.method.kind != 'full'
     if adapted:
         model = add_adapters(model, recipe.method, recipe.seed)
     trainer = resumable(SFTTrainer)(
-        model, args, train_dataset=_dataset(rows, keys), eval_dataset=_dataset(held, keys),
-        processing_class=tokenizer)
+        model, args, train_dataset=_dataset(rows, keys, longest),
+        eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)
     trainer.run.facts = recipe_facts(recipe)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
     if adapted:
@@ -268,14 +271,20 @@ def _row_kind(rows, held):
     raise ValueError(f'no trainable row in {rows[:1]!r:.60}: '
                      'pass rows of messages, text, or input_ids and labels')
 
-def _dataset(rows, keys):
-    "Number the rows and make them a dataset, or None where there are none."
+def _dataset(rows, keys, longest=None):
+    """Number the rows and make them a dataset, or None where there are none.
+
+    Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does.
+    """
     import datasets
     if not rows: return None
     table = []
     for number, row in enumerate(rows):
-        values = {key: row[key] if isinstance(row[key], str) else list(row[key]) for key in keys}
-        table.append(values | {'row': number})
+        values = {key: row[key] if isinstance(row[key], str) else list(row[key])[:longest]
+                  for key in keys}
+        if any(label != -100 for label in values.get('labels', [0])):
+            table.append(values | {'row': number})
+    if not table: raise ValueError(f'no token trains in the first {longest} of any row')
     return datasets.Dataset.from_list(table)
 
 def _tokens_alone(rows):
@@ -396,7 +405,7 @@ def fine_tune(
         if start.finished: return Run(recipe, directory, [])
         curve = LossCurve(directory, recipe.optimizer.steps) if live else None
         if recipe.cluster.device == 'cpu':
-            import peft, trl  # Once for all ranks; it may open CUDA
+            import datasets, peft, trl.trainer.sft_trainer  # Once for all ranks; it may open CUDA
         task = recipe, directory, rows, start, step_timeout_s, held
         limit_s = math.inf if timeout_s is None else timeout_s
         ranks = notebook_ranks(

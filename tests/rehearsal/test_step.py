@@ -142,6 +142,37 @@ def test_a_process_that_is_a_rank_already_is_told_so(plain):
     finally: dist.destroy_process_group()
 
 
+@pytest.fixture(scope='module')
+def full_70b(): return Recipe.named('70b-2x8-a100-80-full')
+
+
+# `make test` leaves out the cells of the page that show these two
+
+@pytest.mark.slow
+def test_what_saves_memory_alone_and_together(full_70b):
+    plain = full_70b.changed({
+        'name': '8b', 'model.source': 'meta-llama/Llama-3.1-8B', 'model.attention': 'sdpa',
+        'cluster.nodes': 1, 'cluster.hardware': '8x-h100', 'sharding': {'loading': 'sharded'},
+        'batch': {'micro': 2, 'length': 4096, 'loss_head': 'full'}, 'optimizer.kind': 'adamw'})
+    def peak_b(*changes): return rehearse(plain.changed(dict(changes))).peak_b
+    again = 'sharding.activation_checkpointing', 'full'
+    tiles = 'batch.loss_head', 'chunked'
+    away = 'sharding.offload_optimizer', 'cpu'
+    nothing_b, kept_b = peak_b(), peak_b(('sharding.reshard_after_forward', False))
+    assert peak_b(again) < nothing_b <= kept_b
+    assert peak_b(tiles) < nothing_b
+    assert peak_b(again, tiles, away, ('sharding.offload_parameters', 'cpu')) < peak_b(again)
+
+
+@pytest.mark.slow
+def test_405_billion_parameters_on_1024_gpus(full_70b):
+    giant = rehearse(full_70b.changed({
+        'model.source': 'meta-llama/Llama-3.1-405B', 'cluster.nodes': 128}))
+    assert (giant.timeline.layers, giant.played) == (126, (6, 7))
+    assert {size for *_, size in giant.messages} == {1024}
+    assert giant.peak_b < 80 * 2**30
+
+
 @pytest.mark.slow
 def test_no_fake_tensor_outlives_a_rehearsal():
     code = (

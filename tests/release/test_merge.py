@@ -288,6 +288,7 @@ def drawn(folder, source, rank=2):
     return folder
 
 
+@pytest.mark.slow
 def test_a_merge_holds_one_weight_not_one_model(tmp_path):
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -419,3 +419,43 @@ def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(
     assert 'are not DTensors' in str(caught.value)
     assert 'cpu_fsdp()' in str(caught.value)
     assert files(tmp_path) == {'ddp', 'ddp/recipe.yaml', 'ddp/run.json'}
+
+
+# Rows that are tokens already
+
+def test_rows_are_prepared_as_trl_prepares_them(recipe, tmp_path, monkeypatch):
+    import random
+    from trl import SFTTrainer
+    draw = random.Random(0)
+    rows = []
+    for _ in range(40):
+        ids = [draw.randint(5, 1000) for _ in range(draw.randint(3, 40))]
+        asked = draw.randint(0, len(ids))
+        rows.append({'input_ids': ids, 'labels': [-100] * asked + ids[asked:]})
+    alone = recipe.changed({
+        'batch.length': 20, 'cluster.processes': 1, 'sharding.strategy': 'none'})
+    base = AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
+    def prepared():
+        plain = alone.changed({'method.kind': 'full'})
+        trainer = training.make_trainer(plain, tmp_path, rows, base, held=rows[:7])
+        return list(trainer.train_dataset), list(trainer.eval_dataset)
+    ours = prepared()
+    make = SFTTrainer.__init__
+    def by_trl(self, model, args, **more):
+        args.dataset_kwargs = None
+        make(self, model, args, **more)
+    make_dataset = training._dataset
+    monkeypatch.setattr(SFTTrainer, '__init__', by_trl)
+    whole = [row | {'labels': row['input_ids']} for row in rows]  # So that none is left out here
+    def uncut(some, keys, longest=None):
+        table = make_dataset(whole[:len(some)], keys)
+        return table.remove_columns('labels').add_column('labels', [row['labels'] for row in some])
+    monkeypatch.setattr(training, '_dataset', uncut)
+    assert ours == prepared()
+    assert 7 < len(ours[0]) < len(rows)
+
+
+def test_rows_whose_answers_come_too_late_are_refused():
+    late = {'input_ids': [5] * 9, 'labels': [-100] * 8 + [5]}
+    with pytest.raises(ValueError, match='no token trains in the first 8 of any row'):
+        training._dataset([late], ('input_ids', 'labels'), 8)

@@ -245,7 +245,7 @@ def test_under_deepspeed_on_cpu_every_rank_has_rows_of_its_own(judge, tmp_path):
 @pytest.mark.parametrize(
     'changes',
     [
-        {}, {'sharding.strategy': 'zero3', **ZERO},
+        {}, pytest.param({'sharding.strategy': 'zero3', **ZERO}, marks=SLOW),
         pytest.param({'sharding.strategy': 'ddp'}, marks=SLOW),
         pytest.param({'method.kind': 'full', 'precision.compute': 'float32'}, marks=SLOW),
         pytest.param(
