@@ -83,8 +83,10 @@ def pytest_command(workers: int, *options: str) -> tuple[str, ...]:
     return sys.executable, '-m', 'pytest', '-q', '--durations=8', *spread, *options
 
 
-# Pages of evidence, which no other page needs; `make test-fault` runs them
-EVIDENCE = r'(audit|audit_cluster|real_data)\.ipynb$'
+# Pages that take long and that no other page needs; `make test-fault` runs them
+LONG_PAGES = ('audit', 'audit_cluster', 'real_data', '07_findings', '20_zero_from_objects',
+              '60_eight_80gb_cards', '70_one_h200')
+LONG = rf'^({"|".join(LONG_PAGES)})\.ipynb$'
 
 
 def nbdev_command(workers: int, *options: str) -> tuple[str, ...]:
@@ -133,17 +135,14 @@ def pages_report(done: Done) -> str:
     return '\n'.join([f'{len(times)} pages passed; the slowest:', *times[:12]])
 
 
-def checks() -> None:
-    "Run every page and every test; remove the `runs` that pages have made."
+def pages_and_tests(name: str, page_command: tuple[str, ...],
+                    test_command: tuple[str, ...]) -> None:
+    "Run pages and tests side by side; remove the `runs` that pages have made."
     os.environ.update(QUIET)
     runs = {page.parent/'runs' for page in pages()}
     new = [folder for folder in runs if not folder.exists()]
-    workers = max(2, CORES // 4)
     try:
-        with part('pages and tests'):
-            skip = '--skip_file_re', rf'^[_.]|^{EVIDENCE}'
-            done, status = side_by_side(
-                nbdev_command(workers, *skip), pytest_command(workers))
+        with part(name): done, status = side_by_side(page_command, test_command)
     except subprocess.TimeoutExpired as error: sys.exit(f'killed: {error}')
     finally:
         for folder in new: shutil.rmtree(folder, ignore_errors=True)
@@ -154,13 +153,19 @@ def checks() -> None:
 
 # Commands
 
+def checks() -> None:
+    "Run every page but the long ones, and every test that is not slow."
+    workers = max(2, CORES // 4)
+    pages_and_tests('pages and tests', nbdev_command(workers, '--skip_file_re', rf'^[_.]|{LONG}'),
+                    pytest_command(workers))
+
+
 def faults() -> None:
     "Run all tests of faults, and the pages and slow tests that `make test` leaves out."
-    os.environ.update(QUIET)
-    notes = '--path', 'nbs/notes', '--file_re', f'^{EVIDENCE}'
-    with part('pages of evidence'): run(*nbdev_command(max(2, CORES // 4), *notes))
     chosen = '(fault or slow) and not (cluster or cuda or net)'
-    with part('faults and slow tests'): run(*pytest_command(max(3, CORES // 2), '-m', chosen))
+    pages_and_tests('long pages, faults and slow tests',
+                    nbdev_command(max(1, CORES // 4), '--file_re', LONG),
+                    pytest_command(max(3, CORES // 2), '-m', chosen))
 
 
 def cluster() -> None:

@@ -647,14 +647,13 @@ def test_pruning_and_looking_at_the_same_time(run):
         stdout=subprocess.PIPE
     ) as process:
         process.stdout.readline()
-        end, steps = time.monotonic() + 1.2, [10]
+        end, steps = time.monotonic() + 30, [10]
         try:
-            while time.monotonic() < end:
+            while len(set(steps)) <= 5 and time.monotonic() < end:
                 steps.append(int(latest_valid(run).name.split('-')[1]))
                 assert prune(run, 1) is not None
                 assert survey(run) is not None
         finally: process.kill()
-    print(f'{len(steps)} looks, {len(set(steps))} different answers')
     assert steps == sorted(steps)
     assert len(set(steps)) > 5
 

@@ -7,14 +7,15 @@ import statistics
 import pytest
 from bench.lines import rehearsal_grid as grid
 from bench.record import RESULTS
+from trouble import slow_case
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 SOME = [
-    ('llama-3.2-1b', 'full, whole logits'),
+    slow_case('llama-3.2-1b', 'full, whole logits'),
     ('llama-3.2-1b', 'full, ddp'),
-    ('llama-3.2-1b', 'lora'),
+    slow_case('llama-3.2-1b', 'lora'),
     ('llama-3.2-1b', 'qlora, cpu'),
-    ('qwen2.5-0.5b', 'full, nothing recomputed'),
+    slow_case('qwen2.5-0.5b', 'full, nothing recomputed'),
     ('mixtral-8x7b', 'full')]
 
 

@@ -9,7 +9,7 @@ from bench.record import ROOT
 from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
 from trouble import slow_case
 
-SHORT = {'batch.length': 128}
+SHORT = {'batch.length': 64}
 RECORDS = {
     name: json.loads((ROOT/f'bench/results/cpu/{name}.json').read_text())
     for name in ('rehearsal_error', 'gpu_memory')}
