@@ -153,6 +153,7 @@ def test_the_buffer_of_the_reader_lies_in_host_memory_alone():
     assert abs(loaded.gpu_b - ledger.total('load', 'gpu', 'allocated')) < 2**20 < buffer_b
 
 
+@pytest.mark.slow
 def test_two_small_models_load_as_the_large_one_does():
     whole, small = (
         rehearse_load(RECIPE_C.changed({'model.source': 'meta-llama/Llama-3.2-1B'}), exact, rank=1)

@@ -108,6 +108,7 @@ def test_what_runs_for_another_strategy_keeps_what_it_keeps(plain, strategy, kep
     assert [note for note in notes if ' runs as FSDP2' in note]
 
 
+@pytest.mark.slow  # The page of `report` rehearses a shrunk recipe
 def test_shrunk_recipes_and_one_process(plain):
     assert rehearse(shrink(Recipe.named('70b-2x24gb-qlora'))).peak_b > 0
     alone = rehearse(plain.changed(FULL | {'sharding.strategy': 'none', 'cluster.processes': 1}))
