@@ -128,6 +128,8 @@ def test_a_mistake_that_nobody_sees_survives(project, tmp_path):
     assert 'SURVIVED' in mutants.line(found)
     caught = mutants.Caught('a', 'tests/test_b.py -m slow', 1.0)
     hidden = mutants.Caught('c', '', 1.0, True)
+    assert caught.slow and not hidden.slow
+    assert mutants.Caught('d', 'nbs/rehearsal/07_findings.ipynb', 1.0).slow
     assert mutants.summary([found, caught, hidden]) == (
         '3 mistakes, 1 caught, 1 survived, 1 equivalent: quick tests catch 0.0%, all tests 50.0%')
 

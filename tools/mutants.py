@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 
+from suite import LONG_PAGES
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT/'tests'/'mistakes.yaml'
 LIMIT_S = 300  # For one test; one that takes longer has noticed something
@@ -48,7 +50,8 @@ class Caught:
 
     @property
     def slow(self) -> bool:  # Whether `make test` leaves out what caught it
-        return bool(re.search(r'(^| )-m ', self.by))
+        long_page = Path(self.by.partition(' ')[0]).stem in LONG_PAGES
+        return long_page or bool(re.search(r'(^| )-m ', self.by))
 
 
 def rows() -> list[dict]:
