@@ -202,7 +202,7 @@ def execute(page: Path, folder: Path) -> object:
     # DeepSpeed, where it is installed, would report a missing GPU on every page
     if not Path('/dev/nvidiactl').exists(): os.environ.setdefault('DS_ACCELERATOR', 'cpu')
     notebook = nbformat.read(page, as_version=4)
-    # Threads that spin while they wait make a page three times as slow when cores are shared
+    # Threads that wait leave their core to others: ranks, or another page
     os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
     # The client and the kernel talk through local sockets: no port is opened
     with tempfile.TemporaryDirectory() as sockets:

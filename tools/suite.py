@@ -22,7 +22,7 @@ BIN = Path(sys.executable).parent
 CORES = os.cpu_count() or 2
 # Threads that wait leave their core to others, and no process starts more than its own
 QUIET = {'OMP_WAIT_POLICY': 'passive', 'OMP_NUM_THREADS': '1'}
-LIMIT_S = 2400  # Pages and tests take a third of that on two cores
+LIMIT_S = 2400  # Pages and tests take less than half of that on two cores
 
 
 @contextmanager
