@@ -11,6 +11,7 @@ import json
 import math
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import yaml
@@ -79,14 +80,37 @@ def configuration(
         raise ValueError(f'{name!r}: {file.name} cannot be read as JSON: {error}') from None
 
 # %% ../../nbs/model/01_architecture.ipynb #416c3de5
+_CHATML = '<|im_start|>', '<|im_end|>'
+
 def load_tokenizer(
     source: 'str | Path',  # Packaged name, directory or hub id of a model
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
-) -> 'PreTrainedTokenizerFast':  # As transformers loads it
+    template: str | None = None,  # 'chatml', 'plain' or a file; None: the tokenizer's own
+) -> 'PreTrainedTokenizerFast':  # With this chat template; `save_pretrained` writes it down
     "Load the tokenizer that lies beside a model; run no code of its repository."
     from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(
+    tokenizer = AutoTokenizer.from_pretrained(
         resolve(source), revision=revision, trust_remote_code=False)
+    if template is not None:
+        tokenizer.chat_template = _template_text(template, tokenizer)
+    return tokenizer
+
+def _template_text(template, tokenizer):
+    "Read a chat template, and check that `tokenizer` has what a packaged one needs."
+    packaged = sorted(file.stem for file in asset('templates').iterdir())
+    if template not in packaged:
+        file = Path(template).expanduser()
+        if file.is_file(): return file.read_text(encoding='utf-8')
+        raise ValueError(f'data.template {template!r} is no file here and no packaged template; '
+                         f'{nearest(template, packaged)}')
+    absent = [mark for mark in _CHATML if mark not in tokenizer.get_vocab()]
+    if template == 'chatml' and absent:
+        raise ValueError(f"data.template 'chatml' needs the token {absent[0]}, which this "
+                         "tokenizer does not have: set it to 'plain'")
+    if not tokenizer.eos_token:
+        raise ValueError(f'data.template {template!r} needs an end token, and this tokenizer has '
+                         'no eos_token: set it in tokenizer_config.json')
+    return (asset('templates') / f'{template}.jinja').read_text(encoding='utf-8')
 
 # %% ../../nbs/model/01_architecture.ipynb #2a9be6f3
 _LIMITS = {

@@ -17,6 +17,7 @@ from ..model.adapters import load_adapters
 from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
 from .scores import completions
+from ..training.tokens import end_tokens
 
 # %% ../../nbs/release/04_chat.ipynb #2413b3bc
 @dataclass(frozen=True, repr=False)
@@ -107,7 +108,7 @@ def _settings(chat, model):
 def _end_tokens(model, tokenizer) -> list[int]:
     of_model = model.generation_config.eos_token_id
     of_model = of_model if isinstance(of_model, list) else [of_model]
-    return sorted({tokenizer.eos_token_id, *of_model} - {None})
+    return sorted({*end_tokens(tokenizer), *of_model} - {None})
 
 def _gpus(model):  # Whose random numbers are put back afterwards
     return [model.device] if model.device.type == 'cuda' else []
@@ -137,7 +138,7 @@ def load_chat(
     if recipe.model.head != 'causal_lm':
         raise ValueError(f'model.head {recipe.model.head!r} gives labels, not words')
     options = recipe.method, recipe.precision, recipe.cluster.device
-    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision)
+    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     base = load_base(recipe.model, *options)
     if recipe.method.kind == 'full':
         return Chat(load_base(str(saved), *options), tokenizer, base, longest)

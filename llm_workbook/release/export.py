@@ -31,6 +31,7 @@ from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_ent
 from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
 from ..training.data import load_rows
 from ..training.run_directory import recipe_facts
+from ..training.tokens import end_tokens
 
 # %% ../../nbs/release/03_export.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
@@ -125,8 +126,18 @@ def _describe(merge, recipe, folder):
     config.save_pretrained(folder)
     try: settings = GenerationConfig.from_pretrained(place, revision=base.revision)
     except OSError: settings = GenerationConfig.from_model_config(config)  # A base may have none
+    tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
+    settings.eos_token_id = _stops(settings, tokenizer)
     settings.save_pretrained(folder)
-    load_tokenizer(base.source, base.revision).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+def _stops(settings, tokenizer):
+    "Give the tokens at which a server stops: those of the base, and the end of an answer."
+    own = settings.eos_token_id
+    own = own if isinstance(own, list) else [own]
+    ends = own + [token for token in end_tokens(tokenizer) if token not in own]
+    ends = [token for token in ends if token is not None]
+    return ends[0] if len(ends) == 1 else ends or None
 
 # %% ../../nbs/release/03_export.ipynb #c2157493
 _FRESH = '''
@@ -175,7 +186,7 @@ def _prove(merge, recipe, adapters, folder, question):
     with tempfile.TemporaryDirectory() as scratch:
         report, ids, logits = _fresh(folder, question, Path(scratch) / 'result.safetensors')
     base, text = recipe.model, question
-    tokenizer = load_tokenizer(base.source, base.revision)
+    tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
     if ids[0].tolist() != tokenizer(text, add_special_tokens=False)['input_ids']:

@@ -395,7 +395,7 @@ def compare_merges(
     base, method, precision = recipe.model, recipe.method, recipe.precision
     ways = list(MERGE_TARGETS) if method.kind == 'qlora' else ['16-bit']
     for into in ways: Merge(base.source, adapters, into, method, precision, base.revision)
-    tokenizer = load_tokenizer(base.source, base.revision)
+    tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
     model = load_adapters(base.source, adapters, method, precision, 'cpu', base.revision)
     wanted = predictions(model, tokenizer, rows)
     del model  # One model in memory at a time
@@ -417,7 +417,7 @@ def judge(
     "Merge in memory; raise when the result is too far from the base with its adapters beside it."
     base, method, precision = recipe.model, recipe.method, recipe.precision
     Merge(base.source, adapters, into, method, precision, base.revision)  # Refuses before loading
-    tokenizer = load_tokenizer(base.source, base.revision)
+    tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
     model = load_adapters(base.source, adapters, method, precision, 'cpu', base.revision)
     is_packed = (method.kind, method.quant) == ('qlora', 'nf4')
     digest = fingerprint(model).digest if is_packed else ''

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..display import html_table
+from ..training.tokens import end_tokens
 
 # %% ../../nbs/release/01_scores.ipynb #519ed49c
 def question(
@@ -57,7 +58,7 @@ def answers(
     from tqdm.auto import trange
     from transformers import GenerationConfig
     settings = GenerationConfig(max_new_tokens=longest, do_sample=False,
-                                eos_token_id=[tokenizer.eos_token_id],
+                                eos_token_id=end_tokens(tokenizer),
                                 pad_token_id=tokenizer.pad_token_id)
     given = []
     for first in trange(0, len(rows), batch, unit='batch', leave=False):

@@ -7,6 +7,7 @@ __all__ = ['class_names', 'set_pad', 'class_tokenizer', 'class_rows', 'token_row
            'reload_classifier', 'ClassScores', 'count_classes', 'judge_rows']
 
 # %% ../../nbs/training/10_classifier.ipynb #27208da0
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..display import html_table
 from ..model.adapters import load_adapters
 from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
-from .data import load_rows
+from .data import Row, load_rows
 from .run_directory import RunFiles
 from .tokens import assistant_mask, check_rows
 
@@ -65,8 +66,9 @@ def class_rows(
     splits = load_rows(recipe.data, recipe.seed)
     train, test = [[_class_row(recipe, names, row) for row in rows] for rows in splits]
     tokenizer = class_tokenizer(recipe)
-    for rows in (train, test):
-        check_rows(rows, tokenizer, recipe.batch.length)
+    for name, rows in (('training rows', train), ('held-out rows', test)):
+        report = check_rows(rows, tokenizer, recipe.batch.length)
+        if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     present = {row['label'] for row in train}
     absent = [name for number, name in enumerate(names) if number not in present]
     if absent:
@@ -78,7 +80,7 @@ def _class_row(recipe, names, row):
     "Take the text out of the question, and the number of the class out of the answer."
     question, answer = row['messages'][0], row['messages'][-1]
     text = question['content'].removeprefix(f'{recipe.data.question}\n')
-    return {'text': text, 'label': names.index(answer['content'])}
+    return Row({'text': text, 'label': names.index(answer['content'])}, row.place)
 
 # %% ../../nbs/training/10_classifier.ipynb #0a3dde48
 def token_rows(
@@ -98,6 +100,7 @@ def _ids_and_labels(row, tokenizer, length):
     if 'label' in row:
         tokens = tokenizer(row['text'], truncation=True, max_length=length)
         return tokens['input_ids'], row['label']
+    if 'input_ids' in row: return list(row['input_ids'])[:length], list(row['labels'])[:length]
     ids, mask = assistant_mask(row, tokenizer)
     labels = [token if trained else -100 for token, trained in zip(ids, mask)]
     return ids[:length], labels[:length]

@@ -9,6 +9,7 @@ __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'f
 import gc
 import math
 import os
+import warnings
 from array import array
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -87,19 +88,23 @@ def _read_rows(recipe):
     "Read the rows to train on and those that are held out, and refuse what cannot train."
     if recipe.model.head == 'classification': return class_rows(recipe)
     train, held = load_rows(recipe.data, recipe.seed)
-    train = _tokenised(recipe, train)
+    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
+    train = _tokenised(recipe, train, tokenizer, 'training rows')
     if recipe.intervals.evaluation:
-        held = _tokenised(recipe, held)
+        held = _tokenised(recipe, held, tokenizer, 'held-out rows')
     return train, held
 
-def _tokenised(recipe, rows):
-    "Add to each row its tokens and its labels."
-    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision)
-    report = check_rows(rows, tokenizer, recipe.batch.length)
+def _tokenised(recipe, rows, tokenizer, name):
+    "Add tokens and labels to each row; one row for each sequence that trains."
+    data = recipe.data
+    report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long)
+    if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     tokenised = []
-    for row, (ids, mask) in zip(rows, report.tokenised, strict=True):
-        labels = [token if trains else -100 for token, trains in zip(ids, mask)]
-        tokenised.append(row | {'input_ids': array('i', ids), 'labels': array('i', labels)})
+    for row, found in zip(rows, report.tokenised, strict=True):
+        for tokens in found:
+            labels = [token if trains else -100 for token, trains in zip(tokens.ids, tokens.mask)]
+            values = {'input_ids': array('i', tokens.ids), 'labels': array('i', labels)}
+            tokenised.append(row | values)
     return tokenised
 
 # %% ../../nbs/training/13_fine_tune.ipynb #c6f8a257
@@ -241,7 +246,8 @@ def make_trainer(
     from transformers import PrinterCallback
     from trl import SFTTrainer
     keys = _row_kind(rows, held)
-    tokenizer = tokenizer or load_tokenizer(recipe.model.source, recipe.model.revision)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     datasets.disable_progress_bars()
     args = sft_config(recipe, directory)
     args.assistant_only_loss = keys == ('messages',)
@@ -274,7 +280,8 @@ def _row_kind(rows, held):
 def _dataset(rows, keys, longest=None):
     """Number the rows and make them a dataset, or None where there are none.
 
-    Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does.
+    Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does. Rows of
+    `check_recipe` are cut already, and one that would lose the end of an answer is refused there.
     """
     import datasets
     if not rows: return None
@@ -284,7 +291,8 @@ def _dataset(rows, keys, longest=None):
                   for key in keys}
         if any(label != -100 for label in values.get('labels', [0])):
             table.append(values | {'row': number})
-    if not table: raise ValueError(f'no token trains in the first {longest} of any row')
+    if not table: raise ValueError(f'no token trains in the first {longest} of any row: '
+                                    'raise batch.length, or bring shorter questions')
     return datasets.Dataset.from_list(table)
 
 def _tokens_alone(rows):

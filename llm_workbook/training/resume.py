@@ -199,6 +199,8 @@ def save_result(
         with _whole_tensors(trainer.model):
             saved = save_adapters(trainer.model, files.adapters)
     if trainer.run.rank == 0:
+        if files.adapters.is_dir():  # The chat template in force goes with the adapters
+            trainer.processing_class.save_pretrained(files.adapters)
         mark_run(directory, 'finished', step)
     return saved
 

@@ -64,8 +64,9 @@ def test_13_bad_rows_are_left_out_on_demand_and_counted(good, bad, words, tmp_pa
     with pytest.warns(UserWarning, match='2 of 5 rows are left out') as warned:
         rows, _ = load_rows(data, on_bad='skip')
     assert len(rows) == 3
-    assert words in str(warned[0].message)
-    assert 'line 5' in str(warned[0].message)
+    said = ' '.join(str(warning.message) for warning in warned)
+    assert words in said
+    assert 'line 5' in said
     with pytest.raises(ValueError, match="must be 'error' or 'skip'"):
         load_rows(data, on_bad='ignore')
 
@@ -105,10 +106,13 @@ def test_13_long_rows_are_counted_or_named_and_a_megabyte_is_a_row(tmp_path):
     rows, _ = load_rows(write(tmp_path/'rows.jsonl', [megabyte, long, GOOD]))
     assert len(json.dumps(megabyte)) > 1_000_000
     assert rows[0] == megabyte
-    report = check_rows(rows, tokenizer, 32)
-    assert (report.rows, report.cut) == (3, 2)
+    with pytest.raises(DatasetError, match='line 1: has an answer that ends at token') as caught:
+        check_rows(rows, tokenizer, 32)
+    assert [number for number, _ in caught.value.problems] == [1, 2]
+    report = check_rows(rows, tokenizer, 32, too_long='drop')
+    assert (report.rows, report.cut, report.dropped, report.sequences) == (3, 2, 2, 1)
     assert report.longest > 200_000
-    with pytest.raises(DatasetError, match='row 2: trains none of its first 32 tokens'):
+    with pytest.raises(DatasetError, match='row 2: has an answer that ends at token'):
         check_rows([GOOD, long_question], tokenizer, 32)
 
 
@@ -125,7 +129,7 @@ def test_13_copies_stay_on_one_side_and_test_rows_are_not_training_rows(tmp_path
     assert len(train) + len(test) == 20
     assert not train_questions & test_questions
     same_file_twice = data.model_copy(update={'test': str(tmp_path/'rows.jsonl')})
-    with pytest.raises(DatasetError, match='row 1: has a prompt that is in the training rows too'):
+    with pytest.raises(DatasetError, match='line 1: has a prompt that is in the training rows too'):
         load_rows(same_file_twice)
 
 

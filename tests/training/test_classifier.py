@@ -39,7 +39,7 @@ def test_rows_come_from_all_files_with_classes_in_the_order_of_the_labels(recipe
 
 def test_a_text_with_a_special_token_is_refused(recipe, tmp_path):
     (tmp_path/'a.csv').write_text('text,stars\nFine.,5\nBad <|pad|>,1\n')
-    with pytest.raises(DatasetError, match=r'row 2: has <\|pad\|> in its text'):
+    with pytest.raises(DatasetError, match=r'a.csv: line 3: has <\|pad\|> in its text'):
         class_rows(recipe.changed({'data.source': str(tmp_path/'*.csv')}))
 
 

@@ -150,7 +150,7 @@ def test_named_test_rows_and_hub_names(tmp_path, monkeypatch):
     source = jsonl(tmp_path/'a.jsonl', [PAIR])
     test = jsonl(tmp_path/'b.jsonl', [{**PAIR, 'prompt': 'Hey'}])
     assert [len(part) for part in load_rows(Data(source=source, test=test))] == [1, 1]
-    with pytest.raises(DatasetError, match='row 1: has a prompt that is in the training rows'):
+    with pytest.raises(DatasetError, match='line 1: has a prompt that is in the training rows'):
         load_rows(Data(source=source, test=source))
     splits = {'train': [PAIR] * 3, 'validation': [{**PAIR, 'prompt': 'Hey'}]}
     monkeypatch.setattr(
@@ -316,8 +316,7 @@ def test_the_mask_is_the_one_that_trl_trains_on(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     'old, new, words',
     [
-        ('{%- generation -%}', '', 'get_training_chat_template'),
-        (" + '<|endoftext|>'", '', 'would not learn to stop'),
+        ('<|endoftext|>', '[END]', 'which is no special token of this tokenizer'),
         (
             '{%- for m in messages -%}',
             "{{ raise_exception('roles must alternate') }}{%- for m in messages -%}",
@@ -327,39 +326,33 @@ def test_templates_that_cannot_train_are_refused(old, new, words):
     broken = AutoTokenizer.from_pretrained(asset('tiny-base'))
     assert old in broken.chat_template
     broken.chat_template = broken.chat_template.replace(old, new)
-    if old == '{%- generation -%}':
-        broken.chat_template = broken.chat_template.replace('{%- endgeneration -%}', '')
     with pytest.raises(DatasetError, match=words): check_rows([{'messages': [ASK, ANSWER]}], broken)
 
 
 def test_rows_that_teach_nothing_are_named(tokenizer):
     long = {'messages': [{'role': 'user', 'content': 'word ' * 300}, ANSWER]}
-    with pytest.raises(DatasetError, match='row 2: trains none of its first 64 tokens'):
+    with pytest.raises(DatasetError, match='row 2: has an answer that ends at token'):
         check_rows([{'messages': [ASK, ANSWER]}, long], tokenizer, 64)
     marked = {'messages': [{'role': 'user', 'content': 'Say <|assistant|>'}, ANSWER]}
     with pytest.raises(DatasetError, match='row 1: has'): check_rows([marked], tokenizer)
 
 
-def test_every_answer_must_end_with_the_stop_token(tokenizer):
-    "A template that ends the last answer alone teaches the model to run on after the first."
+def test_every_answer_ends_with_the_stop_token(tokenizer):
+    "Where a template ends the last answer alone, or none, each answer is a row with an end."
     import copy
-
-    twice = {
-        'messages': [{'role': 'user', 'content': 'One'}, {'role': 'assistant', 'content': 'Two'}]
-        * 2}
-    assert check_rows([twice], tokenizer).rows == 1
-    ids, mask = assistant_mask(twice, tokenizer)
-    ends = [i for i, on in enumerate(mask) if on and ids[i] == tokenizer.eos_token_id]
-    assert len(ends) == 2
-    other = copy.deepcopy(tokenizer)
-    for end in ends:
-        cut = (
-            [t for i, t in enumerate(ids) if i != end],
-            [t for i, t in enumerate(mask) if i != end])
-        other.apply_chat_template = lambda *asked, **how: {
-            'input_ids': cut[0], 'assistant_masks': cut[1]}
-        with pytest.raises(DatasetError, match='has an answer without the stop token'):
-            check_rows([twice], other)
+    twice = {'messages': [ASK, ANSWER, ASK, {'role': 'assistant', 'content': 'Two'}]}
+    whole = check_rows([twice], tokenizer)
+    assert (whole.rows, whole.sequences) == (1, 1)
+    end = " + '<|endoftext|>'"
+    assert end in tokenizer.chat_template
+    for changed in '', " + ('<|endoftext|>' if loop.last else '')":
+        other = copy.deepcopy(tokenizer)
+        other.chat_template = tokenizer.chat_template.replace(end, changed)
+        report = check_rows([twice], other)
+        assert (report.rows, report.sequences) == (1, 2)
+        for ids, mask, ends in report.tokenised[0]:
+            assert ends == [len(ids) - 1]
+            assert (ids[-1], mask[-1]) == (tokenizer.eos_token_id, 1)
 
 
 def test_formats_are_told_apart_by_their_columns():
