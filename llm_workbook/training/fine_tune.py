@@ -27,7 +27,7 @@ from ..model.architecture import load_tokenizer
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
 from ..parallel.load import loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
-from .classifier import class_rows
+from .classifier import class_rows, class_tokenizer, token_rows
 from .data import load_rows
 from .effective import check_launcher, confirm_settings
 from .loop import skip_compiler, train_loop
@@ -35,8 +35,9 @@ from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
 from .rank_run import check_payload, check_shards, payload_digest
 from .resume import Preempted, guarded_train, resumable, save_result
-from .run_directory import (
-    RunFiles, Start, begin_run, rate_schedule, read_metrics, recipe_facts, run_lock, run_state)
+from llm_workbook.training.run_directory import (
+    RunFiles, Start, begin_run, rate_schedule, read_metrics, recipe_facts, rows_facts, run_lock,
+    run_state)
 from .tokens import check_rows
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
@@ -409,7 +410,7 @@ def fine_tune(
     _check_machine(recipe)
     directory = Path(directory)
     with run_lock(directory):
-        start = begin_run(recipe, directory, resume)
+        start = begin_run(recipe, directory, resume, _rows_facts(recipe, rows, held))
         if start.finished: return Run(recipe, directory, [])
         curve = LossCurve(directory, recipe.optimizer.steps) if live else None
         if recipe.cluster.device == 'cpu':
@@ -430,6 +431,16 @@ def _check_machine(recipe):
     if recipe.cluster.device == 'cuda' and not _sees_gpu():
         raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: "
                          "set it to 'cpu', or run where there is one")
+
+def _rows_facts(recipe, train, held):
+    "Hash the rows as they train, and those that are judged."
+    if recipe.model.head == 'classification':
+        tokenizer = class_tokenizer(recipe)
+        train = token_rows(recipe, train, tokenizer)
+        held = token_rows(recipe, held, tokenizer) if held else ()
+    elif not recipe.intervals.evaluation:
+        held = ()
+    return rows_facts(train, held)
 
 def _sees_gpu():
     from accelerate.utils import is_cuda_available
@@ -453,7 +464,8 @@ def train_here(
         with run_lock(directory) if rank == 0 else nullcontext():
             start = Start(finished=finished)
             if rank == 0:
-                start = begin_run(recipe, directory, resume=True)
+                known = None if finished else _rows_facts(recipe, rows, held)
+                start = begin_run(recipe, directory, resume=True, rows=known)
             if start.finished: return 0
             result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
             _leave_process_group()

@@ -93,6 +93,7 @@ class RankRun:
         "Meet the other ranks; a collective."
         self.votes = Votes()
         self.start = self.votes.gather(start)[0]
+        self.facts = self.facts | self.start.facts
         return self.start
 
     @contextmanager

@@ -365,11 +365,18 @@ def program(recipe, directory, *words, ranks=1, **how):
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, **how)
 
 
+def make_result(directory):
+    "Put a file where a finished run has its adapters."
+    (directory/'adapters').mkdir()
+    (directory/'adapters'/'adapter_model.safetensors').touch()
+
+
 def test_the_status_says_by_its_code_what_to_do(recipe, tmp_path):
     for state, code in (None, 1), ('running', 1), ('preempted', 1), ('finished', 0):
         if state:
             begin_run(recipe, tmp_path/'run', resume=True)
             mark_run(tmp_path/'run', state, 3)
+        if state == 'finished': make_result(tmp_path/'run')
         assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
 
 
@@ -483,6 +490,7 @@ def test_a_finished_run_takes_no_more_steps(tmp_path):
     begin_run(recipe, tmp_path)
     assert begin_run(recipe.changed({'optimizer.steps': 6}), tmp_path, resume=True) == Start(0)
     mark_run(tmp_path, 'finished', 4)
+    make_result(tmp_path)
     assert begin_run(recipe, tmp_path, resume=True).finished
     with pytest.raises(ValueError, match='finished at step 4: .* takes no more steps'):
         begin_run(recipe.changed({'optimizer.steps': 6}), tmp_path, resume=True)
