@@ -205,7 +205,7 @@ def test_no_variable_of_the_list_names_code_or_a_file():
         for group in yaml.safe_load(asset('variables.yaml').read_text()).values()
         for name in group]
     assert len(set(names)) == len(names) > 100
-    words = 'PLUGIN|PATH|_DIR(_|$)|FILE|LIB|MODULE|CONFIG|TOKEN|TOOL|PRELOAD|SERVER|ADDR$|COMM_ID'
+    words = 'PLUGIN|PATH|_DIR(_|$)|FILE|LIB|MODULE|CONFIG|TOKEN|TOOL|PRELOAD|SERVER|COMM_ID'
     assert not [name for name in names if re.search(
         'PLUGIN|PATH|_DIR(_|$)|FILE|LIB|MODULE|CONFIG|TOKEN|TOOL|PRELOAD|SERVER|ADDR$|COMM_ID', name)]
     assert all(re.fullmatch('[A-Z][A-Z0-9_]+', name) for name in names)
