@@ -47,6 +47,8 @@ def _interface(value):
 
 _VARIABLE_VALUE = r'[\w.,:/^=-]{0,200}'
 
+def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
+
 @cache
 def _variable_names(): return {name for names in _read('variables.yaml').values() for name in names}
 
@@ -248,8 +250,6 @@ class _Rules(tuple):
                                    rule.fix, rule.source) for rule in self])
 
 # %% ../../nbs/config/03_recipe.ipynb #fd688700
-def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
-
 def _conditions(rule) -> str:  # In words
     return '; '.join(f'{name} {_condition(test)}' for name, test in rule.when.items())
 
