@@ -133,6 +133,15 @@ def test_a_base_does_not_choose_its_attention(base):
     assert (judge.config._attn_implementation, judge.score.out_features) == ('sdpa', 3)
 
 
+def test_a_chat_has_the_attention_of_the_recipe_on_both_sides(base):
+    from llm_workbook.release.chat import load_chat
+    with_config(base, _attn_implementation='sdpa')
+    recipe = recipe_of(base, **{'method.kind': 'full', 'model.attention': 'eager'})
+    chat = load_chat(recipe, base)
+    names = [model.config._attn_implementation for model in (chat.base, chat.model)]
+    assert names == ['eager', 'eager']
+
+
 @pytest.mark.parametrize(
     'fields',
     [
