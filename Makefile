@@ -57,7 +57,7 @@ book: $(VENV)/.dev $(VENV)/.compiler ## Re-execute the pages in place (PAGE=nbs/
 	@FLAGS="$(FLAGS)" $(BIN)/python tools/page.py book $(PAGE)
 
 lab: $(VENV)/.lab ## Open JupyterLab on the index
-	@$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 nbs/index.ipynb
+	@$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) nbs/index.ipynb
 
 bench: $(VENV)/.dev ## Run the benchmarks (LINE=name for one)
 	@$(BIN)/python -m bench.run $(LINE)

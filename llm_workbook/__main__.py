@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,8 +24,9 @@ from .launching.render import render
 from .plan.estimate import estimate
 from .rehearsal.step import rehearse
 from .report import reconcile
+from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
-from .training.run_directory import run_status
+from .training.run_directory import RunLocked, run_status
 
 # %% ../nbs/package/04_command.ipynb #d0000007
 def _recipe(text) -> Recipe:  # A packaged name, or a YAML file
@@ -82,8 +84,18 @@ def _status(arguments):
     print(json.dumps({'code': code, 'status': text}) if arguments.json else text)
     return code
 
+def _end_on_interrupt():
+    "End at once at Ctrl-C, until training notes it: nothing is there to save."
+    def end(number, frame):
+        os.write(2, b'\nllm-workbook: interrupted while no step was under way\n')
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
 def _train(arguments):
     if arguments.status: return _status(arguments)
+    if arguments.is_program: _end_on_interrupt()
     recipe = _recipe(arguments.recipe)
     from torch.distributed.elastic.multiprocessing.errors import record
     return record(train_here)(recipe, arguments.directory, arguments.step_timeout)
@@ -151,12 +163,18 @@ def _planning_verbs(verbs):
     return [recipes, plan, rehearsal, rendering, report]
 
 # %% ../nbs/package/04_command.ipynb #649da451
+def _seconds(text):
+    try: value = float(text)
+    except ValueError: value = 0
+    if value > 0: return value
+    raise argparse.ArgumentTypeError(f'{text!r} must be more than 0 seconds; inf waits for ever')
+
 def _running_verbs(verbs):
     training = _with_recipe(verbs, 'train', _train,
                             'train or go on; under torchrun or srun, as one rank')
     training.add_argument('--directory', required=True, type=Path,
                           help='where the run writes; holds at most one run')
-    training.add_argument('--step-timeout', type=float, default=1200, metavar='S',
+    training.add_argument('--step-timeout', type=_seconds, default=1200, metavar='S',
                           help='longest time between two steps; then the ranks that hang are named')
     training.add_argument('--status', action='store_true',
                           help='train nothing: say how the run stands, in words and by exit code')
@@ -196,15 +214,21 @@ def main(
     return arguments.function(arguments)
 
 # %% ../nbs/package/04_command.ipynb #abf002ab
+_FAILED = RunLocked, ConfigMismatch, FloatingPointError  # The recipe is right, and the run fails
+
 def program() -> int:  # Exit code
     "Be the command `llm-workbook`: errors of the user end in one sentence and code 2."
     gc.disable()  # Imports make much and leave little; `train_here` enables it again
+    is_launched = 'WORLD_SIZE' in os.environ  # Asked now: `train_here` sets it where it is alone
     try: return main(is_program=True)
     except BrokenPipeError: return 1  # As after `| head`
-    except (RecipeError, ValueError, OSError, ImportError) as error:
-        if '--traceback' in sys.argv or 'WORLD_SIZE' in os.environ: raise  # torchrun wants it whole
+    except KeyboardInterrupt:
+        print('llm-workbook: interrupted', file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (RecipeError, ValueError, OSError, ImportError, *_FAILED) as error:
+        if '--traceback' in sys.argv or is_launched: raise  # torchrun wants it whole
         print(f'llm-workbook: {error}', file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, _FAILED) else 2
 
 # %% ../nbs/package/04_command.ipynb #d0000017
 if __name__ == '__main__' and '__file__' in globals():  # As a program; a kernel has no file

@@ -115,6 +115,69 @@ def with_code(base, **config):
     return base
 
 
+def with_config(base, **fields):
+    config = json.loads((base/'config.json').read_text())
+    (base/'config.json').write_text(json.dumps(config | fields))
+    return base
+
+
+def test_a_base_does_not_choose_its_attention(base):
+    from llm_workbook.config.recipe import Method, Model
+    from llm_workbook.model.quantize import load_base
+    with_config(base, _attn_implementation='eager')
+    lora = Method(kind='lora')
+    for attention in 'sdpa', 'eager':
+        model = load_base(str(base), lora, device='cpu', attention=attention)
+        assert model.config._attn_implementation == attention
+    judge = load_base(Model(source=str(base), head='classification', classes=3), lora, device='cpu')
+    assert (judge.config._attn_implementation, judge.score.out_features) == ('sdpa', 3)
+
+
+def test_a_chat_has_the_attention_of_the_recipe_on_both_sides(base):
+    from llm_workbook.release.chat import load_chat
+    with_config(base, _attn_implementation='sdpa')
+    recipe = recipe_of(base, **{'method.kind': 'full', 'model.attention': 'eager'})
+    chat = load_chat(recipe, base)
+    names = [model.config._attn_implementation for model in (chat.base, chat.model)]
+    assert names == ['eager', 'eager']
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'_attn_implementation': 'owner/kernel'}, {'attn_implementation': 'owner/kernel'},
+        {'_attn_implementation': {'': 'owner/kernel'}}, {'_experts_implementation': 'owner/k@main'},
+        {'text_config': {'_attn_implementation': 'owner/kernel'}}],
+    ids=str)
+def test_a_base_that_names_a_kernel_of_the_hub_is_refused_before_it_is_loaded(base, fields):
+    from llm_workbook.model.quantize import load_base
+    from llm_workbook.model.spec import spec
+    from llm_workbook.release.chat import load_chat
+    from llm_workbook.training.fine_tune import check_recipe
+    with_config(base, **fields)
+    recipe = recipe_of(base)
+    for load in (
+        lambda: load_base(str(base), device='cpu'), lambda: check_recipe(recipe),
+        lambda: load_chat(recipe, base), lambda: spec(str(base))
+    ):
+        with pytest.raises(ValueError, match='is code of the Hub'): load()
+
+
+def test_an_index_cannot_lead_transformers_out_of_the_directory(base):
+    from llm_workbook.model.quantize import load_base
+    from llm_workbook.model.weight_files import Weights
+    names = list(Weights(base).tensors)
+    (base/'model.safetensors').rename(base.parent/'outside.safetensors')
+    index = {'metadata': {}, 'weight_map': dict.fromkeys(names, '../outside.safetensors')}
+    (base/'model.safetensors.index.json').write_text(json.dumps(index))
+    with pytest.raises(ValueError, match='leads out of the directory'):
+        load_base(str(base), device='cpu')
+    (base.parent/'outside.safetensors').rename(base/'inside.safetensors')
+    index['weight_map'] = dict.fromkeys(names, 'inside.safetensors')
+    (base/'model.safetensors.index.json').write_text(json.dumps(index))
+    assert load_base(str(base), device='cpu')
+
+
 def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base):
     from llm_workbook.model.spec import spec
     from llm_workbook.model.quantize import load_base

@@ -42,7 +42,9 @@ class DamagedCheckpoint(ValueError):
 MANIFEST = 'llmw_manifest.json'
 _SAVING = '.llmw_saving'  # Marks a folder whose save has begun and not ended
 # Reading a file of one of these kinds can run a program that is in it
-_PROGRAMS = '.pt .pth .bin .pkl .pickle .ckpt .joblib .py .pyc .so'.split()
+_PROGRAMS = (
+    '.pt .pt2 .pth .bin .ckpt .pkl .pickle .p .dill .joblib .cloudpickle .npy .npz .h5 .keras '
+    '.tar .tgz .gz .bz2 .xz .zip .py .pyc .pyo .pyw .pyd .so .dll .dylib .sh').split()
 _TRACKED = 'torch transformers accelerate peft trl bitsandbytes deepspeed llm-workbook'.split()
 
 def _versions():
@@ -100,7 +102,7 @@ class Manifest(Part):
             _check_name(name)
             if seal.hashed_b > seal.size_b:
                 raise ValueError(f'{name!r}: {seal.hashed_b:,} of {seal.size_b:,} bytes hashed')
-            program = PurePosixPath(name).suffix in _PROGRAMS
+            program = PurePosixPath(name).suffix.lower() in _PROGRAMS
             if program and not self.strategy.startswith('zero'):
                 raise ValueError(f"{name!r} can carry a program; only ZeRO, whose format is "
                                  "DeepSpeed's, may keep such files")

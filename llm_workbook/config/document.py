@@ -28,10 +28,13 @@ class Problem(NamedTuple):
 
     def __str__(self):
         line = f'line {self.line}' if self.line else ''
-        setting = ' = '.join(filter(None, [self.path, self.value]))
+        path = self.path if len(self.path) <= 200 else f'{self.path[:200]}...'
+        setting = ' = '.join(filter(None, [path, self.value]))
         return ': '.join(filter(None, [line, setting, self.reason]))
 
 # %% ../../nbs/config/01_document.ipynb #f3840741
+_SHOWN = 50  # Problems that a message lists
+
 class RecipeError(ValueError):
     "Everything that is wrong with one recipe, in `problems`."
 
@@ -41,7 +44,10 @@ class RecipeError(ValueError):
 
     def __str__(self):
         count = f'{len(self.problems)} problem' + 's' * (len(self.problems) > 1)
-        return '\n  '.join([f'{count} in {self.source}', *map(str, self.problems)])
+        lines = [f'{count} in {self.source}', *map(str, self.problems[:_SHOWN])]
+        rest = len(self.problems) - _SHOWN
+        if rest > 0: lines.append(f'and {rest:,} more')
+        return '\n  '.join(lines)
 
 # %% ../../nbs/config/01_document.ipynb #68ae89ed
 def _dotted_paths(model) -> dict[str, str]:
@@ -73,14 +79,16 @@ def _reason(error, model) -> str:
 def _problems(refusal: ValidationError, model) -> list[Problem]:
     "List what pydantic refuses; problems listed by a part get its field's name before theirs."
     problems = []
-    for error in refusal.errors():
+    for number, error in enumerate(refusal.errors()):
         path = '.'.join(map(str, error['loc']))
         cause = error.get('ctx', {}).get('error')
         if isinstance(cause, RecipeError):
             problems += [p._replace(path=f'{path}.{p.path}'.strip('.')) for p in cause.problems]
         else:
             value = '' if error['type'] == 'missing' else reprlib.repr(error['input'])
-            problems.append(Problem(path, value, _reason(error, model)))
+            # Nearest names take time, and nobody reads more than are shown
+            reason = _reason(error, model) if number < _SHOWN else error['msg']
+            problems.append(Problem(path, value, reason))
     return problems
 
 # %% ../../nbs/config/01_document.ipynb #e8d5ef50
@@ -98,10 +106,41 @@ def _number(value):  # '2e-4' is a text in YAML 1.1
     is_number = isinstance(value, str) and fullmatch(r'[-+]?\d+(\.\d*)?[eE][-+]?\d+', value)
     return float(value) if is_number else value
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 Real = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Share = Annotated[Real, Field(lt=1)]
 Name = Annotated[str, Field(min_length=1)]
+
+# %% ../../nbs/config/01_document.ipynb #18362c75
+_YAML = 'tag:yaml.org,2002:'
+_DEEPEST = 20  # Levels of a document
+
+class _Loader(yaml.SafeLoader):
+    "Plain values that are written out; whatever is none is an error that names the line."
+    depth = 0
+
+    def compose_node(self, parent, index):
+        line = self.peek_event().start_mark.line + 1
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f'line {line}: aliases (*name) are not read here; '
+                                 'write the value out')
+        if self.depth == _DEEPEST:
+            raise yaml.YAMLError(f'line {line}: more than {_DEEPEST} levels; close the brackets')
+        self.depth += 1
+        try: return super().compose_node(parent, index)
+        finally: self.depth -= 1
+
+    def resolve(self, kind, value, implicit):
+        tag = super().resolve(kind, value, implicit)
+        is_clock_time = tag in (f'{_YAML}int', f'{_YAML}float') and ':' in value
+        return f'{_YAML}str' if is_clock_time else tag
+
+    def construct_object(self, node, deep=False):
+        try: return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):
+            kind = node.tag.removeprefix(_YAML)
+            reason = f'{node.value!r:.60} is no {kind}'
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
 
 # %% ../../nbs/config/01_document.ipynb #3589dcdf
 def _lines(node, parents=()) -> dict[tuple, int]:
@@ -109,6 +148,9 @@ def _lines(node, parents=()) -> dict[tuple, int]:
     lines = {}
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         path, line = (*parents, str(key.value)), key.start_mark.line + 1
+        if key.tag == f'{_YAML}merge':
+            raise yaml.YAMLError(f'line {line}: merge keys (<<) are not read here; '
+                                 'write the fields out')
         if path in lines:
             raise yaml.YAMLError(f'line {line}: key {key.value!r} is written twice; keep one')
         lines[path] = line
@@ -122,11 +164,10 @@ def _text_keys(value):
 def _read_yaml(text, source) -> tuple[dict, dict]:
     "Read `text` as plain values, with the line of every dotted path."
     try:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)
-        if any(isinstance(event, yaml.AliasEvent) for event in events):
-            raise yaml.YAMLError('aliases (*name) are not read here; write the value out')
-        value = yaml.safe_load(text)
-        lines = _lines(yaml.compose(text, Loader=yaml.SafeLoader))
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        lines = _lines(node)
+        value = loader.construct_document(node) if node else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError([Problem('', '', f'not plain YAML: {error}')], source) from None
     if not isinstance(value, dict):
@@ -171,10 +212,10 @@ class Document(Part):
     ) -> Self:  # The checked value
         "Read a YAML file."
         try: text = Path(path).expanduser().read_text(encoding='utf-8')
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reason = f'cannot be read as UTF-8 text: {error}'
             if isinstance(error, FileNotFoundError): reason = 'cannot be read: No such file'
-            raise RecipeError([Problem('', '', reason)], str(path)) from None
+            raise RecipeError([Problem('', '', reason)], repr(str(path))[1:-1]) from None
         return cls.parse(text, str(path))
 
     def dump(self) -> str:  # YAML with every field that is not None

@@ -45,9 +45,12 @@ def _interface(value):
     if value is None or isinstance(value, str) and fullmatch(r'[\w.-]{1,15}', value): return value
     raise ValueError("must be the name of a network interface, as in 'eth0'")
 
-_FAMILIES = 'NCCL|TORCH_NCCL|GLOO|TP|FI|UCX|OMP|MKL|KMP|PYTORCH'  # Of variables
-_VARIABLE = rf'({_FAMILIES})_[A-Z0-9_]{{1,60}}|CUDA_DEVICE_MAX_CONNECTIONS'
 _VARIABLE_VALUE = r'[\w.,:/^=-]{0,200}'
+
+def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
+
+@cache
+def _variable_names(): return {name for names in _read('variables.yaml').values() for name in names}
 
 def _variables(value):
     pairs = tuple(value.items()) if isinstance(value, dict) else value
@@ -55,9 +58,10 @@ def _variables(value):
     if not is_pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise ValueError("must map names to text, as in {NCCL_DEBUG: 'INFO', NCCL_IB_DISABLE: '1'}")
     for name, text in pairs:
-        if fullmatch(_VARIABLE, name) and fullmatch(_VARIABLE_VALUE, text): continue
-        raise ValueError(f'{name} is no transport or thread setting with a plain value: what the '
-                         'recipe has a field for, or what holds a secret, is not set here')
+        if name in _variable_names() and fullmatch(_VARIABLE_VALUE, text): continue
+        raise ValueError(f'{name:.60} is no transport or thread setting with a plain value: what '
+                         'the recipe has a field for, what holds a secret, and what names a file '
+                         'or code is not set here; export it where the run starts')
     return pairs
 
 _Labels = Annotated[tuple[tuple[str, str | None], ...], BeforeValidator(_label_words),
@@ -74,7 +78,7 @@ class Model(Part):
     revision: str | None = None  # Commit, tag or branch on the Hub; a commit is the safe choice
     attention: Literal['sdpa', 'eager', 'flash'] = 'sdpa'  # flash: the package flash-attn
     head: Literal['causal_lm', 'classification'] = 'causal_lm'  # Next token, or a new head
-    classes: Annotated[int, Field(ge=2)] = 2  # Outputs of a classification head
+    classes: Annotated[Count, Field(ge=2)] = 2  # Outputs of a classification head
 
 class Data(Part):
     "Which rows, and how each becomes a conversation."
@@ -147,12 +151,14 @@ class Sharding(Part):
                      'sharded'] = 'every_rank'  # Who reads the base: all ranks, one, each its part
 
 # %% ../../nbs/config/03_recipe.ipynb #b786cdda
+_FromZero = Annotated[int, Field(ge=0, lt=2**63)]
+
 class Zero(Part):
     "DeepSpeed's own knobs, in elements; only the zero strategies read them."
     reduce_bucket: Count = 500_000_000  # Gradients gathered before one reduction
     allgather_bucket: Count = 500_000_000  # Weights gathered at once after the step (zero1, zero2)
     prefetch_bucket: Count = 50_000_000  # Weights fetched ahead (zero3)
-    persistence_threshold: Annotated[int, Field(ge=0)] = 100_000  # Smaller ones stay whole (zero3)
+    persistence_threshold: _FromZero = 100_000  # Smaller ones stay whole (zero3)
     max_live: Count = 1_000_000_000  # Gathered weights alive at once (zero3)
     max_reuse: Count = 1_000_000_000  # Keep a weight that is used again so soon (zero3)
     overlap: bool = True  # Communicate while computing; doubles the reduction buffer
@@ -163,27 +169,28 @@ class Batch(Part):
     "How much goes into one optimizer step."
     micro: Count = 1  # Rows per rank in one forward pass
     accumulation: Count = 1  # Forward passes per step
-    length: Annotated[int, Field(ge=8)] = 1024  # Tokens per row at most
+    length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
     loss_head: Literal['chunked', 'full'] = 'chunked'  # The logits in tiles, or at once
+
+_Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds
 
 class Optimizer(Part):
     "The optimizer and its schedule."
     kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw',
                   'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # fused: no temporary copies
-    learning_rate: Real = 2e-4  # Highest value, after the warm-up
+    learning_rate: _Float32 = 2e-4  # Highest value, after the warm-up
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # After the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
     steps: Count = 100  # Optimizer steps
-    clip: Real = 1.0  # Largest norm of the whole gradient; 0 switches clipping off
-    weight_decay: Real = 0.0  # Pull of the trained weights towards 0, per unit of learning rate
+    clip: _Float32 = 1.0  # Largest norm of the whole gradient; 0 switches clipping off
+    weight_decay: _Float32 = 0.0  # Pull of the trained weights towards 0, per unit of learning rate
 
-_Every = Annotated[int, Field(ge=0)]
 class Intervals(Part):
     "What happens every so many steps; 0 is never."
     logging: Count = 1  # Write the loss
-    evaluation: _Every = 0  # Measure the loss on held-out rows
-    saving: _Every = 0  # Save a checkpoint to resume from
+    evaluation: _FromZero = 0  # Measure the loss on held-out rows
+    saving: _FromZero = 0  # Save a checkpoint to resume from
     checkpoint: Literal['sharded', 'full'] = 'sharded'  # Each rank its part, or all gathered on one
 
 # %% ../../nbs/config/03_recipe.ipynb #b1c282be
@@ -246,8 +253,6 @@ class _Rules(tuple):
                                    rule.fix, rule.source) for rule in self])
 
 # %% ../../nbs/config/03_recipe.ipynb #fd688700
-def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
-
 def _conditions(rule) -> str:  # In words
     return '; '.join(f'{name} {_condition(test)}' for name, test in rule.when.items())
 

@@ -10,10 +10,13 @@ import hashlib
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
+from .architecture import base_config
 from .half_matmul import upcast_half_matmul
+from .weight_files import check_index
 
 # At import it warns of an optional kernel
 logging.getLogger('bitsandbytes.backends.cpu.ops').setLevel(logging.ERROR)
@@ -73,18 +76,18 @@ def _pretrained(base, method, precision, device):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     is_classifier = base.head == 'classification'
     auto = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    options = {'num_labels': base.classes} if is_classifier else {}
+    place, config = resolve(base.source), base_config(base)
+    if isinstance(place, Path): check_index(place)
     return auto.from_pretrained(
-        resolve(base.source),
+        place,
+        config=config,
         revision=base.revision,
         device_map={'': device},
         use_safetensors=True,
         trust_remote_code=False,
         dtype='float32' if method.kind == 'full' else precision.compute,
-        attn_implementation='flash_attention_2' if base.attention == 'flash' else base.attention,
         quantization_config=nf4_config(method, precision) if method.kind == 'qlora' else None,
-        output_loading_info=True,
-        **options)
+        output_loading_info=True)
 
 # %% ../../nbs/model/04_quantize.ipynb #c0a5400b
 def load_base(

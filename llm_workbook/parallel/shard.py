@@ -7,6 +7,7 @@ __all__ = ['shard_model', 'ShardingMismatch', 'ShardReport', 'assert_sharding']
 
 # %% ../../nbs/parallel/03_shard.ipynb #479c7e4c
 from dataclasses import dataclass
+from html import escape
 
 from ..config.recipe import Sharding
 from ..display import html_table
@@ -92,7 +93,7 @@ class ShardReport:
 
     def _repr_html_(self):
         rows = [(*row, f'{whole_b:,}', f'{here_b:,}') for *row, whole_b, here_b in self.rows]
-        return (f'<p>{self!r}</p><details><summary>{len(rows)} parameters</summary>'
+        return (f'<p>{escape(repr(self))}</p><details><summary>{len(rows)} parameters</summary>'
                 f'{html_table(_HEADS, rows, numbers=(4, 5))}</details>')
 
 # %% ../../nbs/parallel/03_shard.ipynb #fc6f47b7

@@ -141,7 +141,8 @@ def load_chat(
     tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     base = load_base(recipe.model, *options)
     if recipe.method.kind == 'full':
-        return Chat(load_base(str(saved), *options), tokenizer, base, longest)
+        tuned = recipe.model.model_copy(update={'source': str(saved), 'revision': None})
+        return Chat(load_base(tuned, *options), tokenizer, base, longest)
     return Chat(load_adapters(base, saved), tokenizer, longest=longest)
 
 # %% ../../nbs/release/04_chat.ipynb #3e6f0246

@@ -6,10 +6,13 @@
 __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'fine_tune', 'train_here']
 
 # %% ../../nbs/training/13_fine_tune.ipynb #1650fa2d
+import ctypes
 import gc
 import math
 import os
 import warnings
+import signal
+import sys
 from array import array
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -23,7 +26,7 @@ from ..config.recipe import Recipe, planned_only
 from ..display import html_table
 from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
-from ..model.architecture import load_tokenizer
+from ..model.architecture import base_config, load_tokenizer
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
 from ..parallel.load import loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
@@ -56,6 +59,7 @@ def check_recipe(
     if isinstance(base, Path) and not (base / 'config.json').is_file():
         raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: '
                          'name a transformers model')
+    _check_length(recipe)
     if recipe.method.kind != 'full':
         check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision)
     train, held = _read_rows(recipe)
@@ -71,6 +75,23 @@ def _check_packages(recipe):
     if recipe.model.attention == 'flash' and not find_spec('flash_attn'):
         raise ImportError("model.attention 'flash' needs the package flash-attn, "
                           "which is not installed here: set it to 'sdpa'")
+
+def _check_length(recipe):
+    "Refuse rows that may be longer than the base has positions."
+    config = base_config(recipe.model).get_text_config(decoder=True)
+    positions = getattr(config, 'max_position_embeddings', None) or 0
+    scaling = getattr(config, 'rope_parameters', None) or {}
+    if scaling.get('factor') and scaling.get('original_max_position_embeddings'):
+        stretched = scaling['factor'] * scaling['original_max_position_embeddings']
+        positions = max(positions, int(stretched))
+    if 0 < positions < recipe.batch.length:
+        raise ValueError(f'batch.length is {recipe.batch.length}, and {recipe.model.source!r} has '
+                         f'{positions} positions: set batch.length to {positions} or less')
+
+def _check_timeout(step_timeout_s):
+    if step_timeout_s is None or step_timeout_s > 0: return
+    raise ValueError(f'step_timeout_s must be more than 0 seconds, not {step_timeout_s!r}: '
+                     'None waits for ever')
 
 def _check_counts(recipe, train_rows, held_rows):
     every, batch = recipe.intervals.evaluation, recipe.batch
@@ -406,6 +427,7 @@ def fine_tune(
     step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits for ever
 ) -> Run:  # Of a run that finished on every rank, now or before
     "Check `recipe`, start its ranks, train or go on, and save; `Preempted` when told to stop."
+    _check_timeout(step_timeout_s)
     rows, held = check_recipe(recipe)
     _check_machine(recipe)
     directory = Path(directory)
@@ -454,7 +476,9 @@ def train_here(
 ) -> int:  # Exit code: 0 finished, now or before; 75 preempted and committed; every error raises
     "Train or go on in this process, as one of those that torchrun or srun has started."
     directory = Path(directory)
-    with Preemption():  # Before anything that takes time
+    _check_timeout(step_timeout_s)
+    with Preemption(interrupts=False):  # Before anything that takes time
+        _end_with_agent()
         finished = run_state(directory)['state'] == 'finished'
         _import_libraries(finished)
         rank = _launched_rank(recipe)
@@ -472,6 +496,15 @@ def train_here(
         return EXIT_PREEMPTED if 'preempted' in result else 0
 
 # %% ../../nbs/training/13_fine_tune.ipynb #e37f200b
+_PR_SET_PDEATHSIG = 1  # Of Linux's prctl
+
+def _end_with_agent():
+    "Let SIGTERM come when torchrun's agent is killed: a rank saves then, and trains no longer."
+    if 'TORCHELASTIC_RUN_ID' not in os.environ or sys.platform != 'linux': return
+    agent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != agent: os.kill(os.getpid(), signal.SIGTERM)  # It died in between
+
 def _import_libraries(finished):
     "Import what training needs, with the garbage collector off."
     gc.disable()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..files import publish
 from ..parallel.agreement import gather_objects, rank_and_world
+from ..parallel.ranks import ERROR_REPORTS
 
 # %% ../../nbs/training/03_watchdog.ipynb #554335cb
 class Votes:
@@ -51,12 +52,16 @@ class Votes:
 EXIT_PREEMPTED = 75  # Exit code of a run that was stopped and has saved: EX_TEMPFAIL, "try later"
 
 # %% ../../nbs/training/03_watchdog.ipynb #614e1947
+_STOPPING = b'\ninterrupted: the run saves its next step and ends (Ctrl-\\ ends it without)\n'
+
 class Preemption:
-    "Inside its block SIGTERM and SIGUSR1 only set a flag; the ranks compare it when asked."
+    "Inside its block SIGTERM, SIGUSR1 and Ctrl-C set a flag; the ranks compare it when asked."
     def __init__(self,
         votes: Votes | None = None,  # Of all ranks; None makes one when first asked (a collective)
+        interrupts: bool = True,  # Whether Ctrl-C is noted too
     ):
         self.votes, self.signal, self._before = votes, 0, {}
+        self.interrupts = interrupts
 
     def __enter__(self):
         reason = _why_no_handlers()
@@ -64,12 +69,18 @@ class Preemption:
             log = logging.getLogger(__name__)
             log.warning('no signal handlers: %s; interrupt the run to stop it', reason)
             return self
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        noted = [signal.SIGTERM, signal.SIGUSR1]
+        ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
+        if self.interrupts and not ignored: noted.append(signal.SIGINT)
+        for number in noted:
             self._before[number] = signal.signal(number, self._note)
         self.signal = _signal_of_outer_block(self._before.values()) or self.signal
         return self
 
-    def _note(self, number, frame): self.signal = number
+    def _note(self, number, frame):
+        if number == signal.SIGINT and not self.signal and os.environ.get('RANK', '0') == '0':
+            os.write(2, _STOPPING)  # `print` may be interrupted in the middle of itself
+        self.signal = number
 
     def __exit__(self, *error):
         while self._before:
@@ -126,6 +137,7 @@ def _few(rows):
 # %% ../../nbs/training/03_watchdog.ipynb #14e0926c
 class RankHangs(RuntimeError):
     "No step was done in time: says which ranks are stuck and which wait, and where this one is."
+    def __str__(self): return self.args[0]
 
 # %% ../../nbs/training/03_watchdog.ipynb #175d38df
 class HangWatch:
@@ -183,7 +195,11 @@ def _hang_error(watch):
     own = reports[watch.rank]
     if own['waits']: time.sleep(1)  # Whoever is waited for speaks first
     innermost = ''.join(own['stack'][-4:])
-    return RankHangs(_verdict(watch, reports), innermost)
+    groups = _groups(watch, reports)
+    error = RankHangs(_verdict(watch, groups), innermost)
+    culprits = groups['stuck'] or groups['without a sign']
+    if culprits: error.blamed = culprits[0]
+    return error
 
 def _stack_file(watch, rank): return watch.folder / f'rank-{rank}.json'
 
@@ -201,13 +217,17 @@ def _exchange_reports(watch, stack):
 # %% ../../nbs/training/03_watchdog.ipynb #6d206006
 def _no_step(watch): return f'no step was done in {watch.timeout_s:g} s'
 
-def _verdict(watch, reports):
-    "Say which ranks are stuck, which wait, and of which there is no sign."
+def _groups(watch, reports):
+    "Sort the ranks by what they report, if they do."
     groups = {'stuck': [], 'waiting for another': [], 'without a sign': []}
     for rank in range(watch.ranks):
         if rank not in reports: state = 'without a sign'
         else: state = 'waiting for another' if reports[rank]['waits'] else 'stuck'
         groups[state].append(rank)
+    return groups
+
+def _verdict(watch, groups):
+    "Say which ranks are stuck, which wait, and of which there is no sign."
     names = []
     for state, ranks in groups.items():
         if ranks: names.append(f'ranks {ranks}{_on_hosts(watch.hosts, ranks)} {state}')
@@ -227,6 +247,7 @@ def _waits_for_rank(stack):
 def _end_process(error):
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     get_error_handler().record_exception(error)
+    for report in ERROR_REPORTS: report(error)
     verdict, innermost = error.args
     print(f'{innermost}{type(error).__name__}: {verdict}', file=sys.stderr, flush=True)
     os._exit(1)

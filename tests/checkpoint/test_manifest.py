@@ -501,7 +501,7 @@ class Payload:
     'name',
     [
         'optimizer.pt', 'model/pytorch_model.bin', 'rng.pth', 'a.pkl', 'a.pickle', 'last.ckpt',
-        'modeling.py', 'x.so'])
+        'modeling.py', 'x.so', 'x.PT', 'a.pth.tar', 'a.npy', 'a.NPZ', 'a.dill'])
 def test_programs_are_kept_out(run, name, monkeypatch):
     monkeypatch.chdir(run)
     program = {name: pickle.dumps(Payload())}

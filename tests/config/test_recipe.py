@@ -92,6 +92,23 @@ WRONG = [  # dotted field, value, words in the message
     ('cluster.variables', {'HF_TOKEN': 'x'}, 'HF_TOKEN is no transport'),
     ('cluster.variables', {'ACCELERATE_MIXED_PRECISION': 'bf16'}, 'has a field for'),
     ('cluster.variables', {'NCCL_DEBUG': 1}, 'names to text'),
+    ('cluster.variables', {'NCCL_DEBUG': 'a b'}, 'plain value'),
+    ('cluster.variables', {'NCCL_NET_PLUGIN': '/shared/evil.so'}, 'names a file or code'),
+    ('cluster.variables', {'NCCL_TUNER_PLUGIN': 'x'}, 'names a file or code'),
+    ('cluster.variables', {'NCCL_DEBUG_FILE': '/etc/profile'}, 'names a file or code'),
+    ('cluster.variables', {'NCCL_CONF_FILE': 'x'}, 'names a file or code'),
+    ('cluster.variables', {'FI_PROVIDER_PATH': '/shared'}, 'names a file or code'),
+    ('cluster.variables', {'UCX_MODULE_DIR': '/shared'}, 'names a file or code'),
+    ('cluster.variables', {'OMP_TOOL_LIBRARIES': 'x.so'}, 'names a file or code'),
+    ('cluster.variables', {'TORCH_NCCL_DEBUG_INFO_TEMP_FILE': 'x'}, 'names a file or code'),
+    ('optimizer.steps', 10**400, 'less than'),
+    ('optimizer.steps', 2**63, 'less than'),
+    ('optimizer.learning_rate', 1e300, 'less than or equal to'),
+    ('optimizer.weight_decay', 1e300, 'less than or equal to'),
+    ('batch.length', 10**30, 'less than'),
+    ('batch.micro', '1:30', 'valid integer'),
+    ('model.classes', 2**64, 'less than'),
+    ('intervals.saving', 2**64, 'less than'),
     ('zero.reduce_bucket', 0, 'greater than or equal to 1'),
     ('zero.persistence_threshold', -1, 'greater than or equal to 0'),
     ('intervals.logging', 0, 'greater than or equal to 1'),
@@ -136,11 +153,61 @@ def test_python_and_text_are_refused_alike():
         '[' * 500 + ']' * 500, '{' * 1000, '---\na: 1\n---\nb: 2', 'a: 2024-13-45', '\x00',
         '? [a]\n: b', 'a: "\\ud800"',
         '\t a: 1', 'a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]', '1: 2', 'true: 1', 'model: {1: 2}',
-        'data: {labels: {1: a, 1: b}}'],
+        'data: {labels: {1: a, 1: b}}', 'a: !!bool foo', 'a: !!int ""', 'a: !!float ""',
+        'a: !!timestamp foo', '!!int foo', 'version: 2\nbatch: {<<: {micro: 7}, micro: 3}',
+        'version: 2\n<<: {seed: 3}', '~' * 10_000, 'k' * 10_000 + '\n: 1'],
     ids=lambda t: repr(t)[:30])
 def test_hostile_text_ends_in_a_recipe_error(text):
     with pytest.raises(RecipeError) as caught: Recipe.parse(text)
     assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize('text', ['[' * 20_000, '{a: ' * 3_000, '- ' * 5_000])
+def test_deep_text_is_refused_at_once(text):
+    start = time.process_time()
+    with pytest.raises(RecipeError, match='more than 20 levels'): Recipe.parse(text)
+    assert time.process_time() - start < 4  # 0.5 s on a quiet machine; was 40 s
+
+
+def test_many_mistakes_make_a_short_message():
+    text = 'version: 2\n' + ''.join(f'key{number}: 1\n' for number in range(3_000))
+    with pytest.raises(RecipeError, match=r'and 2,953 more$') as caught: Recipe.parse(text)
+    assert len(caught.value.problems) == 3_003  # Three fields are missing
+    assert len(str(caught.value)) < 10_000
+    with pytest.raises(RecipeError) as caught: Recipe(**plain() | {'k' * 10**6: 1})
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_time_of_day_is_text_and_numbers_are_still_numbers():
+    text = GOOD.changed({'data.question': '1:30'}).dump()
+    assert Recipe.parse(text.replace("'1:30'", '1:30')).data.question == '1:30'
+    assert Recipe.parse(text.replace('micro: 1', 'micro: 1_000')).batch.micro == 1_000
+    assert Recipe.parse(text.replace('micro: 1', 'micro: !!int 7')).batch.micro == 7
+    assert Recipe.parse(text.replace('question:', 'question: !!str')).data.question == '1:30'
+
+
+VARIABLES = [
+    {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1', 'NCCL_ALGO': 'Ring', 'NCCL_IB_HCA': '=mlx5_0:1'},
+    {'OMP_NUM_THREADS': '8', 'OMP_WAIT_POLICY': 'PASSIVE', 'KMP_AFFINITY': 'compact'},
+    {'CUDA_DEVICE_MAX_CONNECTIONS': '1', 'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:128'},
+    {'FI_PROVIDER': 'efa', 'UCX_TLS': 'rc,cuda', 'TORCH_NCCL_BLOCKING_WAIT': '1'}]
+
+
+@pytest.mark.parametrize('variables', VARIABLES, ids=lambda v: next(iter(v)))
+def test_switches_and_numbers_may_be_set(variables):
+    recipe = GOOD.changed({'cluster.variables': variables})
+    assert dict(Recipe.parse(recipe.dump()).cluster.variables) == variables
+
+
+def test_no_variable_of_the_list_names_code_or_a_file():
+    names = [
+        name
+        for group in yaml.safe_load(asset('variables.yaml').read_text()).values()
+        for name in group]
+    assert len(set(names)) == len(names) > 100
+    words = 'PLUGIN|PATH|_DIR(_|$)|FILE|LIB|MODULE|CONFIG|TOKEN|TOOL|PRELOAD|SERVER|COMM_ID'
+    assert not [name for name in names if re.search(words, name)]
+    assert all(re.fullmatch('[A-Z][A-Z0-9_]+', name) for name in names)
 
 
 def test_random_damage_never_raises_anything_else():
@@ -163,7 +230,9 @@ def test_files_that_cannot_be_read(tmp_path):
     for path, words in [
         ('none.yaml', 'No such file'),
         ('latin.yaml', 'UTF-8'),
-        ('.', 'cannot be read')
+        ('.', 'cannot be read'),
+        ('a\0b', 'cannot be read'),
+        ('~nobody-here/x', 'cannot be read')
     ]:
         with pytest.raises(RecipeError, match=words): Recipe.load(tmp_path/path)
 

@@ -3,6 +3,7 @@ collectives."""
 import os
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -148,12 +149,27 @@ def test_11_the_watch_beside_each_rank_ends_all_of_them(tmp_path):
                 dist.all_reduce(torch.ones(10))
                 watch.beat()
     start = time.monotonic()
-    with pytest.raises(RankError, match='exit code 1') as caught: run_ranks(watched, timeout_s=40)
+    words = 'rank 1 failed: RankHangs: no step was done in 2 s'
+    with pytest.raises(RankError, match=words) as caught: run_ranks(watched, timeout_s=40)
     assert time.monotonic() - start < 12
     assert caught.value.rank == 1
     assert 'ranks [1] stuck, ranks [0] waiting for another' in str(caught.value)
     assert {'stacks/rank-0.json', 'stacks/rank-1.json'} <= files(tmp_path)
     assert 'time.sleep(1000)' in (tmp_path/'stacks/rank-1.json').read_text()
+
+
+def test_11_a_stopped_rank_is_blamed_and_not_the_one_that_waits_for_it(tmp_path):
+    def watched():
+        with HangWatch(tmp_path, 2, dist.get_rank(), 2) as watch:
+            for step in range(100):
+                if dist.get_rank() == 1 and step == 5: os.kill(os.getpid(), signal.SIGSTOP)
+                dist.all_reduce(torch.ones(10))
+                watch.beat()
+    with pytest.raises(RankError) as caught: run_ranks(watched, timeout_s=40)
+    assert caught.value.rank == 1
+    who = 'ranks [0] waiting for another, ranks [1] without a sign'
+    assert f'RankHangs: no step was done in 2 s: {who}' in caught.value.reason
+    assert 'exit code' not in str(caught.value)
 
 
 # 12: collectives that do not match

@@ -80,6 +80,32 @@ def test_02_a_signal_to_one_rank_saves_one_step_on_all_ranks(long, tmp_path):
     assert 'exitcode  : 75' in log, log[-3000:]
 
 
+@pytest.mark.slow
+def test_02_ctrl_c_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path):
+    log = log_of_signalled_run(long, tmp_path/'run', signal.SIGINT)
+    assert 'interrupted: the run saves its next step' in log, log[-3000:]
+    assert 'KeyboardInterrupt' not in log.partition('SignalException')[0], log[-3000:]
+
+
+@pytest.mark.slow
+def test_02_ranks_whose_agent_was_killed_save_and_end(long, tmp_path):
+    run = tmp_path/'run'
+    job = torchrun(long.recipe, run)
+    assert wait_for(lambda: steps_done(run) >= 3 or job.poll() is not None, 80)
+    orphans = list(ranks(job).values())
+    assert len(orphans) == 2
+    job.kill()
+    job.wait()
+    gone, alive = psutil.wait_procs(orphans, 60)
+    for orphan in alive: orphan.kill()
+    assert not alive
+    log = (tmp_path/'log').read_text()
+    assert run_state(run)['state'] == 'preempted', log[-3000:]
+    step = run_state(run)['step']
+    assert step < STEPS, 'the run was over before: more steps are needed here'
+    assert check_checkpoint(run/f'checkpoint-{step}', deep=True).ranks == 2
+
+
 def act_inside_a_save(monkeypatch, act):
     "Let rank 1 call `act` when the second checkpoint has one of its files."
     write = checkpoint._write

@@ -12,7 +12,7 @@ from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.files import asset
 from llm_workbook.config.recipe import Method, Recipe, Sharding
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
-from llm_workbook.parallel.shard import ShardingMismatch, assert_sharding, shard_model
+from llm_workbook.parallel.shard import ShardingMismatch, ShardReport, assert_sharding, shard_model
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 RECIPE = Recipe.parse(
@@ -203,3 +203,10 @@ def test_one_process():
     with pytest.raises(ShardingMismatch, match='2 ranks were asked for'):
         assert_sharding(model, 'none', 2)
     assert assert_sharding(model, 'none').ranks == 1
+
+
+def test_a_report_shows_names_as_text():
+    hostile = '<img src=x onerror=alert(1)>'
+    report = ShardReport(hostile, 2, 0, [(hostile, hostile, (2,), (1,), 8, 4)], 8, 0)
+    assert '<img' not in report._repr_html_()
+    assert report._repr_html_().count('&lt;img') == 3

@@ -1,0 +1,164 @@
+"""The command in a terminal: what a user did wrong is one line, and Ctrl-C ends it."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trouble import wait_for
+
+from llm_workbook.checkpoint import manifest
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.files import asset
+from llm_workbook.training import fine_tune
+from llm_workbook.training.run_directory import run_lock, run_state
+
+PROGRAM = sys.executable, '-m', 'llm_workbook'
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return Recipe(
+        name='alone', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'},
+        cluster={'processes': 1}, sharding={'strategy': 'none'},
+        batch={'micro': 1, 'length': 64}, optimizer={'steps': 400})
+
+
+def environment():
+    names = 'WORLD_SIZE', 'RANK', 'LOCAL_RANK', 'TORCHELASTIC_RUN_ID'
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
+def refused(folder, recipe, *words) -> tuple:
+    "Exit code and errors of `train`."
+    file = recipe.save(folder/'recipe.yaml')
+    done = subprocess.run(
+        [*PROGRAM, 'train', file, '--directory', folder/'run', *words],
+        capture_output=True, text=True, timeout=120, env=environment())
+    return done.returncode, done.stderr
+
+
+def test_a_time_limit_that_cannot_be_is_refused_before_anything_is_read(recipe, tmp_path):
+    start = time.monotonic()
+    code, error = refused(tmp_path, recipe, '--step-timeout', '-1')
+    assert code == 2
+    assert "--step-timeout: '-1' must be more than 0 seconds" in error
+    assert 'Traceback' not in error
+    assert not (tmp_path/'run').exists()
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize('limit_s', [-1, 0, float('nan')])
+def test_functions_refuse_it_too_before_the_rows_are_read(recipe, tmp_path, limit_s):
+    lost = recipe.changed({'data.source': str(tmp_path/'none.jsonl')})
+    for call in fine_tune.fine_tune, fine_tune.train_here:
+        with pytest.raises(ValueError, match='step_timeout_s must be more than 0 seconds'):
+            call(lost, tmp_path/'run', step_timeout_s=limit_s)
+    assert not (tmp_path/'run').exists()
+
+
+def test_rows_longer_than_the_base_has_positions_are_refused(recipe, tmp_path):
+    lines = (asset('sample-conversations')/'train.jsonl').read_text().splitlines(keepends=True)
+    (tmp_path/'rows.jsonl').write_text(''.join(lines[:20]))
+    recipe = recipe.changed({'data.source': str(tmp_path/'rows.jsonl')})
+    with pytest.raises(ValueError, match='batch.length is 513.*has 512 positions: set'):
+        fine_tune.check_recipe(recipe.changed({'batch.length': 513}))
+    assert fine_tune.check_recipe(recipe.changed({'batch.length': 512}))
+
+
+@pytest.mark.slow
+def test_what_a_user_did_wrong_is_one_line(recipe, tmp_path):
+    lost = recipe.changed({'data.source': str(tmp_path/'none.jsonl')})
+    code, error = refused(tmp_path, lost)
+    assert (code, error.count('\n')) == (2, 1), error
+    assert error.startswith('llm-workbook: ')
+    with run_lock(tmp_path/'run'):
+        code, error = refused(tmp_path, recipe)
+    lines = [line for line in error.splitlines() if line.startswith('llm-workbook:')]
+    assert code == 1, error
+    assert 'is taken by process' in lines[-1]
+    assert 'Traceback' not in error
+
+
+# Ctrl-C
+
+def started(folder, recipe):
+    file = recipe.save(folder/'recipe.yaml')
+    with open(folder/'log', 'w') as log:
+        return subprocess.Popen(
+            [*PROGRAM, 'train', file, '--directory', folder/'run'], stdout=log, stderr=log,
+            env=environment())
+
+
+def has_loaded(process, name) -> bool:
+    try: return name in Path(f'/proc/{process.pid}/maps').read_text()
+    except OSError: return False
+
+
+def test_ctrl_c_during_imports_ends_at_once_and_says_so(recipe, tmp_path):
+    process = started(tmp_path, recipe)
+    try:
+        assert wait_for(lambda: has_loaded(process, 'libtorch_python'), 60)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        assert process.wait(60) == -signal.SIGINT
+        assert time.monotonic() - start < 15  # Under 1 s on a quiet machine
+    finally: process.kill()
+    log = (tmp_path/'log').read_text()
+    assert 'interrupted while no step was under way' in log
+    assert 'Traceback' not in log
+    assert 'Error' not in log
+    assert not (tmp_path/'run').exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_step_saves_it(recipe, tmp_path):
+    process = started(tmp_path, recipe)
+    metrics = tmp_path/'run/metrics.jsonl'
+    try:
+        assert wait_for(lambda: metrics.exists() and metrics.read_text().count('\n') > 2, 90)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # A second one changes nothing
+        assert process.wait(60) == 75, (tmp_path/'log').read_text()[-3000:]
+    finally: process.kill()
+    state = run_state(tmp_path/'run')
+    assert (state['state'], state['step'] > 2) == ('preempted', True)
+    assert manifest.latest_valid(tmp_path/'run', deep=True).name == f'checkpoint-{state["step"]}'
+    log = (tmp_path/'log').read_text()
+    assert 'interrupted: the run saves its next step' in log
+    assert 'Traceback' not in log
+
+
+# A rank without its agent
+
+AGENT = """
+import os, subprocess, sys
+os.environ['TORCHELASTIC_RUN_ID'] = 'x'
+rank = subprocess.Popen([sys.executable, '-c', sys.argv[1]])
+print(rank.pid, flush=True)
+rank.wait()
+"""
+RANK = """
+import time
+from llm_workbook.training.fine_tune import _end_with_agent
+_end_with_agent()
+open('ready', 'w').close()
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_with_the_agent_that_started_it(tmp_path):
+    agent = subprocess.Popen(
+        [sys.executable, '-c', AGENT, RANK], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env=environment())
+    rank = Path('/proc', agent.stdout.readline().strip())
+    def is_alive():
+        try: return (rank/'stat').read_text().rpartition(') ')[2][0] != 'Z'
+        except OSError: return False
+    assert wait_for((tmp_path/'ready').exists, 30)
+    assert is_alive()
+    agent.kill()
+    agent.wait()
+    assert wait_for(lambda: not is_alive(), 10)
