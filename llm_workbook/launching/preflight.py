@@ -6,7 +6,7 @@
 __all__ = ['Preflight', 'assess', 'preflight']
 
 # %% ../../nbs/launching/05_preflight.ipynb #860c6771
-import os, sys, threading, time
+import os, sys, threading, time, warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,9 +23,14 @@ from ..config.recipe import Recipe, differences
 from ..parallel.backends import transport_env
 from .rendezvous import (
     NUMBERS, PreflightFinding, PeerMissing, Rendezvous, compare_clocks, process_place, time_links)
+from ..model.architecture import load_tokenizer
+from ..training.fine_tune import check_recipe
+from ..training.tokens import TokenView
 from .node_report import TOKEN, report_node
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
+_FIRST_ROW = 'the first row, trained tokens in brackets:'
+
 @dataclass(frozen=True, repr=False)
 class Preflight:
     "What the nodes of a run found out about themselves and each other."
@@ -34,6 +39,7 @@ class Preflight:
     links: tuple  # Of every pair: hosts, backend, bytes/s, and what the plan counts with
     findings: tuple  # All that is wrong, as `PreflightFinding`
     seconds: float  # Until the verdict
+    first_row: str = ''  # To train on, trained tokens in brackets; '' where no row could be read
 
     @property
     def problems(self) -> list[PreflightFinding]:  # Empty: go
@@ -48,6 +54,7 @@ class Preflight:
         tables = [_columns(heads, rows) for heads, rows in _tables(self) if rows]
         findings = [str(finding) for finding in self.findings]
         lines = [f'preflight of {_verdict(self)}', *tables, *findings]
+        if self.first_row: lines.append(f'{_FIRST_ROW}\n  {self.first_row}')
         return '\n'.join(lines)
 
     def _repr_html_(self):
@@ -57,6 +64,7 @@ class Preflight:
         tables = [*_tables(self), (heads, rows)]
         parts = [f'<p>{escape(_verdict(self))}</p>']
         parts += [html_table(heads, rows) for heads, rows in tables if rows]
+        if self.first_row: parts.append(f'<p>{_FIRST_ROW}</p><pre>{escape(self.first_row)}</pre>')
         return ''.join(parts)
 
 # %% ../../nbs/launching/05_preflight.ipynb #06b3c79e
@@ -354,6 +362,53 @@ def _backends(recipe):
     if recipe.cluster.device == 'cuda': return 'gloo', 'nccl'
     return 'gloo',
 
+# %% ../../nbs/launching/05_preflight.ipynb #6ab0e002
+class _CheckedRows(threading.Thread):
+    "Checks recipe and rows as the run will do, beside everything else."
+    def __init__(self, recipe, host):
+        super().__init__(daemon=True)
+        self.recipe, self.host = recipe, host
+        self.findings, self.first_row = None, ''  # None: not ready
+        self.start()
+
+    def run(self):
+        findings = []
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always', UserWarning)
+            try: rows, _ = check_recipe(self.recipe)
+            except (ValueError, ImportError, OSError) as error:
+                fix = 'Correct the recipe or the rows; check_recipe says the same'
+                findings.append(PreflightFinding('rows', self.host, str(error), fix))
+            else: self.first_row = _row_text(self.recipe, rows[0])
+        for warning in said:
+            if warning.category is not UserWarning: continue
+            what, fix = str(warning.message), 'Is it meant so?'
+            findings.append(PreflightFinding('rows', self.host, what, fix, stops=False))
+        self.findings = findings
+
+    def found(self, others, until):
+        "Give the findings, with respect to what others have found; wait until then at most."
+        lacks = [finding for finding in others if finding.check == 'files']
+        if any(finding.stops for finding in lacks): return []  # It stands there already
+        if not lacks: self.join(max(0, until - time.monotonic()))
+        if not lacks and self.findings is not None: return self.findings
+        what = 'not checked: too little time was left'
+        if lacks: what = 'not checked: what the recipe names is not all here'
+        fix = 'Call check_recipe by itself'
+        return [PreflightFinding('rows', self.host, what, fix, stops=False)]
+
+_SHOWN = 800  # Characters of the first row
+
+def _row_text(recipe, row):
+    if 'input_ids' not in row: text = f"{row['text']}  ->  class {row['label']}"
+    else:
+        tokenizer = load_tokenizer(
+            recipe.model.source, recipe.model.revision, recipe.data.template)
+        ids, labels = list(row['input_ids']), list(row['labels'])
+        tokens = tuple(tokenizer.decode([token]) for token in ids)
+        text = str(TokenView(tuple(ids), tokens, tuple(label != -100 for label in labels)))
+    return text if len(text) <= _SHOWN else f'{text[:_SHOWN]} …'
+
 # %% ../../nbs/launching/05_preflight.ipynb #24b6ec6c
 @dataclass
 class _Evidence:
@@ -397,7 +452,7 @@ def _measure(talk, recipe, evidence):
         evidence.links.append(link | {'planned': _planned_bps(recipe, link)})
 
 # %% ../../nbs/launching/05_preflight.ipynb #c8603fe7
-def _lead(talk, recipe, directory, plan):
+def _lead(talk, recipe, directory, plan, rows):
     "Be rank 0: gather, measure, judge, and tell all the verdict."
     evidence, token = _Evidence(), token_hex(8)
     try:
@@ -409,13 +464,15 @@ def _lead(talk, recipe, directory, plan):
             report |= evidence.clock(report['rank'])
             report['planned_b'] = plan.size_b
         findings = assess(recipe, evidence.reports, evidence.links)
+        findings += rows.found(findings, talk.until)
     except PeerMissing as stop: findings = [stop.finding]
     finally:
         token_file = Path(directory) / f'{TOKEN}{token}'
         with suppress(OSError): token_file.unlink()
-    rows = evidence.rows(talk.members)
+    members = evidence.rows(talk.members)
     seconds = time.monotonic() - talk.began
-    verdict = Preflight(recipe.name, rows, evidence.links, findings, seconds).to_dict()
+    verdict = Preflight(
+        recipe.name, members, evidence.links, findings, seconds, rows.first_row).to_dict()
     talk.tell(verdict)
     return verdict
 
@@ -436,9 +493,11 @@ def _follow(talk, recipe, directory):
 def _take_part(talk, recipe, directory):
     "The verdict as plain values, or the finding that kept this process from hearing one."
     try:
-        plan = _PlannedSave(recipe) if talk.place.rank == 0 else None
+        first = talk.place.rank == 0
+        plan = _PlannedSave(recipe) if first else None
+        rows = _CheckedRows(recipe, talk.place.host) if first else None
         talk.join()
-        if talk.leads: return _lead(talk, recipe, directory, plan)
+        if talk.leads: return _lead(talk, recipe, directory, plan, rows)
         return talk.hear(partial(_follow, talk, recipe, directory))
     except PeerMissing as stop: return stop.finding
     except Exception as error:

@@ -10,9 +10,9 @@ import ctypes
 import gc
 import math
 import os
-import warnings
 import signal
 import sys
+import warnings
 from array import array
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
 from ..parallel.load import loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
-from .data import load_rows
+from .data import load_rows, row_places
 from .effective import check_launcher, confirm_settings
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
@@ -283,6 +283,7 @@ def make_trainer(
         model, args, train_dataset=_dataset(rows, keys, longest),
         eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)
     trainer.run.facts = recipe_facts(recipe)
+    trainer.places = row_places(rows)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
     if adapted:
         cast_adapters(trainer.model)
@@ -483,7 +484,9 @@ def train_here(
         _import_libraries(finished)
         rank = _launched_rank(recipe)
         check_launcher(recipe, os.environ)
-        rows, held = ([], []) if finished else check_recipe(recipe)
+        with warnings.catch_warnings():
+            if rank: warnings.simplefilter('ignore')  # Rank 0 says the same
+            rows, held = ([], []) if finished else check_recipe(recipe)
         os.environ.update(fsdp_env(recipe))
         with run_lock(directory) if rank == 0 else nullcontext():
             start = Start(finished=finished)

@@ -20,6 +20,7 @@ from ..parallel.backends import cpu_fsdp, zero_config
 from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
+from .data import row_places
 from .effective import confirm_settings
 from .memory_trace import memory_trace
 from .rank_run import (
@@ -177,6 +178,7 @@ class Loop:
     ):
         from accelerate.utils import set_seed
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
+        self.places = row_places(rows)
         self.step = self.tokens = 0  # Done, and seen by all ranks
         self.processing_class = class_tokenizer(recipe)
         if recipe.model.head == 'causal_lm': _fuse_head(model)
@@ -246,7 +248,8 @@ def _backward(loop, window, scale):
 
 def _check_finite(loop, window, updated=False, **values):
     "Stop every rank if a value of any is not finite."
-    rows = [int(row) for batch in window for row in batch['row']]
+    numbers = [int(row) for batch in window for row in batch['row']]
+    rows = [loop.places.get(number, number) for number in numbers]
     check_finite(loop.run.votes, loop.step + 1, rows, updated, **values)
 
 # %% ../../nbs/training/11_loop.ipynb #831eb800

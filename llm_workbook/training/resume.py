@@ -66,6 +66,7 @@ class _Guarded:
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.run = RankRun(self.args.output_dir)
+        self.places = {}  # Number of a row -> where it was read, where that is known
         self._rows = []  # Numbers of the rows behind the next update, one tensor a batch
         self._collate = self.data_collator
         self.data_collator = self._collate_numbered
@@ -101,7 +102,8 @@ class _Guarded:
         votes = self.run.votes
         if not votes: return  # A rehearsal
         numbers = [int(number) for batch in self._rows if batch is not None for number in batch]
-        check_finite(votes, self.state.global_step + 1, numbers, updated, **values)
+        rows = [self.places.get(number, number) for number in numbers]
+        check_finite(votes, self.state.global_step + 1, rows, updated, **values)
 
 # %% ../../nbs/training/07_resume.ipynb #b9504198
 _HOOKS = ('_prepare_for_training', '_load_from_checkpoint', '_load_rng_state', '_save_checkpoint',

@@ -110,7 +110,7 @@ def _signal_of_outer_block(handlers):
 def check_finite(
     votes: Votes,  # Of all ranks
     step: int,  # Optimizer step that is about to be done
-    rows: list[int],  # Training rows behind it on this rank
+    rows: list,  # Training rows behind it on this rank: numbers, or where they were read
     updated: bool = False,  # Whether the weights are updated already, as by DeepSpeed
     **values: float,  # As `loss`, of this rank, and `grad_norm`, of all; blamed in this order
 ) -> None:

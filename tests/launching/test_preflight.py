@@ -19,7 +19,7 @@ from llm_workbook.launching import rendezvous as talks
 from llm_workbook.launching import node_report as witness
 from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
-from llm_workbook.config.recipe import Recipe
+from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.launching.rendezvous import PreflightFinding, Place, Rendezvous, process_place
 from llm_workbook.launching.node_report import check_shared_directory, describe_source
 
@@ -225,6 +225,26 @@ def test_files_that_only_one_node_has_and_files_that_differ(tmp_path):
     assert (absent.host, absent.what) == ('node2', 'data.test b.txt is not there')
     assert differ.host == 'node1, node2'
     assert differ.what.startswith('data.source a.txt is 1 file, 10 bytes, digest ')
+
+
+def test_rows_are_checked_as_the_run_will_check_them(tmp_path):
+    rows = [{'prompt': 'Hi', 'completion': 'Ho', 'id': 1}] * 30
+    rows[4] = rows[4] | {'completion': ' '}
+    file = tmp_path/'rows.jsonl'
+    chat = shrink(Recipe.named('70b-2x24gb-qlora')).changed(
+        {'data': {'source': str(file)}, 'batch.micro': 6})
+    file.write_text('\n'.join(map(json.dumps, rows)))
+    stopped = preflight(chat, tmp_path/'run')
+    assert [f.check for f in stopped.problems] == ['rows']
+    assert 'rows.jsonl: line 5: the completion is empty' in stopped.problems[0].what
+    assert not stopped.first_row
+    rows[4] = rows[0]
+    file.write_text('\n'.join(map(json.dumps, rows)))
+    found = preflight(chat.changed({'data.test_share': 0.0}), tmp_path/'run')
+    assert not found.problems
+    assert found.first_row == '<|user|>Hi<|assistant|>[ ][H][o][<|endoftext|>]'
+    assert found.first_row in repr(found)
+    assert any('rows.jsonl: these columns are not read: id' in f.what for f in found.findings)
 
 
 def test_an_interface_that_is_not_there(tmp_path):
