@@ -258,7 +258,7 @@ class TokenReport:
     def losses(self) -> str:  # '' where nothing is lost
         "Say in a sentence what `batch.length` costs."
         if not self.cut: return ''
-        answers = f', {self.dropped:,} answers do not train' if self.dropped else ''
+        answers = f', answers that do not train: {self.dropped:,}' if self.dropped else ''
         return (f'{self.cut:,} of {self.rows:,} rows are longer than batch.length: '
                 f'{self.lost:,} of {self.tokens:,} tokens are cut off{answers}')
 

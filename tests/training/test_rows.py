@@ -1,0 +1,226 @@
+"Rows that mean something else than they seem to: each is trained as meant, or named."
+import json
+import os
+import warnings
+
+import pytest
+
+from llm_workbook.config.recipe import Data, Recipe, shrink
+from llm_workbook.model.architecture import load_tokenizer
+from llm_workbook.training.data import DatasetError, load_rows
+from llm_workbook.training.fine_tune import check_recipe
+from llm_workbook.training.tokens import ChatFormat, answer_tokens, check_rows
+
+ASK, ANSWER = {'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}
+PAIR = {'prompt': 'Hi', 'completion': 'Ho'}
+
+
+def write(path, rows):
+    path.write_text('\n'.join(map(json.dumps, rows)), encoding='utf-8')
+    return Data(source=str(path), test_share=0.0)
+
+
+def read(path, rows, **settings):
+    return load_rows(write(path, rows).model_copy(update=settings))[0]
+
+
+@pytest.fixture(scope='module')
+def tokenizer(): return load_tokenizer('tiny-base')
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    base = shrink(Recipe.named('70b-2x24gb-qlora'))
+    def of(name, **changes):
+        data = {'source': str(tmp_path/name), 'test_share': 0.0}
+        return base.changed({'data': data, 'batch.micro': 2, 'batch.length': 32, **changes})
+    return of
+
+
+# Rows that are longer than batch.length
+
+def test_an_answer_that_would_lose_its_end_is_refused_by_file_and_line(recipe, tmp_path):
+    long = PAIR | {'completion': 'word ' * 40}
+    write(tmp_path/'a.jsonl', [PAIR, PAIR, long, PAIR, PAIR, PAIR])
+    with pytest.raises(DatasetError, match='a.jsonl: line 3: has an answer that ends at token'):
+        check_recipe(recipe('a.jsonl'))
+    with pytest.warns(UserWarning, match='1 of 6 rows are longer than batch.length') as said:
+        rows, _ = check_recipe(recipe('a.jsonl', **{'data.too_long': 'drop'}))
+    assert len(rows) == 5
+    assert 'answers that do not train: 1' in ''.join(str(warning.message) for warning in said)
+
+
+def test_answers_that_fit_train_and_the_next_is_dropped(tokenizer):
+    long = {'role': 'assistant', 'content': 'word ' * 40}
+    row = {'messages': [ASK, ANSWER, ASK, long]}
+    report = check_rows([row], tokenizer, 32, too_long='drop')
+    [tokens] = report.tokenised[0]
+    assert (report.cut, report.dropped, report.sequences) == (1, 1, 1)
+    assert tokens.ids[-1] == tokenizer.eos_token_id and tokens.mask[-1]
+    assert len(tokens.ids) < 32
+
+
+def test_a_text_is_cut_and_what_is_lost_is_said(recipe, tmp_path):
+    (tmp_path/'a.txt').write_text('\n'.join(['word ' * 40 + str(n) for n in range(9)]))
+    with pytest.warns(UserWarning, match='9 of 9 rows are longer than batch.length: [0-9,]+ of'):
+        rows, _ = check_recipe(recipe('a.txt'))
+    assert {len(row['input_ids']) for row in rows} == {32}
+
+
+def test_a_row_that_exactly_fits_is_whole(tokenizer):
+    row = {'messages': [ASK, ANSWER]}
+    size = len(answer_tokens(row, ChatFormat(tokenizer))[0].ids)
+    assert check_rows([row], tokenizer, size).cut == 0
+    with pytest.raises(DatasetError, match=f'ends at token {size}, past batch.length {size - 1}'):
+        check_rows([row], tokenizer, size - 1)
+
+
+# Tables that look like texts
+
+def test_a_labelled_table_named_txt_is_refused(tmp_path):
+    (tmp_path/'a.txt').write_text('Loved it.\t1\nHated it.\t0\nFine.\t1\n')
+    data = Data(source=str(tmp_path/'a.txt'), test_share=0.0)
+    with pytest.raises(DatasetError, match='3 of 3 lines end in a tab and a short field'):
+        load_rows(data)
+    with pytest.raises(DatasetError, match='a .txt file, which has no columns'):
+        load_rows(data.model_copy(update={'text_column': 0, 'label_column': 1}))
+    assert len(load_rows(data.model_copy(update={'format': 'text'}))[0]) == 3
+
+
+def test_lines_of_windows_train_no_carriage_return(tmp_path):
+    (tmp_path/'a.txt').write_bytes(b'One.\r\nTwo.\r\n')
+    rows, _ = load_rows(Data(source=str(tmp_path/'a.txt'), test_share=0.0))
+    assert [row['text'] for row in rows] == ['One.', 'Two.']
+
+
+@pytest.mark.parametrize('label', [None, [1], {'a': 1}])
+def test_a_label_that_is_no_class_is_refused(label, tmp_path):
+    rows = [{'text': 'Fine.', 'label': 1}, {'text': 'Bad.', 'label': label}]
+    with pytest.raises(DatasetError, match="line 2: the label 'label' is .*, not one class"):
+        read(tmp_path/'a.jsonl', rows)
+
+
+# Fields that change the meaning
+
+def turns(*contents, **last):
+    roles = ['user', 'assistant'] * len(contents)
+    made = [{'role': role, 'content': text} for role, text in zip(roles, contents)]
+    made[-1] |= last
+    return {'messages': made}
+
+
+@pytest.mark.parametrize('field', [{'weight': 0}, {'train': False}, {'loss_weight': 0.0}])
+def test_answers_that_are_only_context_do_not_train(field, tmp_path, tokenizer):
+    row = turns('Hi', 'Ha', 'Hi', 'Ho')
+    row['messages'][1] |= field
+    [made] = read(tmp_path/'a.jsonl', [row])
+    [tokens] = answer_tokens(made, ChatFormat(tokenizer))
+    trained = [number for number, trains in zip(tokens.ids, tokens.mask) if trains]
+    assert tokenizer.decode(trained) == ' Ho<|endoftext|>'
+
+
+REFUSED = {
+    'weight of a half': (turns('Hi', 'Ho', weight=0.5), 'only 0 and 1 are obeyed'),
+    'no answer trains': (turns('Hi', 'Ho', train=False), 'no answer that is to be trained'),
+    'thoughts apart': (turns('Hi', 'Ho', reasoning_content='Hm'), 'has reasoning_content'),
+    'a row without weight': (PAIR | {'weight': 0}, 'not obeyed for a whole row'),
+    'a bad answer': (PAIR | {'label': False}, 'marks a bad answer'),
+    'an image': (PAIR | {'images': ['a.png']}, 'only text is trained'),
+    'two systems': (
+        {'messages': [{'role': 'system', 'content': 'A'}, ASK, ANSWER], 'system': 'B'},
+        'take one out'),
+    'history that is a text': (PAIR | {'history': ['Hi']}, 'not a list of pairs'),
+    'a user that trains': (
+        {'messages': [ASK | {'train': True}, ANSWER]}, 'only answers train here')}
+
+
+@pytest.mark.parametrize('row, words', REFUSED.values(), ids=REFUSED)
+def test_what_is_not_obeyed_is_refused(row, words, tmp_path):
+    with pytest.raises(DatasetError, match=words): read(tmp_path/'a.jsonl', [row])
+
+
+@pytest.mark.parametrize(
+    'row', [PAIR, {'instruction': 'Hi', 'output': 'Ho'},
+            {'conversations': [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Ho'}]}],
+    ids=['pair', 'alpaca', 'sharegpt'])
+def test_system_and_history_are_read(row, tmp_path):
+    extra = {'system': 'Be kind.', 'history': [['A?', 'B.']]}
+    [made] = read(tmp_path/'a.jsonl', [row | extra])
+    assert [turn['content'] for turn in made['messages']] == ['Be kind.', 'A?', 'B.', 'Hi', 'Ho']
+    assert read(tmp_path/'a.jsonl', [row | {'system': '', 'history': []}]) == [
+        {'messages': [ASK, ANSWER]}]
+
+
+def test_columns_that_are_not_read_are_listed_once(tmp_path):
+    with pytest.warns(UserWarning, match='a.jsonl: these columns are not read: id, mood') as said:
+        read(tmp_path/'a.jsonl', [PAIR | {'id': 1}, PAIR | {'mood': 'x'}])
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        read(tmp_path/'a.jsonl', [PAIR | {'system': 'A', 'images': None, 'weight': 1}])
+
+
+def test_pairs_of_preferences_train_the_chosen_answer(tmp_path):
+    row = {
+        'conversations': [{'from': 'human', 'value': 'Hi'}],
+        'chosen': {'from': 'gpt', 'value': 'Ho'}, 'rejected': {'from': 'gpt', 'value': 'Hm'}}
+    with pytest.raises(DatasetError, match='set completion_column: chosen'):
+        read(tmp_path/'a.jsonl', [row])
+    assert read(tmp_path/'a.jsonl', [row], completion_column='chosen') == [
+        {'messages': [ASK, ANSWER]}]
+
+
+def test_parts_of_a_turn_may_call_their_text_value(tmp_path):
+    row = {'messages': [ASK | {'content': [{'type': 'text', 'value': 'Hi'}]}, ANSWER]}
+    assert read(tmp_path/'a.jsonl', [row]) == [{'messages': [ASK, ANSWER]}]
+
+
+# Places
+
+def test_faults_that_tokens_show_are_named_by_file_and_line(recipe, tmp_path):
+    rows = [{'prompt': f'Hi {n}', 'completion': 'Ho'} for n in range(100)]
+    rows[40]['prompt'] += ' <|endoftext|>'
+    write(tmp_path/'a.jsonl', rows)
+    with pytest.raises(DatasetError, match='a.jsonl: line 41: has <.endoftext.> in its text'):
+        check_recipe(recipe('a.jsonl', **{'data.test_share': 0.3}))
+
+
+def test_faults_in_several_files_name_each(tokenizer, tmp_path):
+    marked = PAIR | {'prompt': '<|user|>'}
+    for name in 'ab': write(tmp_path/f'{name}.jsonl', [PAIR, marked])
+    rows, _ = load_rows(Data(source=f'{tmp_path}/*.jsonl', test_share=0.0))
+    with pytest.raises(DatasetError) as caught: check_rows(rows, tokenizer)
+    assert 'a.jsonl line 2: has' in str(caught.value)
+    assert 'b.jsonl line 2: has' in str(caught.value)
+
+
+# Files that are none
+
+@pytest.mark.parametrize('source', ['train.jsonl', '.', '*.jsonl'])
+def test_a_pipe_or_a_device_is_not_read(source, tmp_path):
+    for make in (os.mkfifo, lambda path: os.symlink('/dev/zero', path), os.mkdir,
+                 lambda path: os.symlink('nowhere', path)):
+        path = tmp_path/'train.jsonl'
+        make(path)
+        with pytest.raises(DatasetError): load_rows(Data(source=str(tmp_path/source)))
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize('source', ['x' * 5000, '~nobody-is-here/x.jsonl', 'a\0b.jsonl'])
+def test_names_that_no_system_takes_are_data_errors(source):
+    with pytest.raises(DatasetError): load_rows(Data(source=source))
+
+
+def test_a_field_of_a_megabyte_and_a_long_number(tmp_path):
+    (tmp_path/'a.csv').write_text('prompt,completion\nHi,"' + 'word ' * 200_000 + '"\n')
+    rows, _ = load_rows(Data(source=str(tmp_path/'a.csv'), test_share=0.0))
+    assert len(rows[0]['messages'][1]['content']) > 900_000
+    (tmp_path/'a.jsonl').write_text('{"prompt": ' + '1' * 5000 + ', "completion": "Ho"}')
+    with pytest.raises(DatasetError, match='line 1: cannot be read as JSON .*digits'):
+        load_rows(Data(source=str(tmp_path/'a.jsonl'), test_share=0.0))
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    (tmp_path/'a.jsonl').write_text('{"prompt": "Hi", "completion": "Ho", "completion": "Hm"}')
+    with pytest.raises(DatasetError, match="line 1: .* has the key 'completion' twice"):
+        load_rows(Data(source=str(tmp_path/'a.jsonl'), test_share=0.0))
