@@ -581,7 +581,8 @@ def _warn_of_unread(place, numbered, data):
     columns = dict.fromkeys(name for row in rows for name in row)
     unread = [str(name) for name in columns if name not in _read_columns(data.format, rows[0], data)]
     if unread:
-        warnings.warn(f'{_name(place)}: these columns are not read: {", ".join(unread[:20])}',
+        names = ', '.join(unread[:20]).encode('utf-8', 'replace').decode()
+        warnings.warn(f'{_name(place)}: these columns are not read: {names}',
                       stacklevel=5)  # Where `load_rows` was called
 
 # %% ../../nbs/training/01_data.ipynb #4ea808c7
