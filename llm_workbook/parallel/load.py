@@ -301,10 +301,10 @@ def _check_sharded(origins):
 def _real_adapters(device):
     "Put adapters where their base will be: PEFT puts them where it is, on the meta device."
     import torch
-    from peft.tuners.lora import LoraModel
+    from peft.tuners.lora import LoraModel, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
     device_and_dtype = BaseTunerLayer._get_base_layer_device_and_dtype
-    replace_module = LoraModel._replace_module
+    replace_module, move = LoraModel._replace_module, ParamWrapper._move_adapter_to_device_of_base_layer
 
     def real_device_and_dtype(layer, base):
         found, dtype = device_and_dtype(layer, base)
@@ -317,7 +317,14 @@ def _real_adapters(device):
         try: replace_module(tuner, parent, name, new, child)
         finally: del base.qweight
 
+    def move_to_real(layer, adapter, where=None):
+        parameter = layer.get_param()
+        stand_in = torch.empty(0, dtype=parameter.dtype, device=device)
+        if not parameter.is_meta: stand_in = parameter
+        with patch.object(layer, 'get_param', lambda: stand_in): move(layer, adapter, where)
+
     with (patch.object(BaseTunerLayer, device_and_dtype.__name__, real_device_and_dtype),
+          patch.object(ParamWrapper, move.__name__, move_to_real),
           patch.object(LoraModel, replace_module.__name__, replace)):
         yield
 
