@@ -36,6 +36,7 @@ def check_targets(
     found = linear
     if targets != 'all-linear': found = _matched(source, targets, linear, experts)
     _refuse_tuples(model, found, linear)
+    _refuse_mamba(model, found, linear)
     return found
 
 def _matched(source, targets, linear, experts):
@@ -73,6 +74,17 @@ def _returns_no_tensor(module):
     if type(module) is torch.nn.Linear: return False
     rows = torch.empty(1, module.in_features, device='meta', dtype=module.weight.dtype)
     return not isinstance(module(rows), torch.Tensor)
+
+def _refuse_mamba(model, found, linear):
+    "Refuse a target that PEFT refuses in models with Mamba layers."
+    wrong = {path for path in found if path.endswith(('.out_proj', '.conv1d'))}
+    if not wrong: return
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    try: check(LoraConfig(), model, min(wrong).rpartition('.')[2])
+    except ValueError as error:
+        others = sorted({path.rpartition('.')[2] for path in set(linear) - wrong})
+        raise ValueError(f'{error} Set method.targets to [{", ".join(others)}]') from None
 
 def _expert_targets(model, targets, dropout):
     "Name the targets that PEFT takes for parameters of experts; refuse dropout on them."
