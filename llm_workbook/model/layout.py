@@ -302,7 +302,8 @@ def check_packing(
     path = max(counts, key=counts.get)
     raise ValueError(f"method.kind 'qlora': {share:.1%} of the weights of {name}, "
                      f'{binary_size(2 * left)}, stay in 16 bit, most of them in {path}: '
-                     "only linear layers are packed. Set method.kind to 'lora', or, if there is memory for it, "
+                     "only linear layers are packed. Set method.kind to 'lora', or, if there is "
+                     "memory for it, "
                      f'method.unpacked to {ceil(100 * share) / 100:g}')
 
 # %% ../../nbs/model/03_layout.ipynb #c0f47654

@@ -312,7 +312,8 @@ def _real_adapters(device):
     from peft.tuners.lora import LoraModel, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
     device_and_dtype = BaseTunerLayer._get_base_layer_device_and_dtype
-    replace_module, move = LoraModel._replace_module, ParamWrapper._move_adapter_to_device_of_base_layer
+    replace_module = LoraModel._replace_module
+    move = ParamWrapper._move_adapter_to_device_of_base_layer
 
     def real_device_and_dtype(layer, base):
         found, dtype = device_and_dtype(layer, base)
