@@ -64,6 +64,7 @@ def _widths(text) -> dict:
         'head_dim': _HEAD,
     }
 
+# %% ../../nbs/model/10_miniature.ipynb #5a6b68ed
 def _special_widths(fields, widths) -> dict:
     "Widths that hang on others: of latent, linear and state-space layers."
     hidden = widths['hidden_size']
@@ -97,6 +98,7 @@ def _small_rope(rope, before, after):
         small['mrope_section'] = [after - sum(cut[1:]), *cut[1:]]
     return small
 
+# %% ../../nbs/model/10_miniature.ipynb #5c8833e1
 def _rotary_pairs(fields, head_dim) -> int:
     rope = fields.get('rope_parameters') or {}
     factor = rope.get('partial_rotary_factor') or fields.get('partial_rotary_factor') or 1
@@ -129,6 +131,7 @@ def _are_numbers_of_layers(value) -> bool:
     whole = isinstance(value, list) and all(type(item) is int for item in value)
     return whole and value == sorted({*value})
 
+# %% ../../nbs/model/10_miniature.ipynb #9017c24e
 def _chosen_layers(sorts, layers, name) -> list[int]:
     "The first layer of every sort, and of the first others as many as are asked for."
     firsts = [index for index, sort in enumerate(sorts) if sort not in sorts[:index]]
@@ -139,6 +142,7 @@ def _chosen_layers(sorts, layers, name) -> list[int]:
     others = [index for index in range(len(sorts)) if index not in firsts]
     return sorted(firsts + others[:wanted - len(firsts)])
 
+# %% ../../nbs/model/10_miniature.ipynb #6ff46a6a
 def _cut_list(field, value, chosen, count):
     "Cut what a field has for every layer, or renumber the layers that it names."
     if _is_per_layer(field, value, count):
@@ -155,6 +159,7 @@ def _limited(value, limit):
     if isinstance(value, list): return [_limited(item, limit) for item in value]
     return min(value, limit) if type(value) is int else value
 
+# %% ../../nbs/model/10_miniature.ipynb #65c649ea
 def _small_fields(text, fields, chosen) -> dict:
     "Every field of a miniature; `chosen` are the layers that it keeps."
     count, widths = text.num_hidden_layers, _widths(text)
@@ -214,6 +219,7 @@ def _text_model(fields, name):
     notes.append(f'{config.model_type} has other parts than text: they are left out')
     return text, notes
 
+# %% ../../nbs/model/10_miniature.ipynb #70cf0cb3
 def small_config(
     source: 'str | Path | dict',  # As for `configuration`
     layers: int | None = None,  # How many; None takes one of each sort, and two at least
@@ -230,6 +236,7 @@ def small_config(
     _check_small(skeleton(fields, name), fields, sorts, name)
     return Small(name, fields, before, tuple(chosen), len(set(sorts)), tuple(notes))
 
+# %% ../../nbs/model/10_miniature.ipynb #6064dc7a
 _MOST = 30_000_000  # Parameters outside the embeddings
 
 def _check_small(model, fields, sorts, name):
@@ -267,6 +274,7 @@ def _fetched(name, revision):
         raise ValueError(f'the tokenizer of {name!r} cannot be fetched from the Hub ({reason}); '
                          'fetch it before, or name a directory that holds it') from None
 
+# %% ../../nbs/model/10_miniature.ipynb #e44c12e3
 def miniature(
     source: 'str | Path | dict',  # Directory, Hub or packaged name; a preset or a dict, too
     directory: 'str | Path',  # Where to write; made if absent, refused if there is something in it
