@@ -110,6 +110,7 @@ class Method(Part):
     double_quant: bool = True  # Quantise the block statistics too (nf4)
     storage: Literal['bfloat16', 'float16', 'float32', 'uint8',
                      'int8'] = 'bfloat16'  # Type the payload is kept in (nf4)
+    unpacked: Annotated[Real, Field(le=1)] = 0.1  # Share left in 16 bit, at most (qlora)
 
 class Precision(Part):
     "Number formats, each for one thing."
@@ -329,7 +330,7 @@ class Recipe(Document):
         return fields_table({key: _words(getattr(self, key)) for key in type(self).model_fields})
 
 # %% ../../nbs/config/03_recipe.ipynb #5cdf9a48
-_UNUSED = {'qlora': set(), 'lora': {'double_quant', 'storage'},
+_UNUSED = {'qlora': set(), 'lora': {'double_quant', 'storage', 'unpacked'},
            'full': set(Method.model_fields) - {'kind'}}
 
 def _words(value) -> Markup:  # One cell of the table: the settings of a part, or a plain value

@@ -23,6 +23,7 @@ def check_targets(
     source: str,  # Packaged name, preset, directory or hub id: only its configuration is read
     targets: str | list[str],  # 'all-linear', or ends of module names as in ['q_proj']
     revision: str | None = None,  # Commit, tag or branch of a hub id
+    dropout: float = 0.0,  # Of the adapters
 ) -> list[str]:  # Full names of the modules that get an adapter
     "Find the modules that `targets` means, before any weight is loaded."
     import torch
@@ -31,13 +32,21 @@ def check_targets(
     head = model.get_output_embeddings()
     linear = [path for path, module in model.named_modules()
               if isinstance(module, torch.nn.Linear) and module is not head]
-    if targets == 'all-linear': return linear
+    experts = _expert_targets(model, targets, dropout)
+    found = linear
+    if targets != 'all-linear': found = _matched(source, targets, linear, experts)
+    _refuse_tuples(model, found, linear)
+    _refuse_mamba(model, found, linear)
+    return found
+
+def _matched(source, targets, linear, experts):
+    "The linear modules that a list of targets means; every target must mean one, or experts."
     if isinstance(targets, str):
         raise ValueError(f"targets {targets!r} is not 'all-linear'; name modules in a list")
     matches = {target: [path for path in linear if f'.{path}'.endswith(f'.{target}')]
-               for target in targets}
-    unmatched = [_suggest(target, linear) for target in targets if not matches[target]]
-    if not matches: unmatched = ['the list is empty']
+               for target in targets if target not in experts}
+    unmatched = [_suggest(target, linear) for target, paths in matches.items() if not paths]
+    if not targets: unmatched = ['the list is empty']
     if unmatched:
         raise ValueError(f"targets match no linear module of {source!r}: {'; '.join(unmatched)}")
     return [path for path in linear if any(path in paths for paths in matches.values())]
@@ -48,6 +57,49 @@ def _suggest(target, names):
     near = get_close_matches(target.split('.')[-1], ends, 1, 0.5)
     hint = f'did you mean {near[0]!r}?' if near else f'known: {", ".join(ends)}'
     return f'{target!r}, {hint}'
+
+# %% ../../nbs/model/07_adapters.ipynb #5f036683
+def _refuse_tuples(model, found, linear):
+    "Refuse a target whose module does not return a tensor."
+    import torch
+    wrong = [path for path in linear if _returns_no_tensor(model.get_submodule(path))]
+    if not set(wrong) & set(found): return
+    others = sorted({path.rpartition('.')[2] for path in set(linear) - set(wrong)})
+    kind = type(model.get_submodule(wrong[0])).__name__
+    raise ValueError(f'method.targets mean {wrong[0]}, and a {kind} returns no tensor that an '
+                     f'adapter could correct: set method.targets to [{", ".join(others)}]')
+
+def _returns_no_tensor(module):
+    import torch
+    if type(module) is torch.nn.Linear: return False
+    rows = torch.empty(1, module.in_features, device='meta', dtype=module.weight.dtype)
+    return not isinstance(module(rows), torch.Tensor)
+
+def _refuse_mamba(model, found, linear):
+    "Refuse a target that PEFT refuses in models with Mamba layers."
+    wrong = {path for path in found if path.endswith(('.out_proj', '.conv1d'))}
+    if not wrong: return
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    try: check(LoraConfig(), model, min(wrong).rpartition('.')[2])
+    except ValueError as error:
+        others = sorted({path.rpartition('.')[2] for path in set(linear) - wrong})
+        raise ValueError(f'{error} Set method.targets to [{", ".join(others)}]') from None
+
+def _expert_targets(model, targets, dropout):
+    "Name the targets that PEFT takes for parameters of experts; refuse dropout on them."
+    if not any(parameter.dim() == 3 for parameter in model.parameters()): return set()
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    names = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(config, model, None)
+    if dropout and config.target_parameters:
+        parameters = ', '.join(sorted(config.target_parameters))
+        raise ValueError(f'method.dropout {dropout}: {type(model).__name__} has experts, and PEFT '
+                         f'adapts their parameters ({parameters}) without dropout; set '
+                         'method.dropout to 0, or method.targets to modules of the attention')
+    return set(targets) - config.target_modules if names != 'all-linear' else set()
 
 # %% ../../nbs/model/07_adapters.ipynb #fc87f790
 @contextmanager
@@ -201,8 +253,9 @@ def _expected_shapes(model):
             head = layer.original_module
             shapes[f'{path}.weight'] = head.out_features, head.in_features
         if not isinstance(layer, LoraLayer): continue
-        shapes[f'{path}.lora_A.weight'] = layer.r['default'], layer.in_features
-        shapes[f'{path}.lora_B.weight'] = layer.out_features, layer.r['default']
+        rank = layer.r['default'] * getattr(layer, 'num_experts', 1)
+        shapes[f'{path}.lora_A.weight'] = rank, layer.in_features
+        shapes[f'{path}.lora_B.weight'] = layer.out_features, rank
     return shapes
 
 # %% ../../nbs/model/07_adapters.ipynb #fe821191

@@ -112,6 +112,8 @@ def load_base(
         missing = sorted({*loading_info['missing_keys']} - {'score.weight'})
         if missing: raise ValueError(f'{base.source!r} has no {missing[0]}: only a head may be new')
     model.config._name_or_path = model.name_or_path = base.source
+    if model.base_model is model and hasattr(model, 'model'):
+        model.base_model_prefix = 'model'  # Llama 4 names an attribute that it does not have
     if method.kind == 'qlora' and not keep_payload(model):
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
     return model

@@ -28,7 +28,7 @@ from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import base_config, load_tokenizer
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
-from ..parallel.load import loaded_base
+from ..parallel.load import check_base, loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
 from .data import load_rows, row_places
@@ -61,7 +61,9 @@ def check_recipe(
                          'name a transformers model')
     _check_length(recipe)
     if recipe.method.kind != 'full':
-        check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision)
+        check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision,
+                      recipe.method.dropout)
+    check_base(recipe)
     train, held = _read_rows(recipe)
     _check_counts(recipe, len(train), len(held))
     return train, held
@@ -273,6 +275,7 @@ def make_trainer(
     datasets.disable_progress_bars()
     args = sft_config(recipe, directory)
     args.assistant_only_loss = keys == ('messages',)
+    args.router_aux_loss_coef = _router_loss(model)
     prepared = keys == ('input_ids', 'labels')
     args.dataset_kwargs = {'skip_prepare_dataset': prepared}
     longest = recipe.batch.length if prepared else None
@@ -292,6 +295,12 @@ def make_trainer(
     return trainer
 
 # %% ../../nbs/training/13_fine_tune.ipynb #1dcddc2e
+def _router_loss(model):
+    "Give 0 where TRL could not compute the loss of routers: Llama 4 has none of its own either."
+    config = model.config.get_text_config()
+    has_none = hasattr(config, 'output_router_logits') and not hasattr(config, 'num_experts')
+    return 0.0 if has_none else None
+
 def _row_kind(rows, held):
     "Find the keys that all rows have; the first row of each list stands for the others."
     firsts = [group[0] for group in (rows, held) if group]

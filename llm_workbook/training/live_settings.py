@@ -13,6 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 from ..model.half_matmul import upcast_dtypes
+from ..model.layout import coverage
+from ..model.spec import spec_of
 from ..parallel.shard import ShardingMismatch, assert_sharding
 
 # %% ../../nbs/training/08_live_settings.ipynb #f3546b45
@@ -373,8 +375,12 @@ def _double(live):
 
 # %% ../../nbs/training/08_live_settings.ipynb #21ab1373
 def _lora(live, name):
-    by_adapter = [getattr(layer, name) for layer in live.lora.values()]
-    return _one(value for values in by_adapter for value in values.values())
+    by_adapter = [(_joined(layer), getattr(layer, name)) for layer in live.lora.values()]
+    return _one(value // joined for joined, values in by_adapter for value in values.values())
+
+def _joined(layer):
+    "How many old matrices an adapter serves: PEFT multiplies its rank and its scale by that."
+    return 2 if getattr(layer, 'parameter_name', '') == 'gate_up_proj' else 1
 
 # %% ../../nbs/training/08_live_settings.ipynb #97a037e0
 def _dropout(live):
@@ -383,15 +389,25 @@ def _dropout(live):
 
 # %% ../../nbs/training/08_live_settings.ipynb #fdb44bac
 def _targets(live):
-    adapted, targets = {*live.lora}, live.recipe.method.targets
-    if not adapted: return None
-    linear = _linear_names(live.bare)
-    if targets == 'all-linear':
-        wanted = linear
+    targets = live.recipe.method.targets
+    if not live.lora: return None
+    if any(hasattr(layer, 'parameter_name') for layer in live.lora.values()):
+        adapted = {_name_in_base(name, layer) for name, layer in live.lora.items()}
+        wanted = {*coverage(spec_of(live.recipe), live.recipe.method).adapted}
     else:
-        wanted = {name for name in linear if any(f'.{name}'.endswith(f'.{t}') for t in targets)}
+        adapted, linear = {*live.lora}, _linear_names(live.bare)
+        wanted = {name for name in linear
+                  if targets == 'all-linear' or any(f'.{name}'.endswith(f'.{t}') for t in targets)}
     if adapted == wanted: return live.recipe.facts()['method.targets']
     return sorted({name.rpartition('.')[2] for name in adapted})
+
+_ADDED = '_checkpoint_wrapped_module', 'base_layer'
+
+def _name_in_base(name, layer):
+    "The name of what an adapter serves, as the base has it: a module, or a parameter of experts."
+    whole = f"{name}.{getattr(layer, 'parameter_name', '')}"
+    parts = [part for part in whole.split('.') if part and part not in _ADDED]
+    return '.'.join(parts).removeprefix('base_model.model.').removesuffix('.weight')
 
 # %% ../../nbs/training/08_live_settings.ipynb #661da736
 _INSIDE_PEFT = 'lora_', 'modules_to_save', 'original_module'
