@@ -93,7 +93,7 @@ class Data(Part):
     label_column: _Column = None  # The same for the class
     question: str = 'Is this review positive or negative?'  # Asked above each text to be classified
     labels: _Labels = ()  # Label in the file -> word to answer; None drops the rows with that label
-    template: Name | None = None  # Chat template: chatml, plain or a file; None: the tokenizer's own
+    template: Name | None = None  # 'chatml', 'plain' or a file; None: the tokenizer's own
     answers: Literal['all', 'last'] = 'all'  # Which answers of a conversation train
     too_long: Literal['refuse', 'drop'] = 'refuse'  # What to do with answers past `batch.length`
 

@@ -19,7 +19,8 @@ from ..display import html_table
 from ..model.adapters import load_adapters
 from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
-from .data import Row, load_rows
+from .conversation import DataRow
+from .data import load_rows
 from .run_directory import RunFiles
 from .tokens import assistant_mask, check_rows
 
@@ -80,7 +81,7 @@ def _class_row(recipe, names, row):
     "Take the text out of the question, and the number of the class out of the answer."
     question, answer = row['messages'][0], row['messages'][-1]
     text = question['content'].removeprefix(f'{recipe.data.question}\n')
-    return Row({'text': text, 'label': names.index(answer['content'])}, row.place)
+    return DataRow({'text': text, 'label': names.index(answer['content'])}, row.place)
 
 # %% ../../nbs/training/10_classifier.ipynb #0a3dde48
 def token_rows(

@@ -31,7 +31,8 @@ from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
 from ..parallel.load import check_base, loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
-from .data import load_rows, row_places
+from .conversation import row_places
+from .data import load_rows
 from .effective import check_launcher, confirm_settings
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure

@@ -20,7 +20,7 @@ from ..parallel.backends import cpu_fsdp, zero_config
 from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
-from .data import row_places
+from .conversation import row_places
 from .effective import confirm_settings
 from .memory_trace import memory_trace
 from .rank_run import (

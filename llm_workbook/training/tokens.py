@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
-from .data import rows_error
+from .conversation import rows_error
 
 # %% ../../nbs/training/02_tokens.ipynb #1f11f9ab
 class Answer(NamedTuple):
@@ -32,27 +32,47 @@ class Tokens(NamedTuple):
 # %% ../../nbs/training/02_tokens.ipynb #611cb0b5
 _PLACEHOLDER = '\N{LEFT WHITE CURLY BRACKET}answer\N{RIGHT WHITE CURLY BRACKET}'
 
+def _check_tokenizer(tokenizer):
+    "Raise unless answers can be found under the chat template of `tokenizer`."
+    if not tokenizer.chat_template:
+        raise ValueError("this tokenizer has no chat template: set data.template to 'chatml', "
+                         "to 'plain' or to a file, or use an instruct model")
+    if not tokenizer.is_fast:
+        raise ValueError(f'{type(tokenizer).__name__} does not tell which characters a token '
+                         'stands for: use a model with a tokenizer.json')
+
+def _special_pattern(tokenizer):
+    "Make a pattern that finds any special token, the longest first."
+    added = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
+    special |= set(tokenizer.all_special_tokens)
+    longest_first = sorted(special, key=len, reverse=True)
+    return re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')
+
+def _needs_parts(chat):
+    "Say whether text is lost as it is, and written when it comes as a list of parts."
+    probe = [{'role': 'user', 'content': _PLACEHOLDER}]
+    try:
+        if _PLACEHOLDER in chat.text(probe): return False
+    except ValueError: pass
+    chat.in_parts = True
+    try: return _PLACEHOLDER in chat.text(probe)
+    except ValueError: return False
+    finally: chat.in_parts = False
+
+# %% ../../nbs/training/02_tokens.ipynb #5ab0c040
 class ChatFormat:
     "How one tokenizer writes conversations, and where their answers are."
     def __init__(self,
         tokenizer: 'PreTrainedTokenizerFast',  # With a chat template
     ):
-        if not tokenizer.chat_template:
-            raise ValueError("this tokenizer has no chat template: set data.template to 'chatml', "
-                             "to 'plain' or to a file, or use an instruct model")
-        if not tokenizer.is_fast:
-            raise ValueError(f'{type(tokenizer).__name__} does not tell which characters a token '
-                             'stands for: use a model with a tokenizer.json')
+        _check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.marked = re.search(r'{%-?\s*generation', str(tokenizer.chat_template)) is not None
         self.tail = None  # What the template wrote behind the answer that was found last
         self.in_parts = False  # Whether the template reads the text of a turn as a list of parts
-        self.in_parts = self._needs_parts()
-        added = tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
-        special |= set(tokenizer.all_special_tokens)
-        longest_first = sorted(special, key=len, reverse=True)
-        self.special = re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')
+        self.in_parts = _needs_parts(self)
+        self.special = _special_pattern(tokenizer)  # Finds special tokens in a text
 
     def text(self,
         turns: list[dict],  # Each with `role` and `content`
@@ -73,17 +93,6 @@ class ChatFormat:
             if self.in_parts: content = [{'type': 'text', 'text': content}]
             messages.append({'role': turn['role'], 'content': content})
         return messages
-
-    def _needs_parts(self):
-        "Say whether text is lost as it is, and written when it comes as a list of parts."
-        probe = [{'role': 'user', 'content': _PLACEHOLDER}]
-        try:
-            if _PLACEHOLDER in self.text(probe): return False
-        except ValueError: pass
-        self.in_parts = True
-        try: return _PLACEHOLDER in self.text(probe)
-        except ValueError: return False
-        finally: self.in_parts = False
 
 # %% ../../nbs/training/02_tokens.ipynb #a1755e71
 def _find_answer(chat, turns) -> Answer:

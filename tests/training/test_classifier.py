@@ -6,7 +6,7 @@ from trouble import small_base
 from llm_workbook.training.classifier import (
     class_rows, class_tokenizer, count_classes, judge_rows, load_classifier, make_loader,
     reload_classifier, set_pad, token_rows)
-from llm_workbook.training.data import DatasetError
+from llm_workbook.training.conversation import DatasetError
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Recipe

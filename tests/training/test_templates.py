@@ -12,9 +12,10 @@ TRL = Path(pytest.importorskip('trl').__file__).parent/'chat_templates'
 TEMPLATES = sorted(TRL.glob('*.jinja'))
 PUBLISHED = Path(__file__).parents[3]/'shared/data/tokenizers'  # Qwen's, where they are at hand
 MARK = re.compile(
-    r'<\|[^|\s<>]+\|?>|<｜[^｜]+｜>|</?s>|<(?:start_of_turn|end_of_turn|end_of_utterance|turn\||\|turn)>'
-    r'|\[/?INST\]|\[gMASK\]|<sop>')
-THOUGHT = re.compile(r'\s*(?:<think>\s*)?</think>\s*|<\|channel\|>final<\|message\|>| to=user<\|message\|>')
+    r'<\|[^|\s<>]+\|?>|<｜[^｜]+｜>|</?s>|\[/?INST\]|\[gMASK\]|<sop>'
+    r'|<(?:start_of_turn|end_of_turn|end_of_utterance|turn\||\|turn)>')
+THOUGHT = re.compile(
+    r'\s*(?:<think>\s*)?</think>\s*|<\|channel\|>final<\|message\|>| to=user<\|message\|>')
 REFUSES_SYSTEM = 'gemma', 'gemma_training'
 
 
