@@ -118,7 +118,7 @@ def _template_text(template, tokenizer):
 def _refuse_kernels(fields, name):
     "Raise where a configuration asks for compiled code of the Hub."
     for field, value in fields.items():
-        if field.endswith('_implementation'):
+        if str(field).endswith('_implementation'):
             if '/' not in str(value): continue
             raise ValueError(f'{name}: {field} = {value!r:.80} is code of the Hub, which is never '
                              'run here: delete the field from config.json')

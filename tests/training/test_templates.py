@@ -104,6 +104,20 @@ def test_published_tokenizers_pass_as_they_are(family):
             assert tokenizer.decode([tokens.ids[tokens.ends[-1]]]) == '<|im_end|>'
 
 
+def test_an_answer_whose_end_is_not_marked_is_refused():
+    "The template marks the end of the first answer, and not that of the second."
+    tokenizer = load_tokenizer('tiny-base')
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ ' ' + m.content }}{% if loop.index < 3 %}{{ eos_token }}{% endif %}"
+        "{% endgeneration %}{% if loop.index > 2 %}{{ eos_token }}{% endif %}"
+        "{% else %}{{ '<|user|>' + m.content + '<|assistant|>' }}{% endif %}{% endfor %}")
+    rows = [{'messages': conversations()[name]} for name in ('one turn', 'two turns')]
+    assert check_rows(rows[:1], tokenizer).sequences == 1
+    with pytest.raises(ValueError, match='row 2: has an answer whose end is not marked'):
+        check_rows(rows, tokenizer)
+
+
 def test_a_rewriting_template_costs_rows_or_answers(tokenizer_of):
     tokenizer = tokenizer_of(TRL/'qwen3.jinja')
     rows = [{'messages': turns} for turns in conversations().values()]
