@@ -15,7 +15,7 @@ from pathlib import Path
 from ..checkpoint.disk import check_disk
 from ..checkpoint.manifest import latest_valid
 from ..config.recipe import Recipe
-from ..files import resolve
+from ..files import asset, resolve
 from .rendezvous import Place, address, interfaces
 
 # %% ../../nbs/launching/04_node_report.ipynb #bb1c556f
@@ -111,6 +111,9 @@ def _sources(recipe, directory):
         f'model.source {model.source}': describe_source(model.source, model.revision)}
     if data.test and not _on_hub(data.source):
         sources[f'data.test {data.test}'] = describe_source(data.test)
+    packaged = [file.stem for file in asset('templates').iterdir()]
+    if data.template and data.template not in packaged:
+        sources[f'data.template {data.template}'] = describe_source(data.template)
     return sources | {'checkpoint': _newest_checkpoint(directory)}
 
 def _newest_checkpoint(directory):

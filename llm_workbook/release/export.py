@@ -210,11 +210,13 @@ def _license(place):
     card = Path(place) / 'README.md'
     return ModelCard.load(card).data.license if card.is_file() else None
 
+_PATHS = 'model.source', 'data.source', 'data.test', 'data.template', 'cluster.hardware'
+
 def _without_paths(recipe):
     "Give the recipe without the paths of this machine: each is cut to its last part."
     facts = recipe.facts()
     changes = {}
-    for field in ('model.source', 'data.source', 'data.test', 'cluster.hardware'):
+    for field in _PATHS:
         value = facts[field]
         if value and Path(value).expanduser().exists(): changes[field] = Path(value).name
     return recipe.changed(changes)
