@@ -112,6 +112,8 @@ def accelerates(sheet):
         ]:
             patch.delenv(name)
         patch.setattr(sys, 'argv', ['launch'])
+        # Nothing is started, and another test holds the default port on purpose
+        patch.setattr('accelerate.utils.launch.is_port_in_use', lambda port: False)
         args = launch.launch_command_parser().parse_args(['--config_file', str(sheet), '-m', 'a'])
         args, defaults, _ = launch._validate_launch_command(args)
         args.deepspeed_fields_from_accelerate_config = ','.join(defaults.deepspeed_config)
