@@ -23,6 +23,7 @@ from .launching.preflight import preflight
 from .launching.render import render
 from .plan.estimate import estimate
 from .rehearsal.step import rehearse
+from .release.try_out import try_out
 from .report import reconcile
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
@@ -78,6 +79,11 @@ def _reconcile(arguments):
     _show(reconcile(estimate(recipe), rehearse(recipe), run), arguments.json)
     return 0
 
+def _try_out(arguments):
+    trial = try_out(_recipe(arguments.recipe), arguments.directory)
+    _show(trial, arguments.json)
+    return 0 if trial.passed else 1
+
 # %% ../nbs/package/04_command.ipynb #d0000011
 def _status(arguments):
     code, text = run_status(arguments.directory)
@@ -122,6 +128,7 @@ _EPILOG = """examples:
   llm-workbook plan mine.yaml --node 8x-h100       the same recipe on another machine
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
+  llm-workbook try mine.yaml                       your model in miniature, all the way to its export
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
 
@@ -160,7 +167,10 @@ def _planning_verbs(verbs):
     report = _with_recipe(verbs, 'reconcile', _reconcile,
                           'compare the plan with a rehearsal and a run')
     report.add_argument('--directory', type=Path, help='of a run, whose seconds are compared too')
-    return [recipes, plan, rehearsal, rendering, report]
+    trial = _with_recipe(verbs, 'try', _try_out,
+                         'take a miniature of the model the whole way, on this machine')
+    trial.add_argument('--directory', help='where its files stay; without it they are removed')
+    return [recipes, plan, rehearsal, rendering, report, trial]
 
 # %% ../nbs/package/04_command.ipynb #649da451
 def _seconds(text):
@@ -187,7 +197,8 @@ def _running_verbs(verbs):
     return [training, check, status]
 
 # %% ../nbs/package/04_command.ipynb #8face952
-_VERBS = 'recipes', 'plan', 'rehearse', 'render', 'reconcile', 'train', 'preflight', 'status'
+_VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'train', 'preflight',
+          'status')
 
 def _parser():
     parser = argparse.ArgumentParser(

@@ -364,7 +364,7 @@ def planned_only(
     return problems
 
 # %% ../../nbs/config/03_recipe.ipynb #b3e68271
-_TOY = {'method.rank': 16, 'method.alpha': 32, 'optimizer.steps': 240, 'sharding.group': None}
+_TOY = {'optimizer.steps': 240, 'sharding.group': None}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
 _TOY_REVIEWS = Data(source='sample-reviews', format='classification',
@@ -395,32 +395,50 @@ def _small_zero(zero) -> Zero:
     return zero.model_copy(update={name: min(getattr(zero, name), limit)
                                    for name, limit in limits.items()})
 
+# %% ../../nbs/config/03_recipe.ipynb #fafa949d
+def _toy_contents(recipe) -> dict:
+    "The tiny base and the sample data of the same kind."
+    is_reviews = recipe.data.format == 'classification'
+    attention = _cpu_attention(recipe)
+    return {
+        'model': Model(source='tiny-base', head=recipe.model.head, attention=attention),
+        'data': _TOY_REVIEWS if is_reviews else _TOY_CHAT,
+        'method.rank': 16, 'method.alpha': 32,
+        'batch': Batch(micro=12, length=128, packing=recipe.batch.packing,
+                       loss_head=recipe.batch.loss_head)}
+
+def _own_contents(recipe) -> dict:
+    "The recipe's own model and rows, a few rows at a time."
+    batch = {'micro': min(recipe.batch.micro, 2), 'accumulation': min(recipe.batch.accumulation, 2)}
+    return {'model.attention': _cpu_attention(recipe),
+            'batch': recipe.batch.model_copy(update=batch)}
+
+def _cpu_attention(recipe):
+    attention = recipe.model.attention
+    return 'sdpa' if attention == 'flash' else attention
+
 # %% ../../nbs/config/03_recipe.ipynb #d193953a
 def shrink(
     recipe: Recipe,  # Any recipe
     nodes: int = 1,  # To spread it over; 2 where a cluster of two is at hand
-) -> Recipe:  # The tiny base, sample data, two CPU processes a node (one if not sharded)
+    model: str = 'tiny-base',  # Or 'own': model, adapters and rows stay as they are
+) -> Recipe:  # Small batches, two CPU processes a node (one if not sharded)
     "Keep method, sharding, head and schedule; replace what is large, needs a GPU or is not run."
-    attention, sharding, intervals = recipe.model.attention, recipe.sharding, recipe.intervals
-    is_reviews = recipe.data.format == 'classification'
+    if model not in ('tiny-base', 'own'):
+        raise ValueError(f"model {model!r} must be 'tiny-base' or 'own'")
+    sharding, intervals = recipe.sharding, recipe.intervals
     loads_shards = (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded')
     is_zero = sharding.strategy.startswith('zero')
-    model = Model(source='tiny-base', head=recipe.model.head,
-                  attention='sdpa' if attention == 'flash' else attention)
-    batch = Batch(micro=12, length=128, packing=recipe.batch.packing,
-                  loss_head=recipe.batch.loss_head)
     toy = {
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
-        'model': model,
-        'data': _TOY_REVIEWS if is_reviews else _TOY_CHAT,
         'sharding.loading': 'sharded' if loads_shards else 'every_rank',
         'cluster': Cluster(nodes=nodes, processes=1 if sharding.strategy == 'none' else 2),
         'zero': _small_zero(recipe.zero) if is_zero else recipe.zero,
-        'batch': batch,
         'intervals.evaluation': min(intervals.evaluation, 120),
         'intervals.saving': min(intervals.saving, 120),
         'optimizer.learning_rate': _TOY_RATE[recipe.method.kind]}
-    return _runnable(recipe.changed(_TOY | _on_cpu(recipe) | toy))
+    contents = _own_contents(recipe) if model == 'own' else _toy_contents(recipe)
+    return _runnable(recipe.changed(_TOY | _on_cpu(recipe) | toy | contents))
 
 # %% ../../nbs/config/03_recipe.ipynb #31b56d23
 def differences(

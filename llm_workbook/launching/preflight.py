@@ -30,6 +30,7 @@ from .node_report import TOKEN, report_node
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
 _FIRST_ROW = 'the first row, trained tokens in brackets:'
+_OFFER = 'not tried yet? try_out(recipe) takes this model in miniature the whole way'
 
 @dataclass(frozen=True, repr=False)
 class Preflight:
@@ -55,6 +56,7 @@ class Preflight:
         findings = [str(finding) for finding in self.findings]
         lines = [f'preflight of {_verdict(self)}', *tables, *findings]
         if self.first_row: lines.append(f'{_FIRST_ROW}\n  {self.first_row}')
+        if not self.problems: lines.append(_OFFER)
         return '\n'.join(lines)
 
     def _repr_html_(self):
@@ -65,6 +67,7 @@ class Preflight:
         parts = [f'<p>{escape(_verdict(self))}</p>']
         parts += [html_table(heads, rows) for heads, rows in tables if rows]
         if self.first_row: parts.append(f'<p>{_FIRST_ROW}</p><pre>{escape(self.first_row)}</pre>')
+        if not self.problems: parts.append(f'<p>{_OFFER}</p>')
         return ''.join(parts)
 
 # %% ../../nbs/launching/05_preflight.ipynb #06b3c79e

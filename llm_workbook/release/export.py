@@ -192,8 +192,7 @@ def _prove(merge, recipe, adapters, folder, question):
     if ids[0].tolist() != tokenizer(text, add_special_tokens=False)['input_ids']:
         raise ValueError('the exported tokenizer reads the question otherwise '
                          'than that of the base')
-    model = merged(base.source, adapters, merge.into, recipe.method, recipe.precision,
-                   base.revision)
+    model = merged(base, adapters, merge.into, recipe.method, recipe.precision)
     with torch.inference_mode(), torch_half_matmul():  # The kernels of the fresh process
         wanted = model(input_ids=ids).logits[0].float()
     distance = gate(logits.log_softmax(-1), wanted.log_softmax(-1), merge.into, 0, inf)

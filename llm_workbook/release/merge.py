@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from re import fullmatch
 
-from ..config.recipe import Method, Precision
+from ..config.recipe import Method, Model, Precision
 from ..display import PALETTE, canvas, html_table, nearest
 from ..files import resolve
 from ..model.adapters import load_adapters, moved
@@ -243,18 +243,19 @@ def _put(model, name, parts):
                                                 module=layer)
 
 def merged(
-    base: str,  # Packaged name, directory or hub id of the 16-bit checkpoint
+    base: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`
     adapters: 'str | Path',  # What `save_adapters` wrote
     into: str = 'dequantised',  # One of `MERGE_TARGETS`
     method: 'Method | None' = None,  # That of the adapters' recipe; None means its defaults
     precision: 'Precision | None' = None,  # Likewise; `compute` is read
-    revision: str | None = None,  # Commit, tag or branch of a hub id
+    revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
 ) -> 'PreTrainedModel':  # On the CPU, without peft
     "Add the adapters to the weights of their base."
-    merge = Merge(base, adapters, into, method, precision, revision)
+    if not isinstance(base, Model): base = Model(source=str(base), revision=revision)
+    merge = Merge(base.source, adapters, into, method, precision, base.revision)
     loading = merge.method
     if into != 'nf4': loading = loading.model_copy(update={'kind': 'lora'})  # Loads without packing
-    model = load_base(base, loading, precision, 'cpu', revision)
+    model = load_base(base, loading, precision, 'cpu')
     with merge.weights:
         for name in merge.changed: _put(model, name, merge.parts(name))
     return model
@@ -396,12 +397,12 @@ def compare_merges(
     ways = list(MERGE_TARGETS) if method.kind == 'qlora' else ['16-bit']
     for into in ways: Merge(base.source, adapters, into, method, precision, base.revision)
     tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
-    model = load_adapters(base.source, adapters, method, precision, 'cpu', base.revision)
+    model = load_adapters(load_base(base, method, precision, 'cpu'), adapters)
     wanted = predictions(model, tokenizer, rows)
     del model  # One model in memory at a time
     gates, sizes = {}, {}
     for into in ways:
-        model = merged(base.source, adapters, into, method, precision, base.revision)
+        model = merged(base, adapters, into, method, precision)
         gates[into] = _compare(predictions(model, tokenizer, rows), wanted, into)
         sizes[into] = sum(payload_bytes(model).values())
         del model
@@ -418,11 +419,11 @@ def judge(
     base, method, precision = recipe.model, recipe.method, recipe.precision
     Merge(base.source, adapters, into, method, precision, base.revision)  # Refuses before loading
     tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
-    model = load_adapters(base.source, adapters, method, precision, 'cpu', base.revision)
+    model = load_adapters(load_base(base, method, precision, 'cpu'), adapters)
     is_packed = (method.kind, method.quant) == ('qlora', 'nf4')
     digest = fingerprint(model).digest if is_packed else ''
     wanted = predictions(model, tokenizer, rows)
     del model  # One model in memory at a time
-    model = merged(base.source, adapters, into, method, precision, base.revision)
+    model = merged(base, adapters, into, method, precision)
     result = gate(predictions(model, tokenizer, rows), wanted, into)
     return replace(result, base=digest)
