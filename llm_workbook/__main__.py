@@ -128,7 +128,7 @@ _EPILOG = """examples:
   llm-workbook plan mine.yaml --node 8x-h100       the same recipe on another machine
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
-  llm-workbook try mine.yaml                       your model in miniature, all the way to its export
+  llm-workbook try mine.yaml                       your model in miniature, up to its export
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
 

@@ -38,6 +38,7 @@ from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
 from .rank_run import check_payload, check_shards, payload_digest
+from .reach import make_reach
 from .resume import Preempted, guarded_train, resumable, save_result
 from llm_workbook.training.run_directory import (
     RunFiles, Start, begin_run, rate_schedule, read_metrics, recipe_facts, rows_facts, run_lock,
@@ -197,8 +198,12 @@ def _callback(trainer, recipe):
             if run.votes:  # A real run; a rehearsal has nobody to compare with
                 confirm_settings(recipe, model, trainer.optimizer, trainer, train_dataloader,
                         run.files.directory)
+                trainer.reach = make_reach(recipe, model, run.start.step)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
                 trainer.payload = payload_digest(recipe, trainer.model)
+
+        def on_pre_optimizer_step(self, args, state, control, **objects):
+            if run.votes and trainer.reach: trainer.reach.note(run.votes)
 
         def on_log(self, args, state, control, logs=None, **objects):
             if 'loss' not in logs: return

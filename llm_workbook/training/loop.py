@@ -25,6 +25,7 @@ from .effective import confirm_settings
 from .memory_trace import memory_trace
 from .rank_run import (
     RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted)
+from .reach import make_reach
 from .resume import save_result
 from .run_directory import Start, rate_schedule, recipe_facts
 from .watchdog import Preemption, check_finite
@@ -180,6 +181,7 @@ class Loop:
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         self.places = row_places(rows)
         self.step = self.tokens = 0  # Done, and seen by all ranks
+        self.reach = None  # Looks at the adapters' first gradients, once training begins
         self.processing_class = class_tokenizer(recipe)
         if recipe.model.head == 'causal_lm': _fuse_head(model)
         if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
@@ -223,6 +225,7 @@ def train_step(
     norm = float(norm.full_tensor() if hasattr(norm, 'full_tensor') else norm)
     rate = loop.scheduler.get_last_lr()[0]
     _check_finite(loop, window, updated, loss=float(loss), grad_norm=norm)
+    if loop.reach: loop.reach.note(loop.run.votes)
     loop.optimizer.step()
     loop.scheduler.step()
     loop.optimizer.zero_grad()
@@ -268,6 +271,7 @@ def _begin(loop):
     confirm_settings(
         recipe, model, loop.optimizer, loop.accelerator, loop.loader, run.files.directory)
     loop.payload = payload_digest(recipe, loop.model)
+    loop.reach = make_reach(recipe, model, run.start.step)
     if run.start.checkpoint is None: return
     facts = load_step(run, run.start.checkpoint, _trained(loop))
     loop.step, loop.tokens = facts['step'], facts['tokens']

@@ -20,6 +20,7 @@ from ..checkpoint.sharded_files import stored_tensors
 from ..model.adapters import save_adapters
 from ..parallel.agreement import on_every_rank
 from .rank_run import RankRun, commit_step, load_step, read_converted
+from .reach import write_certificate
 from .run_directory import RunFiles, Start, mark_run
 from .watchdog import check_finite
 
@@ -203,6 +204,8 @@ def save_result(
     if trainer.run.rank == 0:
         if files.adapters.is_dir():  # The chat template in force goes with the adapters
             trainer.processing_class.save_pretrained(files.adapters)
+            write_certificate(directory, saved, getattr(trainer, 'reach', None),
+                              getattr(trainer, 'payload', None))
         mark_run(directory, 'finished', step)
     return saved
 

@@ -41,6 +41,7 @@ class RunFiles:
         self.metrics = self.directory / 'metrics.jsonl'  # One line per logged step
         self.evaluations = self.directory / 'evaluation.jsonl'  # One line per evaluation
         self.effective = self.directory / 'effective.json'  # Settings in force at the first step
+        self.certificate = self.directory / 'certificate.json'  # Which adapters had a gradient
         self.adapters = self.directory / 'adapters'  # The result, as peft loads it,
         self.model = self.directory / 'model'  # or, of a full fine-tune, as transformers does
 

@@ -148,7 +148,8 @@ def test_a_weight_that_is_whole_on_both_ranks_is_named():
               (name, 'bfloat16', shape, shape, 32768, 32768)], here_b=32896, total_b=33024)
     ranks = [{'shards': shards}, {'shards': shards}]
     sharding = SimpleNamespace(strategy='fsdp2')
-    way = SimpleNamespace(run=SimpleNamespace(ranks=ranks), recipe=SimpleNamespace(sharding=sharding))
+    recipe = SimpleNamespace(sharding=sharding)
+    way = SimpleNamespace(run=SimpleNamespace(ranks=ranks), recipe=recipe)
     with pytest.raises(ValueError, match=f'1 of 2 weights are whole on every rank, first {name}'):
         page._check_shares(way)
 
@@ -188,7 +189,8 @@ def test_too_few_rows_are_refused_with_what_is_needed(tmp_path):
     row = {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}]}
     (tmp_path/'rows.jsonl').write_text('\n'.join([json.dumps(row)] * 40))
     asked = recipe_for('tiny-base', **{
-        'data.source': str(tmp_path/'rows.jsonl'), 'data.test_share': 0.0, 'intervals.evaluation': 0})
+        'data.source': str(tmp_path/'rows.jsonl'), 'data.test_share': 0.0,
+        'intervals.evaluation': 0})
     trial = try_out(asked, stations=['mask'])
     assert failed(trial) == {'rows': '1 of the first 40 rows differ, and 16 are needed: '
                                      'bring more rows'}

@@ -1,0 +1,57 @@
+"Adapters that get no gradient are found by ranks that each hold a part of them."
+import json
+
+import pytest
+import torch
+
+from llm_workbook.config.recipe import Method, Recipe, shrink
+from llm_workbook.parallel.load import load_sharded
+from llm_workbook.parallel.ranks import run_ranks
+from llm_workbook.training.fine_tune import fine_tune
+from llm_workbook.training.reach import Reach
+from llm_workbook.training.watchdog import Votes
+
+ROWS = torch.arange(1, 41).view(2, 20)
+
+
+def watched(bypassed=()):
+    "One rank: the names that it waits for after one step, and what all ranks say then."
+    model = load_sharded('tiny-base', Method(rank=4), device='cpu', seed=0)
+    for number in bypassed:
+        layer = model.get_base_model().model.layers[number].mlp.down_proj
+        layer.forward = layer.base_layer.forward
+    reach = Reach(model, 1)
+    for parameter in reach.waiting.values():  # As if the other rank held all of the first adapter
+        if torch.distributed.get_rank() and parameter is reach.waiting[reach.names[0]]:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))
+    model(input_ids=ROWS, labels=ROWS).loss.backward()
+    try: reach.note(Votes())
+    except RuntimeError as error: return str(error)
+    return reach.late
+
+
+def test_a_gradient_that_one_rank_alone_has_counts():
+    assert run_ranks(watched, 2, timeout_s=120) == [[], []]
+
+
+def test_one_adapter_without_a_gradient_is_noted_and_a_kind_without_is_refused():
+    for late in run_ranks(watched, 2, ((1,),), timeout_s=120):
+        assert [name for name in late if 'layers.1.mlp.down_proj.lora_B' in name] == late != []
+    for error in run_ranks(watched, 2, (range(4),), timeout_s=120):
+        assert '4 adapters, all of down_proj, had no gradient in 1 steps' in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['70b-2x24gb-qlora', '70b-2x4-h100-zero3-qlora-classifier'])
+def test_a_run_certifies_its_adapters(name, tmp_path):
+    "By TRL's trainer under FSDP2, and by the plain loop under ZeRO-3, where nothing is watched."
+    recipe = shrink(Recipe.named(name)).changed({'optimizer.steps': 2, 'intervals.evaluation': 0})
+    run = fine_tune(recipe, tmp_path/'run', 300, live=False)
+    written = json.loads((run.directory/'certificate.json').read_text())
+    is_zero = recipe.sharding.strategy == 'zero3'
+    assert written['base'] == run.ranks[0]['payload']
+    assert written['steps_watched'] == (0 if is_zero else 2)
+    assert written['without_gradient'] == (None if is_zero else [])
+    kinds = written['adapters']
+    assert sum(kind['count'] for kind in kinds.values()) == len(run.ranks[0]['saved'])
+    assert all(kind['least_norm'] > 0 for kind in kinds.values())
