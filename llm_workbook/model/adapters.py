@@ -26,16 +26,18 @@ def check_targets(
     dropout: float = 0.0,  # Of the adapters
 ) -> list[str]:  # Full names of the modules that get an adapter
     "Find the modules that `targets` means, before any weight is loaded."
-    import torch
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
     name, fields = configuration(source, revision)
     model = skeleton(fields, name)
     head = model.get_output_embeddings()
     linear = [path for path, module in model.named_modules()
-              if isinstance(module, torch.nn.Linear) and module is not head]
+              if isinstance(module, (Linear, Conv1D)) and module is not head]
     experts = _expert_targets(model, targets, dropout)
     found = linear
     if targets != 'all-linear': found = _matched(source, targets, linear, experts)
     _refuse_tuples(model, found, linear)
+    _refuse_indexers(model, found, linear)
     _refuse_mamba(model, found, linear)
     return found
 
@@ -71,9 +73,19 @@ def _refuse_tuples(model, found, linear):
 
 def _returns_no_tensor(module):
     import torch
-    if type(module) is torch.nn.Linear: return False
+    if type(module) is torch.nn.Linear or not isinstance(module, torch.nn.Linear): return False
     rows = torch.empty(1, module.in_features, device='meta', dtype=module.weight.dtype)
-    return not isinstance(module(rows), torch.Tensor)
+    try: return not isinstance(module(rows), torch.Tensor)
+    except RuntimeError: return True  # It takes other rows than a linear layer does
+
+def _refuse_indexers(model, found, linear):
+    "Refuse a target that only chooses which tokens the attention sees: no gradient reaches it."
+    wrong = {path for path in linear if '.indexer.' in path}
+    if not wrong & set(found): return
+    others = sorted({path.rpartition('.')[2] for path in set(linear) - wrong})
+    raise ValueError(f'method.targets mean {min(wrong)}, and no gradient reaches an indexer, which '
+                     'only chooses tokens: set method.targets to '
+                     f'[{", ".join(others)}]')
 
 def _refuse_mamba(model, found, linear):
     "Refuse a target that PEFT refuses in models with Mamba layers."

@@ -297,6 +297,9 @@ def check_packing(
     weights = inventory(skeleton(fields, name)).values()
     counts = _left_in_16_bit(weights, method)
     left = sum(counts.values())
+    if not any(role(weight, method) == 'packed' for weight in weights):
+        raise ValueError(f"method.kind 'qlora': {name} has no linear layer that NF4 can pack: "
+                         "set method.kind to 'lora'")
     share = left / sum(weight.numel for weight in weights)
     if share <= method.unpacked: return share
     path = max(counts, key=counts.get)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
-from .architecture import base_config
+from .architecture import base_config, keep_present_layers
 from .half_matmul import upcast_half_matmul
 from .weight_files import check_index
 
@@ -116,7 +116,7 @@ def load_base(
         model.base_model_prefix = 'model'  # Llama 4 names an attribute that it does not have
     if method.kind == 'qlora' and not keep_payload(model):
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
-    return model
+    return keep_present_layers(model)
 
 # %% ../../nbs/model/04_quantize.ipynb #9f264289
 def load_nf4(
