@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_KINDS', 'Preset', 'presets', 'configuration', 'load_tokenizer', 'base_config', 'parsed_config', 'config_value',
-           'keep_present_layers', 'skeleton', 'check_attention', 'materialise', 'Weight', 'inventory']
+           'keep_present_layers', 'skeleton', 'check_attention', 'WeightUse', 'weight_use', 'materialise', 'Weight',
+           'inventory']
 
 # %% ../../nbs/model/01_architecture.ipynb #d5b9305e
 import json
@@ -299,6 +300,25 @@ def check_attention(
     usable = 'sdpa' if kind._supports_sdpa else 'eager'
     raise ValueError(f'model.attention {attention!r}: {kind.__name__} of {name} has none in '
                      f'transformers; set model.attention to {usable!r}')
+
+# %% ../../nbs/model/01_architecture.ipynb #fa3110d2
+class WeightUse(NamedTuple):
+    "What the code around a module does with it."
+    called: bool  # As a layer
+    read: bool  # Takes its weight by name
+
+@cache
+def _source(kind): return getsource(kind)
+
+def weight_use(
+    model: 'PreTrainedModel',  # On any device
+    path: str,  # Of a module, as in 'model.layers.0.mlp.down_proj'
+) -> WeightUse:  # As the class of the module around it says
+    "Find whether a module is called, and whether its weight is read past it."
+    owner, _, leaf = path.rpartition('.')
+    code = _source(type(model.get_submodule(owner)))
+    read = re.search(rf'self\.{leaf}\.weight\b(?!\.(?:dtype|device|shape)|\[)', code)
+    return WeightUse(f'self.{leaf}(' in code, read is not None)
 
 # %% ../../nbs/model/01_architecture.ipynb #2b3aa6fe
 def materialise(

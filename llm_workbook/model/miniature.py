@@ -322,6 +322,13 @@ def _fetched(name, revision):
         raise ValueError(f'the tokenizer of {name!r} cannot be fetched from the Hub ({reason}); '
                          'fetch it before, or name a directory that holds it') from None
 
+# %% ../../nbs/model/10_miniature.ipynb #fa3110c4
+def _fill_zeros(model):
+    "Give numbers to parameters that begin as zeros: some scale what would else never train."
+    import torch
+    for parameter in model.parameters():
+        if not parameter.any(): torch.nn.init.normal_(parameter, std=.02)
+
 # %% ../../nbs/model/10_miniature.ipynb #e44c12e3
 def miniature(
     source: 'str | Path | dict',  # Directory, Hub or packaged name; a preset or a dict, too
@@ -342,6 +349,7 @@ def miniature(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        _fill_zeros(model)
     total_b = sum(parameter.nbytes for parameter in model.parameters())
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size=max(1, total_b // 3))
