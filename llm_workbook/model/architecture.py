@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_KINDS', 'Preset', 'presets', 'configuration', 'load_tokenizer', 'base_config', 'parsed_config', 'config_value',
-           'keep_present_layers', 'skeleton', 'check_attention', 'WeightUse', 'weight_use', 'materialise', 'Weight',
-           'inventory']
+           'correct_names', 'skeleton', 'check_attention', 'usual_attention', 'WeightUse', 'weight_use', 'materialise',
+           'Weight', 'inventory']
 
 # %% ../../nbs/model/01_architecture.ipynb #d5b9305e
 import json
@@ -240,14 +240,15 @@ def _check_numbers(config, name):
                          f'{experts} experts')
 
 # %% ../../nbs/model/01_architecture.ipynb #fa3110a1
-def keep_present_layers(
+def correct_names(
     model: 'PreTrainedModel',  # Of any class of transformers; changed in place
 ) -> 'PreTrainedModel':  # The same
-    "Let a model name as its layers only classes that it has: sharding looks for all of them."
+    "Let a model name only what it has: classes of its layers, which sharding looks for, its base."
     named = getattr(model, '_no_split_modules', None)
     if named is None: raise ValueError(f'{type(model).__name__} is no model of transformers')
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in sorted(named) if name in present]
+    if model.base_model is model and hasattr(model, 'model'): model.base_model_prefix = 'model'
     return model
 
 # %% ../../nbs/model/01_architecture.ipynb #091f537b
@@ -277,7 +278,7 @@ def skeleton(
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with torch.device('meta'): return keep_present_layers(auto.from_config(parsed))
+        with torch.device('meta'): return correct_names(auto.from_config(parsed))
     except Exception as error:
         raise ValueError(f'{name}: {type(error).__name__} in building it: {error}') from error
     finally: logging.set_verbosity(level)
@@ -297,9 +298,21 @@ def check_attention(
     if attention not in _HAS_ATTENTION or type(config) not in causal: return attention
     kind = _model_class(config, causal)
     if getattr(kind, _HAS_ATTENTION[attention]): return attention
-    usable = 'sdpa' if kind._supports_sdpa else 'eager'
+    usable = _plain_attention(kind)
     raise ValueError(f'model.attention {attention!r}: {kind.__name__} of {name} has none in '
                      f'transformers; set model.attention to {usable!r}')
+
+def _plain_attention(kind): return 'sdpa' if kind._supports_sdpa else 'eager'
+
+def usual_attention(
+    source: 'str | Path | dict',  # As for `configuration`
+    revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
+) -> str:  # 'sdpa', or 'eager' where the class does not have it
+    "Find the attention by which a model is loaded when no recipe names one."
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
+    config = parsed_config(*configuration(source, revision)[::-1])
+    return _plain_attention(_model_class(config, causal)) if type(config) in causal else 'sdpa'
+
 
 # %% ../../nbs/model/01_architecture.ipynb #fa3110d2
 class WeightUse(NamedTuple):
