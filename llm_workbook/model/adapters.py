@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..config.recipe import Method
 from ..display import html_table
-from .architecture import configuration, skeleton
+from .architecture import configuration, skeleton, weight_use
 from .quantize import load_base
 
 # %% ../../nbs/model/07_adapters.ipynb #104074b2
@@ -26,17 +26,19 @@ def check_targets(
     dropout: float = 0.0,  # Of the adapters
 ) -> list[str]:  # Full names of the modules that get an adapter
     "Find the modules that `targets` means, before any weight is loaded."
-    import torch
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
     name, fields = configuration(source, revision)
     model = skeleton(fields, name)
     head = model.get_output_embeddings()
     linear = [path for path, module in model.named_modules()
-              if isinstance(module, torch.nn.Linear) and module is not head]
+              if isinstance(module, (Linear, Conv1D)) and module is not head]
     experts = _expert_targets(model, targets, dropout)
     found = linear
     if targets != 'all-linear': found = _matched(source, targets, linear, experts)
     _refuse_tuples(model, found, linear)
     _refuse_mamba(model, found, linear)
+    _refuse_untrained(model, found, linear)
     return found
 
 def _matched(source, targets, linear, experts):
@@ -64,16 +66,38 @@ def _refuse_tuples(model, found, linear):
     import torch
     wrong = [path for path in linear if _returns_no_tensor(model.get_submodule(path))]
     if not set(wrong) & set(found): return
-    others = sorted({path.rpartition('.')[2] for path in set(linear) - set(wrong)})
     kind = type(model.get_submodule(wrong[0])).__name__
+    others = _ends(linear, [*wrong, *_without_effect(model, linear)])
     raise ValueError(f'method.targets mean {wrong[0]}, and a {kind} returns no tensor that an '
-                     f'adapter could correct: set method.targets to [{", ".join(others)}]')
+                     f'adapter could correct: set method.targets to [{others}]')
 
 def _returns_no_tensor(module):
     import torch
-    if type(module) is torch.nn.Linear: return False
+    if type(module) is torch.nn.Linear or not isinstance(module, torch.nn.Linear): return False
     rows = torch.empty(1, module.in_features, device='meta', dtype=module.weight.dtype)
-    return not isinstance(module(rows), torch.Tensor)
+    try: return not isinstance(module(rows), torch.Tensor)
+    except RuntimeError: return True  # It takes other rows than a linear layer does
+
+def _refuse_untrained(model, found, linear):
+    "Refuse a target on which an adapter would change nothing."
+    wrong = _without_effect(model, linear)
+    if not set(wrong) & set(found): return
+    path = min(set(wrong) & set(found))
+    raise ValueError(f'method.targets mean {path}, {wrong[path]}, so an adapter would not train: '
+                     f'set method.targets to [{_ends(linear, wrong)}]')
+
+def _without_effect(model, linear):
+    "Find the modules on which an adapter has no effect, and say why."
+    reasons = {path: 'which only chooses tokens' for path in linear if '.indexer.' in path}
+    for path in linear:
+        if weight_use(model, path).read: reasons[path] = 'whose weight is read past its layer'
+    return reasons
+
+def _ends(linear, wrong):
+    "List the last parts of the names that are not wrong."
+    ends = {path.rpartition('.')[2] for path in linear}
+    bad = {path.rpartition('.')[2] for path in wrong}
+    return ', '.join(sorted(end for end in ends - bad if not end.isdigit()))
 
 def _refuse_mamba(model, found, linear):
     "Refuse a target that PEFT refuses in models with Mamba layers."
@@ -83,8 +107,8 @@ def _refuse_mamba(model, found, linear):
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
     try: check(LoraConfig(), model, min(wrong).rpartition('.')[2])
     except ValueError as error:
-        others = sorted({path.rpartition('.')[2] for path in set(linear) - wrong})
-        raise ValueError(f'{error} Set method.targets to [{", ".join(others)}]') from None
+        others = _ends(linear, wrong | set(_without_effect(model, linear)))
+        raise ValueError(f'{error} Set method.targets to [{others}]') from None
 
 def _expert_targets(model, targets, dropout):
     "Name the targets that PEFT takes for parameters of experts; refuse dropout on them."

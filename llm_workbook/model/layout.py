@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from ..config.recipe import Method, Model, Precision
 from ..display import binary_size, html_table, nearest
-from .architecture import Weight, configuration, inventory, skeleton
+from .architecture import (
+    Weight, configuration, inventory, skeleton, weight_use)
 from .spec import ModelSpec
 
 # %% ../../nbs/model/03_layout.ipynb #9680dc75
@@ -287,6 +288,15 @@ def _left_in_16_bit(weights, method) -> dict[str, int]:
         counts[path] = counts.get(path, 0) + weight.numel
     return counts
 
+def _check_packs(model, paths):
+    "Refuse a model with nothing to pack, or with a layer that is never called: its weight is read."
+    kind = type(model).__name__
+    problem = '' if paths else f'{kind} has no linear layer that NF4 can pack'
+    for path in paths:
+        if not any(weight_use(model, path)) or weight_use(model, path).called: continue
+        problem = f'{kind} reads {path}.weight and never calls the layer, which a packed one needs'
+    if problem: raise ValueError(f"method.kind 'qlora': {problem}: set method.kind to 'lora'")
+
 def check_packing(
     base: Model,  # Of a recipe; only its configuration is read
     method: Method,  # Of a recipe; kind and unpacked are read
@@ -294,9 +304,11 @@ def check_packing(
     "Refuse a QLoRA that leaves more of the layers in 16 bit than `method.unpacked`."
     if method.kind != 'qlora': return 0.0
     name, fields = configuration(base.source, base.revision)
-    weights = inventory(skeleton(fields, name)).values()
+    model = skeleton(fields, name)
+    weights = inventory(model).values()
     counts = _left_in_16_bit(weights, method)
     left = sum(counts.values())
+    _check_packs(model, [weight.path for weight in weights if role(weight, method) == 'packed'])
     share = left / sum(weight.numel for weight in weights)
     if share <= method.unpacked: return share
     path = max(counts, key=counts.get)

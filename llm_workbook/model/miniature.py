@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ..display import binary_size, html_table
 from ..files import resolve
-from .architecture import configuration, parsed_config, skeleton
+from .architecture import (
+    config_value, configuration, parsed_config, skeleton)
 
 # %% ../../nbs/model/10_miniature.ipynb #7934c074
 _NAMES = {  # Value in a miniature, unless it is smaller already -> fields of configurations
@@ -24,16 +25,16 @@ _NAMES = {  # Value in a miniature, unless it is smaller already -> fields of co
         'moe_shared_expert_intermediate_size q_lora_rank',
     24: 'qk_head_dim',
     16: 'kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim index_topk sliding_window '
-        'attention_chunk_size window_size linear_key_head_dim linear_value_head_dim '
+        'attention_chunk_size window_size rotary_dim hidden_size_per_layer_input laurel_rank '
+        'state_size linear_head_dim linear_key_head_dim linear_value_head_dim '
         'mamba_d_state ssm_state_size mamba_chunk_size chunk_size',
     8: 'qk_rope_head_dim',
-    4: 'num_local_experts n_routed_experts num_experts moe_num_experts',
+    4: 'num_local_experts n_routed_experts num_experts moe_num_experts linear_num_heads',
     2: 'num_experts_per_tok moe_k moe_topk n_shared_experts moe_num_shared_experts n_group '
        'index_n_heads mamba_n_groups full_attention_interval sliding_window_pattern '
-       'interleave_moe_layer_step no_rope_layer_interval decoder_sparse_step attn_layer_period '
-       'expert_layer_period',
-    1: 'topk_group first_k_dense_replace num_dense_layers moe_layer_start_index '
-       'attn_layer_offset expert_layer_offset'}
+       'interleave_moe_layer_step no_rope_layer_interval decoder_sparse_step '
+       'num_experts_per_token top_k_experts num_shared_experts',
+    1: 'topk_group first_k_dense_replace num_dense_layers moe_layer_start_index'}
 _LIMITS = {name: limit for limit, names in _NAMES.items() for name in names.split()}
 _HEAD = 16  # Width of a head
 
@@ -49,9 +50,9 @@ def _widths(text) -> dict:
     "Width, heads and width of a head, by transformers' common names."
     heads = getattr(text, 'num_attention_heads', None)
     if not heads: return {'hidden_size': 64}
-    groups = getattr(text, 'num_key_value_heads', None) or heads
+    groups = config_value(text, 'num_key_value_heads') or heads
     small, small_groups = _heads(heads, groups)
-    inner = heads * (getattr(text, 'head_dim', None) or 0)
+    inner = heads * (config_value(text, 'head_dim') or 0)
     hidden = small * _HEAD
     if inner > text.hidden_size:
         hidden //= 2
@@ -79,6 +80,8 @@ def _special_widths(fields, widths) -> dict:
     if fields.get('mamba_d_ssm'): inner = changes['mamba_d_ssm'] = hidden
     for name in ('mamba_n_heads', 'mamba_num_heads'):
         if fields.get(name): changes[name] = inner // _HEAD
+    if fields.get('state_size') and fields.get('num_heads'):  # Mamba 2
+        changes |= {'num_heads': inner // _HEAD, 'head_dim': _HEAD}
     scalar, head_dim = fields.get('query_pre_attn_scalar'), fields.get('head_dim')
     if scalar: changes['query_pre_attn_scalar'] = _HEAD * scalar // (head_dim or scalar)
     return changes
@@ -104,12 +107,32 @@ def _rotary_pairs(fields, head_dim) -> int:
     factor = rope.get('partial_rotary_factor') or fields.get('partial_rotary_factor') or 1
     return int(head_dim * factor) // 2
 
+# %% ../../nbs/model/10_miniature.ipynb #fa3110c1
+_PERIODS = (('attn_layer_period', 'attn_layer_offset'),
+            ('expert_layer_period', 'expert_layer_offset'))
+_SHARED = 'num_kv_shared_layers'  # The last so many take keys and values of layers before them
+
+def _marks(fields, names, layers) -> list[bool]:
+    "Say for each layer whether a period and an offset mark it."
+    period, offset = (fields[name] for name in names)
+    return [index % period == offset for index in layers]
+
+def _small_period(marks) -> tuple[int, int]:
+    "A period and an offset that mark the same layers of a miniature."
+    for period in range(1, len(marks) + 2):
+        for offset in range(period):
+            if [index % period == offset for index in range(len(marks))] == marks:
+                return period, offset
+    raise ValueError(f'no period marks the layers {marks}: name a number of layers')
+
 # %% ../../nbs/model/10_miniature.ipynb #e47c8e50
 def _layer_sorts(model, fields) -> list:
     "For each layer what tells it from others: names of its weights, and its place in each list."
     from torch.nn import ModuleList
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [value for name, value in fields.items() if _is_per_layer(name, value, count)]
+    lists += [_marks(fields, marks, range(count)) for marks in _PERIODS if marks[0] in fields]
+    lists.append([index >= count - (fields.get(_SHARED) or 0) for index in range(count)])
     decoder = model.get_decoder()
     stacks = [module for module in decoder.modules()
               if isinstance(module, ModuleList) and len(module) == count]
@@ -159,6 +182,27 @@ def _limited(value, limit):
     if isinstance(value, list): return [_limited(item, limit) for item in value]
     return min(value, limit) if type(value) is int else value
 
+# %% ../../nbs/model/10_miniature.ipynb #fa3110c3
+def _small_pattern(fields, chosen, count) -> dict:
+    "Numbers that say which layers are of a sort, for the layers that are kept."
+    changes = {}
+    for names in _PERIODS:
+        if names[0] in fields:
+            changes |= zip(names, _small_period(_marks(fields, names, chosen)))
+    shared = fields.get(_SHARED) or 0
+    if shared: changes[_SHARED] = sum(index >= count - shared for index in chosen)
+    return changes
+
+def _small_overrides(fields, small, chosen) -> dict:
+    "Values of single layers, in the same ratio to the common one as in the source."
+    overrides = {}
+    for place, index in enumerate(chosen):
+        values = fields['per_layer_config'].get(str(index), {})
+        overrides[str(place)] = {
+            name: max(1, small[name] * value // fields[name]) if type(value) is int else value
+            for name, value in values.items()}
+    return {place: values for place, values in overrides.items() if values}
+
 # %% ../../nbs/model/10_miniature.ipynb #65c649ea
 def _small_fields(text, fields, chosen) -> dict:
     "Every field of a miniature; `chosen` are the layers that it keeps."
@@ -171,8 +215,12 @@ def _small_fields(text, fields, chosen) -> dict:
     changes = {text.attribute_map.get(name, name): value for name, value in changes.items()}
     changes |= _special_widths(fields, widths)
     if 'moe_layer_end_index' in small: changes['moe_layer_end_index'] = len(chosen) - 1
+    changes |= _small_pattern(fields, chosen, count)
     small |= {name: value for name, value in changes.items() if small.get(name) is not None}
-    head_dim = fields.get('head_dim') or text.hidden_size // (text.num_attention_heads or 1)
+    if 'per_layer_config' in fields:
+        small['per_layer_config'] = _small_overrides(fields, small, chosen)
+    heads = getattr(text, 'num_attention_heads', None) or 1
+    head_dim = fields.get('head_dim') or text.hidden_size // heads
     before, after = (_rotary_pairs(fields, width) for width in (head_dim, _HEAD))
     if small.get('rope_parameters'):
         small['rope_parameters'] = _small_rope(small['rope_parameters'], before, after)
@@ -274,6 +322,13 @@ def _fetched(name, revision):
         raise ValueError(f'the tokenizer of {name!r} cannot be fetched from the Hub ({reason}); '
                          'fetch it before, or name a directory that holds it') from None
 
+# %% ../../nbs/model/10_miniature.ipynb #fa3110c4
+def _fill_zeros(model):
+    "Give numbers to parameters that begin as zeros: some scale what would else never train."
+    import torch
+    for parameter in model.parameters():
+        if not parameter.any(): torch.nn.init.normal_(parameter, std=.02)
+
 # %% ../../nbs/model/10_miniature.ipynb #e44c12e3
 def miniature(
     source: 'str | Path | dict',  # Directory, Hub or packaged name; a preset or a dict, too
@@ -294,6 +349,7 @@ def miniature(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        _fill_zeros(model)
     total_b = sum(parameter.nbytes for parameter in model.parameters())
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size=max(1, total_b // 3))

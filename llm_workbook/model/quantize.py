@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
-from .architecture import base_config
+from .architecture import base_config, correct_names, usual_attention
 from .half_matmul import upcast_half_matmul
 from .weight_files import check_index
 
@@ -96,7 +96,7 @@ def load_base(
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
-    attention: str = 'sdpa',  # As a recipe's `Model.attention` says it; a `Model` has its own
+    attention: str | None = None,  # As `Model.attention`, which a `Model` has; None: the usual
 ) -> 'PreTrainedModel':  # Whole, on the device of this process, in evaluation mode
     "Load `source` as `method` wants it."
     import torch
@@ -106,17 +106,16 @@ def load_base(
     else: upcast_half_matmul()
     base = source
     if not isinstance(source, Model):
+        attention = attention or usual_attention(source, revision)
         base = Model(source=str(source), revision=revision, attention=attention)
     model, loading_info = _pretrained(base, method, precision, device)
     if base.head == 'classification':
         missing = sorted({*loading_info['missing_keys']} - {'score.weight'})
         if missing: raise ValueError(f'{base.source!r} has no {missing[0]}: only a head may be new')
     model.config._name_or_path = model.name_or_path = base.source
-    if model.base_model is model and hasattr(model, 'model'):
-        model.base_model_prefix = 'model'  # Llama 4 names an attribute that it does not have
     if method.kind == 'qlora' and not keep_payload(model):
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
-    return model
+    return correct_names(model)
 
 # %% ../../nbs/model/04_quantize.ipynb #9f264289
 def load_nf4(

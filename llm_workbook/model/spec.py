@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..display import PALETTE, canvas, html_table
 from .architecture import (
-    WEIGHT_KINDS, Weight, configuration, inventory, presets, skeleton)
+    WEIGHT_KINDS, Weight, config_value, configuration, inventory, presets, skeleton)
 
 # %% ../../nbs/model/02_spec.ipynb #fd1d7585
 class Unit(NamedTuple):
@@ -136,7 +136,7 @@ _WINDOWS = {'sliding_attention': 'sliding_window', 'chunked_attention': 'attenti
 
 def _first(config, *names):
     "The first field of `names` that `config` has and that is not None; 0 if there is none."
-    values = (getattr(config, name, None) for name in names)
+    values = (config_value(config, name) for name in names)
     return next((value for value in values if value is not None), 0)
 
 def _window(text, index) -> int | None:
@@ -191,7 +191,10 @@ def _mla(text) -> Mla | None:
     return Mla(q_rank, kv_rank, text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim)
 
 def _attention_facts(text) -> dict:
-    heads, mla = text.num_attention_heads, _mla(text)
+    heads, mla = _first(text, 'num_attention_heads'), _mla(text)
+    if not heads:
+        raise ValueError(f'{text.model_type} has no attention heads, and no plan and no rehearsal '
+                         'here knows such a model: train it as it is, or take one with attention')
     if mla: head_dim = mla.nope + mla.rope
     else: head_dim = _first(text, 'head_dim') or text.hidden_size // heads
     kv_heads = _first(text, 'num_key_value_heads') or heads

@@ -20,7 +20,7 @@ from ..model.architecture import (
     configuration, inventory, load_tokenizer, skeleton)
 from ..model.nf4 import pack, scales, state, unpack
 from ..model.quantize import fingerprint, load_base, payload_bytes
-from ..model.weight_files import Weights
+from ..model.weight_files import Weights, origins
 from ..training.tokens import assistant_mask
 
 # %% ../../nbs/release/02_merge.ipynb #842bb950
@@ -30,7 +30,7 @@ MERGE_TARGETS = {'16-bit': 'the 16-bit base',
 
 _CONFIG = 'adapter_config.json'
 _TENSORS = 'adapter_model.safetensors'
-_BEYOND_PLAIN = ('use_dora', 'rank_pattern', 'alpha_pattern', 'fan_in_fan_out', 'modules_to_save',
+_BEYOND_PLAIN = ('use_dora', 'fan_in_fan_out', 'modules_to_save',
                  'lora_bias', 'trainable_token_indices', 'layer_replication', 'use_qalora')
 _PLAIN_STARTS = True, False, None, 'gaussian', 'orthogonal', 'eva'  # PiSSA's changes the base
 
@@ -53,10 +53,19 @@ def _check_plain(folder, config, matches):
     odd = [key for key in _BEYOND_PLAIN if config.get(key)]
     odd += [name for name, match in matches.items() if not match][:2]
     if config.get('init_lora_weights', True) not in _PLAIN_STARTS: odd.append('init_lora_weights')
+    odd += _odd_patterns(config)
     has_bias = config.get('bias', 'none') != 'none'
     if odd or has_bias or config.get('peft_type') != 'LORA':
         raise ValueError(f'{folder.name!r} is more than plain LoRA ({", ".join(odd) or "bias"}): '
                          'merge it with peft')
+
+def _odd_patterns(config):
+    "Name the patterns that give some adapters another scale; those of fused experts keep it."
+    ranks, alphas = (config.get(f'{name}_pattern') or {} for name in ('rank', 'alpha'))
+    scale = config.get('lora_alpha', 1) / config.get('r', 1)
+    if config.get('use_rslora') or ranks.keys() != alphas.keys():
+        return ['rank_pattern'] * bool(ranks) + ['alpha_pattern'] * bool(alphas)
+    return [key for key in ranks if alphas[key] / ranks[key] != scale]
 
 def _pairs(adapters):
     "Give weight -> (A, B, scale), and peft's configuration."
@@ -75,6 +84,56 @@ def _pairs(adapters):
                              'save the adapters again')
         pairs[f'{target}.weight'] = sides[target, 'A'], sides[target, 'B'], scale
     return pairs, config
+
+# %% ../../nbs/release/02_merge.ipynb #fa3110e2
+def _origins(model, weights) -> dict:
+    "Parameter -> the tensors on disk that make it; empty where the names alone do not say it."
+    import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+    mapping = get_model_conversion_mapping(model)
+    plan = LoadStateDictConfig(dtype=torch.bfloat16, weight_mapping=mapping)
+    try: found, _ = origins(model, weights, plan)
+    except ValueError: return {}
+    return {origin.name: origin for origin in found}
+
+def _adapted(target, pair, found):
+    "Find the parameter that a pair serves: a weight, or a fused one of the experts' module."
+    if target in found: return found[target]
+    module = target.removesuffix('.weight').replace('.base_layer', '')
+    (a, b, _), sizes = pair, None
+    for origin in found.values():
+        if origin.name.rpartition('.')[0] != module or len(origin.shape) != 3: continue
+        experts, *sizes = origin.shape
+        if sizes == [b.shape[0], a.shape[1]] and a.shape[0] % experts == 0: return origin
+    return None
+
+def _on_disk(pairs, found, weights) -> dict:
+    "Name pairs after tensors on disk; each expert gets the part that is its own."
+    renamed = {}
+    for target, pair in pairs.items():
+        origin = _adapted(target, pair, found)
+        renamed |= _parts_of(origin, pair, weights) if origin else {target: pair}
+    return renamed
+
+def _parts_of(origin, pair, weights) -> dict:
+    "Divide a pair among the tensors on disk that make its parameter, row by row."
+    a, b, scale = pair
+    experts = origin.shape[0] if len(origin.shape) == 3 else 1
+    rows, columns = origin.shape[-2:]
+    a = a.reshape(experts, -1, columns)
+    b = b.reshape(rows, -1, experts)
+    parts, begin = {}, 0  # Row among those of all experts
+    for piece in origin.pieces:
+        shape = weights.tensors[piece].shape
+        if len(shape) != 2:
+            raise ValueError(f'{piece} holds all experts of a layer, and a pair is added to one '
+                             'matrix: serve the base with its adapters beside it, or merge '
+                             'them with peft')
+        expert, row = divmod(begin, rows)
+        parts[piece] = a[expert], b[row:row + shape[0], :, expert], scale
+        begin += shape[0]
+    return parts
 
 # %% ../../nbs/release/02_merge.ipynb #538c002b
 def _location(name):
@@ -130,17 +189,33 @@ def _checked_pairs(base, adapters, into, method):
     return pairs
 
 def _checked_base(base, revision, method, pairs):
-    "Find the base: its weights, names of what is packed, modules that are never cast."
+    "Find the base: weights, pairs and packed ones by their names on disk, places, float32 modules."
     name, raw = configuration(base, revision)
     if raw.get('quantization_config'):
         raise ValueError(f'{name!r} is packed already, there is no 16-bit base in it: '
                          'name the checkpoint it was made from')
     model = skeleton(raw, name)
-    packs = method.kind == 'qlora'
-    packed = {path for path, weight in inventory(model).items() if packs and weight.packs}
     weights = Weights(base, revision)
+    found = _origins(model, weights)
+    packs = method.kind == 'qlora'
+    names = {path for path, weight in inventory(model).items() if packs and weight.packs}
+    packed = {piece for path in names
+              for piece in (found[path].pieces if path in found else [path])}
+    pairs = _on_disk(pairs, found, weights)
     _fits(name, weights.tensors, pairs, packed)
-    return weights, packed, set(model._keep_in_fp32_modules_strict or ())
+    return weights, pairs, packed, _places(found, weights), _in_float32(model)
+
+def _in_float32(model): return set(model._keep_in_fp32_modules_strict or ())
+
+def _places(found, weights) -> dict:
+    "Tensor on disk -> the parameter that it is a part of, and its first number there."
+    places = {}
+    for origin in found.values():
+        begin = 0
+        for piece in origin.pieces:
+            places[piece] = origin.name, begin
+            begin += weights.tensors[piece].numel
+    return places
 
 # %% ../../nbs/release/02_merge.ipynb #dfe10289
 class Merge:
@@ -157,9 +232,9 @@ class Merge:
         self.into = into
         self.method = method or Method()
         self.dtype = _compute_dtype(precision or Precision())  # Of what is not packed
-        self.pairs = _checked_pairs(base, adapters, into, self.method)  # Weight -> (A, B, scale)
-        checked = _checked_base(base, revision, self.method, self.pairs)
-        self.weights, self.packed, self.float32_modules = checked
+        pairs = _checked_pairs(base, adapters, into, self.method)  # Weight -> (A, B, scale)
+        checked = _checked_base(base, revision, self.method, pairs)
+        self.weights, self.pairs, self.packed, self.places, self.float32_modules = checked
 
     @property
     def changed(self) -> list[str]:  # Names of weights
@@ -229,13 +304,14 @@ def _merged_weight(merge, name):
     return total.mul_(scale).add_(weight).to(weight.dtype)
 
 # %% ../../nbs/release/02_merge.ipynb #40100289
-def _put(model, name, parts):
-    "Set one weight of `model`: as it is, or packed from its parts."
-    path, _, leaf = name.rpartition('.')
-    layer = model.get_submodule(path)
+def _put(model, name, parts, place):
+    "Set one weight of `model`: as it is, in its place among others, or packed from its parts."
+    parameter, begin = place
     if len(parts) == 1:
-        layer.get_parameter(leaf).data = parts[name]
+        numbers = parts[name].flatten()
+        model.get_parameter(parameter).data.view(-1)[begin:begin + len(numbers)] = numbers
         return
+    layer = model.get_submodule(parameter.rpartition('.')[0])
     from bitsandbytes.nn import Params4bit
     statistics = {part.removeprefix(f'{name}.'): tensor for part, tensor in parts.items()
                   if part != name}
@@ -257,7 +333,8 @@ def merged(
     if into != 'nf4': loading = loading.model_copy(update={'kind': 'lora'})  # Loads without packing
     model = load_base(base, loading, precision, 'cpu')
     with merge.weights:
-        for name in merge.changed: _put(model, name, merge.parts(name))
+        for name in merge.changed:
+            _put(model, name, merge.parts(name), merge.places.get(name, (name, 0)))
     return model
 
 # %% ../../nbs/release/02_merge.ipynb #0286b005

@@ -415,9 +415,10 @@ _INSIDE_PEFT = 'lora_', 'modules_to_save', 'original_module'
 def _linear_names(model):
     "List the linear layers but the head, by the names that they had before peft wrapped them."
     from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
     head = getattr(model, 'get_output_embeddings', lambda: None)()
     return {name.removesuffix('.base_layer') for name, module in model.named_modules()
-            if isinstance(module, Linear) and module is not head
+            if isinstance(module, (Linear, Conv1D)) and module is not head
             and not any(part in name for part in _INSIDE_PEFT)}
 
 # %% ../../nbs/training/08_live_settings.ipynb #02168964
