@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_ladder']
 
-# %% ../../nbs/plan/14_runbook.ipynb #efd735be
+# %% ../../nbs/plan/14_runbook.ipynb #9bb41bfa
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from .estimate import Estimate, estimate
 from .loading import read_b
 from .model_states import rank_of
 
-# %% ../../nbs/plan/14_runbook.ipynb #1e9c7f41
+# %% ../../nbs/plan/14_runbook.ipynb #15b4163d
 class RunFigure(NamedTuple):
     "One figure to compare while a run starts."
     when: str  # As in 'while it loads'
@@ -30,7 +30,7 @@ class RunFigures(list):
 
     def _repr_html_(self): return html_table(('when', 'what', 'planned'), self)
 
-# %% ../../nbs/plan/14_runbook.ipynb #70a399d0
+# %% ../../nbs/plan/14_runbook.ipynb #bfe94ce1
 def run_figures(
     recipe: Recipe,  # That will run
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -40,7 +40,7 @@ def run_figures(
     rows = [*_before(plan), *_loading(plan), *_stepping(plan)]
     return RunFigures(RunFigure(*row) for row in rows)
 
-# %% ../../nbs/plan/14_runbook.ipynb #87044aa8
+# %% ../../nbs/plan/14_runbook.ipynb #84acb63e
 def _before(plan) -> Iterator[tuple]:
     "Room on the disk and in the host."
     when, ledger = 'before', plan.ledger
@@ -54,7 +54,7 @@ def _before(plan) -> Iterator[tuple]:
     limit = f'{gib(locked_b, 1)}, {-(-locked_b // 1024):,} KiB'
     yield when, 'of it page-locked, each process (ulimit -l)', limit
 
-# %% ../../nbs/plan/14_runbook.ipynb #a4ccf4f6
+# %% ../../nbs/plan/14_runbook.ipynb #05531b76
 _SATA_BPS = 5e8  # Bytes/s of an SSD on SATA
 
 def _read_on_node(plan) -> int:
@@ -82,21 +82,21 @@ def _gpu_text(plan, phase) -> str:
     least_b, most_b = ledger.band
     return f'{text}; seen elsewhere: {gib(least_b, 1)} to {gib(most_b, 1)}'
 
-# %% ../../nbs/plan/14_runbook.ipynb #9f4aeba7
+# %% ../../nbs/plan/14_runbook.ipynb #a4e3c8c1
 def _stepping(plan) -> Iterator[tuple]:
     "Bytes and seconds of a step, and of the run."
     step, recipe = plan.step, plan.recipe
     if recipe.cluster.device == 'cuda':
-        yield 'from step 1', 'nvidia-smi, each GPU', _gpu_text(plan, 'step')
-    yield 'from step 1', 'each line in the terminal', f'{step.step_s:,.2f} s a step'
-    yield 'from step 1', 'tokens/s of all GPUs, if all rows are full', f'{step.tokens_per_s:,.0f}'
+        yield 'from step 1', 'nvidia-smi, each GPU, after full rows', _gpu_text(plan, 'step')
+    yield 'from step 1', 'each line in the terminal, full rows', f'{step.step_s:,.2f} s a step'
+    yield 'from step 1', 'tokens/s of all GPUs, full rows', f'{step.tokens_per_s:,.0f}'
     every = recipe.intervals.saving
     if every:
         lost = f'every {every} steps, {every * step.step_s / 60:,.0f} min'
         yield 'at a save', 'steps that a crash costs at most', lost
     yield 'at the end', f'{recipe.optimizer.steps:,} steps', f'{step.hours:,.1f} h'
 
-# %% ../../nbs/plan/14_runbook.ipynb #e4b763fb
+# %% ../../nbs/plan/14_runbook.ipynb #c9032c22
 class Rung(NamedTuple):
     "One change that needs less memory, on top of those above it."
     what: str  # In words
@@ -122,7 +122,7 @@ class Ladder(list):
         heads = 'change, on top of those above', 'each GPU in a step, GiB', 'saves', 's a step'
         return html_table(heads, list(self._rows()), (1, 2, 3))
 
-# %% ../../nbs/plan/14_runbook.ipynb #be101135
+# %% ../../nbs/plan/14_runbook.ipynb #5f277928
 def memory_ladder(
     recipe: Recipe,  # That ran out of memory in a step, on GPUs
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -147,7 +147,7 @@ def memory_ladder(
 def _rung(what, changes, plan, saved_b) -> Rung:
     return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
 
-# %% ../../nbs/plan/14_runbook.ipynb #0518b2db
+# %% ../../nbs/plan/14_runbook.ipynb #38e69636
 _WORTH_B = 2**30 // 20
 
 def _better(recipe, changes, plan, node) -> Estimate | None:
@@ -162,7 +162,7 @@ def _expandable(recipe) -> dict:
     variables = dict(recipe.cluster.variables)
     return {'cluster.variables': variables | {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}
 
-# %% ../../nbs/plan/14_runbook.ipynb #b9f80839
+# %% ../../nbs/plan/14_runbook.ipynb #6cb4853b
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
 
 def _ways(recipe) -> Iterator[tuple[str, dict]]:

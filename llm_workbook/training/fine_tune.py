@@ -554,8 +554,8 @@ def _start_text(recipe, rows, start):
     "Say what begins, and that the base is loaded first, which may take minutes."
     ranks, step = recipe.cluster.ranks, start.step
     now = f'goes on after step {step:,}' if step else 'begins'
-    return (f'{recipe.name} {now}: {rows:,} rows, {ranks} rank{"s" * (ranks > 1)}, '
-            f'{recipe.global_batch:,} rows a step; loading {recipe.model.source}')
+    return (f'{recipe.name} {now}: {rows:,} rows, {recipe.global_batch:,} a step, '
+            f'{ranks} rank{"s" * (ranks > 1)}; loading {recipe.model.source}')
 
 def _end(recipe, directory, rank, result) -> int:
     "Let rank 0 say how the run has ended; give back the exit code."
