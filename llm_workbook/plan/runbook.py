@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_ladder']
 
-# %% ../../nbs/plan/14_runbook.ipynb #9bb41bfa
+# %% ../../nbs/plan/14_runbook.ipynb #66994f37
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from .estimate import Estimate, estimate
 from .loading import read_b
 from .model_states import rank_of
 
-# %% ../../nbs/plan/14_runbook.ipynb #15b4163d
+# %% ../../nbs/plan/14_runbook.ipynb #8ef68281
 class RunFigure(NamedTuple):
     "One figure to compare while a run starts."
     when: str  # As in 'while it loads'
@@ -30,7 +30,7 @@ class RunFigures(list):
 
     def _repr_html_(self): return html_table(('when', 'what', 'planned'), self)
 
-# %% ../../nbs/plan/14_runbook.ipynb #bfe94ce1
+# %% ../../nbs/plan/14_runbook.ipynb #4ae89bcf
 def run_figures(
     recipe: Recipe,  # That will run
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -40,7 +40,7 @@ def run_figures(
     rows = [*_before(plan), *_loading(plan), *_stepping(plan)]
     return RunFigures(RunFigure(*row) for row in rows)
 
-# %% ../../nbs/plan/14_runbook.ipynb #84acb63e
+# %% ../../nbs/plan/14_runbook.ipynb #380979ad
 def _before(plan) -> Iterator[tuple]:
     "Room on the disk and in the host."
     when, ledger = 'before', plan.ledger
@@ -54,7 +54,7 @@ def _before(plan) -> Iterator[tuple]:
     limit = f'{gib(locked_b, 1)}, {-(-locked_b // 1024):,} KiB'
     yield when, 'of it page-locked, each process (ulimit -l)', limit
 
-# %% ../../nbs/plan/14_runbook.ipynb #05531b76
+# %% ../../nbs/plan/14_runbook.ipynb #121f106a
 _SATA_BPS = 5e8  # Bytes/s of an SSD on SATA
 
 def _read_on_node(plan) -> int:
@@ -82,7 +82,7 @@ def _gpu_text(plan, phase) -> str:
     least_b, most_b = ledger.band
     return f'{text}; seen elsewhere: {gib(least_b, 1)} to {gib(most_b, 1)}'
 
-# %% ../../nbs/plan/14_runbook.ipynb #a4e3c8c1
+# %% ../../nbs/plan/14_runbook.ipynb #b1287c58
 def _stepping(plan) -> Iterator[tuple]:
     "Bytes and seconds of a step, and of the run."
     step, recipe = plan.step, plan.recipe
@@ -96,7 +96,7 @@ def _stepping(plan) -> Iterator[tuple]:
         yield 'at a save', 'steps that a crash costs at most', lost
     yield 'at the end', f'{recipe.optimizer.steps:,} steps', f'{step.hours:,.1f} h'
 
-# %% ../../nbs/plan/14_runbook.ipynb #c9032c22
+# %% ../../nbs/plan/14_runbook.ipynb #ba9b864b
 class Rung(NamedTuple):
     "One change that needs less memory, on top of those above it."
     what: str  # In words
@@ -122,7 +122,7 @@ class Ladder(list):
         heads = 'change, on top of those above', 'each GPU in a step, GiB', 'saves', 's a step'
         return html_table(heads, list(self._rows()), (1, 2, 3))
 
-# %% ../../nbs/plan/14_runbook.ipynb #5f277928
+# %% ../../nbs/plan/14_runbook.ipynb #e5d1e700
 def memory_ladder(
     recipe: Recipe,  # That ran out of memory in a step, on GPUs
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -147,7 +147,7 @@ def memory_ladder(
 def _rung(what, changes, plan, saved_b) -> Rung:
     return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
 
-# %% ../../nbs/plan/14_runbook.ipynb #38e69636
+# %% ../../nbs/plan/14_runbook.ipynb #64c31508
 _WORTH_B = 2**30 // 20
 
 def _better(recipe, changes, plan, node) -> Estimate | None:
@@ -162,7 +162,7 @@ def _expandable(recipe) -> dict:
     variables = dict(recipe.cluster.variables)
     return {'cluster.variables': variables | {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}
 
-# %% ../../nbs/plan/14_runbook.ipynb #6cb4853b
+# %% ../../nbs/plan/14_runbook.ipynb #108262b7
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
 
 def _ways(recipe) -> Iterator[tuple[str, dict]]:

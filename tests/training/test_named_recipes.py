@@ -1,4 +1,5 @@
 "Every named recipe is ready to train: with its own architecture, and a tokenizer of its family."
+import socket
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,12 @@ def small_model(tmp_path_factory):
 
 
 def named(name, small_model, **changes):
-    "A named recipe as it is, but for the place of its model, and `changes`."
+    "A named recipe as it is, but for its model, the interface of its nodes, and `changes`."
     recipe = Recipe.named(name)
     if recipe.model.source != 'tiny-base':
         changes |= {'model.source': str(small_model(recipe.model.source))}
+    if recipe.cluster.interface:  # Nodes have it, and the machine of this test may not
+        changes |= {'cluster.interface': socket.if_nameindex()[0][1]}
     return recipe.changed(changes)
 
 
