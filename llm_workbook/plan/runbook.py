@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_ladder']
 
-# %% ../../nbs/plan/14_runbook.ipynb #66994f37
+# %% ../../nbs/plan/14_runbook.ipynb #76ea2672
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from .estimate import Estimate, estimate
 from .loading import read_b
 from .model_states import rank_of
 
-# %% ../../nbs/plan/14_runbook.ipynb #8ef68281
+# %% ../../nbs/plan/14_runbook.ipynb #e0c62c83
 class RunFigure(NamedTuple):
     "One figure to compare while a run starts."
     when: str  # As in 'while it loads'
@@ -30,7 +30,7 @@ class RunFigures(list):
 
     def _repr_html_(self): return html_table(('when', 'what', 'planned'), self)
 
-# %% ../../nbs/plan/14_runbook.ipynb #4ae89bcf
+# %% ../../nbs/plan/14_runbook.ipynb #6a8a90d2
 def run_figures(
     recipe: Recipe,  # That will run
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -40,7 +40,7 @@ def run_figures(
     rows = [*_before(plan), *_loading(plan), *_stepping(plan)]
     return RunFigures(RunFigure(*row) for row in rows)
 
-# %% ../../nbs/plan/14_runbook.ipynb #380979ad
+# %% ../../nbs/plan/14_runbook.ipynb #5af25560
 def _before(plan) -> Iterator[tuple]:
     "Room on the disk and in the host."
     when, ledger = 'before', plan.ledger
@@ -54,7 +54,7 @@ def _before(plan) -> Iterator[tuple]:
     limit = f'{gib(locked_b, 1)}, {-(-locked_b // 1024):,} KiB'
     yield when, 'of it page-locked, each process (ulimit -l)', limit
 
-# %% ../../nbs/plan/14_runbook.ipynb #121f106a
+# %% ../../nbs/plan/14_runbook.ipynb #d65b76bb
 _SATA_BPS = 5e8  # Bytes/s of an SSD on SATA
 
 def _read_on_node(plan) -> int:
@@ -82,7 +82,7 @@ def _gpu_text(plan, phase) -> str:
     least_b, most_b = ledger.band
     return f'{text}; seen elsewhere: {gib(least_b, 1)} to {gib(most_b, 1)}'
 
-# %% ../../nbs/plan/14_runbook.ipynb #b1287c58
+# %% ../../nbs/plan/14_runbook.ipynb #e31021d7
 def _stepping(plan) -> Iterator[tuple]:
     "Bytes and seconds of a step, and of the run."
     step, recipe = plan.step, plan.recipe
@@ -92,11 +92,17 @@ def _stepping(plan) -> Iterator[tuple]:
     yield 'from step 1', 'tokens/s of all GPUs, full rows', f'{step.tokens_per_s:,.0f}'
     every = recipe.intervals.saving
     if every:
-        lost = f'every {every} steps, {every * step.step_s / 60:,.0f} min'
+        lost = f'every {every} steps, {_duration(every * step.step_s)}'
         yield 'at a save', 'steps that a crash costs at most', lost
-    yield 'at the end', f'{recipe.optimizer.steps:,} steps', f'{step.hours:,.1f} h'
+    yield 'at the end', f'{recipe.optimizer.steps:,} steps', _duration(3600 * step.hours)
 
-# %% ../../nbs/plan/14_runbook.ipynb #ba9b864b
+def _duration(seconds) -> str:
+    "Write seconds in a unit that fits."
+    if seconds < 120: return f'{seconds:,.0f} s'
+    if seconds < 7200: return f'{seconds / 60:,.0f} min'
+    return f'{seconds / 3600:,.1f} h'
+
+# %% ../../nbs/plan/14_runbook.ipynb #39c9c0d6
 class Rung(NamedTuple):
     "One change that needs less memory, on top of those above it."
     what: str  # In words
@@ -122,7 +128,7 @@ class Ladder(list):
         heads = 'change, on top of those above', 'each GPU in a step, GiB', 'saves', 's a step'
         return html_table(heads, list(self._rows()), (1, 2, 3))
 
-# %% ../../nbs/plan/14_runbook.ipynb #e5d1e700
+# %% ../../nbs/plan/14_runbook.ipynb #e2f7629b
 def memory_ladder(
     recipe: Recipe,  # That ran out of memory in a step, on GPUs
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -147,7 +153,7 @@ def memory_ladder(
 def _rung(what, changes, plan, saved_b) -> Rung:
     return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
 
-# %% ../../nbs/plan/14_runbook.ipynb #64c31508
+# %% ../../nbs/plan/14_runbook.ipynb #41399d6f
 _WORTH_B = 2**30 // 20
 
 def _better(recipe, changes, plan, node) -> Estimate | None:
@@ -162,7 +168,7 @@ def _expandable(recipe) -> dict:
     variables = dict(recipe.cluster.variables)
     return {'cluster.variables': variables | {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}
 
-# %% ../../nbs/plan/14_runbook.ipynb #108262b7
+# %% ../../nbs/plan/14_runbook.ipynb #1888940e
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
 
 def _ways(recipe) -> Iterator[tuple[str, dict]]:
