@@ -201,6 +201,7 @@ def _callback(trainer, recipe):
                 trainer.reach = make_reach(recipe, model, run.start.step)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
                 trainer.payload = payload_digest(recipe, trainer.model)
+            run.log.announce(f'base loaded and checked; step {state.global_step + 1:,} begins')
 
         def on_pre_optimizer_step(self, args, state, control, **objects):
             if run.votes and trainer.reach: trainer.reach.note(run.votes)
@@ -508,10 +509,12 @@ def train_here(
             if rank == 0:
                 known = None if finished else _rows_facts(recipe, rows, held)
                 start = begin_run(recipe, directory, resume=True, rows=known)
-            if start.finished: return 0
+            if start.finished: return _end(recipe, directory, rank, {})
+            os.environ.setdefault('LLMW_LOGS', '')  # Somebody reads what rank 0 prints
+            if rank == 0: print(_start_text(recipe, len(rows), start), flush=True)
             result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
             _leave_process_group()
-        return EXIT_PREEMPTED if 'preempted' in result else 0
+        return _end(recipe, directory, rank, result)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #e37f200b
 _PR_SET_PDEATHSIG = 1  # Of Linux's prctl
@@ -551,3 +554,18 @@ def _leave_process_group():
     import torch.distributed as dist
     if dist.is_initialized():
         dist.destroy_process_group()
+
+def _start_text(recipe, rows, start):
+    "Say what begins, and that the base is loaded first, which may take minutes."
+    ranks, step = recipe.cluster.ranks, start.step
+    now = f'goes on after step {step:,}' if step else 'begins'
+    return (f'{recipe.name} {now}: {rows:,} rows, {recipe.global_batch:,} a step, '
+            f'{ranks} rank{"s" * (ranks > 1)}; loading {recipe.model.source}')
+
+def _end(recipe, directory, rank, result) -> int:
+    "Let rank 0 say how the run has ended; give back the exit code."
+    step, text = result.get('preempted'), f'finished: {Run(recipe, directory, []).saved}'
+    if step is not None:
+        text = f'stopped on request; the same command goes on after step {step:,}'
+    if rank == 0: print(text, flush=True)
+    return 0 if step is None else EXIT_PREEMPTED

@@ -307,6 +307,7 @@ def _train(loop, judge, preemption):
     recipe, every = loop.recipe, loop.recipe.intervals
     windows = step_windows(loop.loader, recipe.batch.accumulation, loop.step)
     steps, stop = recipe.optimizer.steps, False
+    loop.run.log.announce(f'base loaded and checked; step {loop.step + 1:,} begins')
     while loop.step < steps and not stop:
         values = train_step(loop, next(windows))
         loop.run.log.note_step(recipe, loop.step, values)

@@ -7,6 +7,7 @@ __all__ = ['KEPT_CHECKPOINTS', 'RunLog', 'RankRun', 'commit_step', 'load_step', 
            'payload_digest', 'check_payload']
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c104
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,7 @@ class RunLog:
     ):
         self.files, self.rank = files, rank
         self.losses = []  # Of the steps since the last line
+        self._printed = 0, 0.0  # Step and seconds of the last printed line
         self._began_s = time.monotonic()
 
     def start_clock(self,
@@ -40,6 +42,13 @@ class RunLog:
         lines = read_metrics(self.files.metrics) if start.step else []
         earlier_s = lines[-1]['seconds'] if lines else 0
         self._began_s = time.monotonic() - earlier_s
+        self._printed = start.step, self.seconds
+
+    def announce(self,
+        text: str,  # One line
+    ) -> None:
+        "Print a line of rank 0 where a terminal or a log shows it."
+        if self.rank == 0 and 'LLMW_LOGS' in os.environ: print(text, flush=True)
 
     @property
     def seconds(self) -> float:  # To the millisecond
@@ -59,6 +68,8 @@ class RunLog:
         self.losses.clear()
         row = {'step': step, 'seconds': self.seconds} | values | {'loss': mean}
         if self.rank == 0: write_line(self.files.metrics, row)
+        self.announce(_step_text(row, recipe.optimizer.steps, self._printed))
+        self._printed = step, row['seconds']
 
     def note_evaluation(self,
         step: int,  # After which held-out rows were judged
@@ -69,6 +80,16 @@ class RunLog:
         lines = read_metrics(self.files.evaluations)
         if any(line['step'] == step for line in lines): return
         write_line(self.files.evaluations, {'step': step} | values)
+        scores = [f'{name} {value:.4f}' for name, value in values.items()
+                  if isinstance(value, float)]
+        self.announce(f'held-out rows after step {step:,}: {", ".join(scores)}')
+
+def _step_text(row, steps, before):
+    "Write a metrics line in words; `before` are step and seconds of the line before."
+    step_s = (row['seconds'] - before[1]) / max(row['step'] - before[0], 1)
+    text = f'step {row["step"]:,} of {steps:,}: loss {row["loss"]:.4f}'
+    if 'grad_norm' in row: text += f', gradient norm {row["grad_norm"]:.3f}'
+    return f'{text}, {step_s:.2f} s a step, {row["seconds"]:,.0f} s in all'
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
 KEPT_CHECKPOINTS = 2  # Committed ones that stay on the disk: one may turn out to be damaged

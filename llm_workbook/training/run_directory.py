@@ -120,8 +120,6 @@ def write_line(
     text = json.dumps(row)
     with disk_errors(file, len(text) + 1), file.open('a') as lines:
         lines.write(text + '\n')
-    if 'LLMW_LOGS' in os.environ:
-        print(text, flush=True)  # What a kept log shows of the run
 
 # %% ../../nbs/training/05_run_directory.ipynb #ad76e91c
 class RunLocked(RuntimeError):

@@ -1,5 +1,6 @@
 """The command in a terminal: what a user did wrong is one line, and Ctrl-C ends it."""
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from trouble import wait_for
 
 from llm_workbook.checkpoint import manifest
-from llm_workbook.config.recipe import Recipe
+from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.files import asset
 from llm_workbook.training import fine_tune
 from llm_workbook.training.run_directory import run_lock, run_state
@@ -80,6 +81,52 @@ def test_what_a_user_did_wrong_is_one_line(recipe, tmp_path):
     assert code == 1, error
     assert 'is taken by process' in lines[-1]
     assert 'Traceback' not in error
+
+
+# What a terminal shows
+
+STEP = r'step {} of 3: loss [\d.]+, gradient norm [\d.]+, [\d.]+ s a step, [\d,]+ s in all'
+
+
+def terminal(folder, recipe, *launcher) -> list[str]:
+    "Lines that `train` prints, without what libraries warn of."
+    file = recipe.save(folder/'recipe.yaml')
+    words = [sys.executable, '-m', *launcher, *PROGRAM[1:]] if launcher else PROGRAM
+    done = subprocess.run(
+        [*words, 'train', file, '--directory', folder/'run'], capture_output=True, text=True,
+        timeout=300, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def matches(patterns, lines):
+    return len(patterns) == len(lines) and all(
+        re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines))
+
+
+def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tmp_path):
+    recipe = recipe.changed({'optimizer.steps': 3, 'intervals.evaluation': 3})
+    lines = terminal(tmp_path, recipe)
+    expected = [
+        r'alone begins: 4,550 rows, 1 a step, 1 rank; loading tiny-base',
+        r'base loaded and checked; step 1 begins', STEP.format(1), STEP.format(2),
+        r'held-out rows after step 3: loss [\d.]+', STEP.format(3),
+        rf'finished: {tmp_path}/run/adapters']
+    assert matches(expected, lines), lines
+    assert terminal(tmp_path, recipe) == [f'finished: {tmp_path}/run/adapters']
+
+
+@pytest.mark.slow
+def test_rank_0_alone_speaks_under_torchrun_and_in_the_loop(tmp_path):
+    recipe = shrink(Recipe.named('70b-2x4-h100-zero3-qlora-classifier')).changed({
+        'optimizer.steps': 3, 'intervals.saving': 0, 'intervals.evaluation': 0,
+        'intervals.logging': 1, 'sharding': {'strategy': 'ddp'}, 'zero': {}})
+    lines = terminal(
+        tmp_path, recipe, 'torch.distributed.run', '--standalone', '--nproc-per-node=2')
+    said = [line for line in lines if re.match('step|base loaded|finished|.* begins: ', line)]
+    assert [line.split(':')[0].split(' of')[0] for line in said] == [
+        f'{recipe.name} begins', 'base loaded and checked; step 1 begins', 'step 1', 'step 2',
+        'step 3', 'finished'], lines
 
 
 # Ctrl-C
