@@ -25,6 +25,7 @@ from ..config.recipe import Method, Recipe, shrink
 from ..display import html_table, nearest
 from ..model.adapters import load_adapters
 from ..model.architecture import configuration, load_tokenizer, skeleton
+from ..model.layout import check_packing
 from ..model.miniature import miniature
 from ..model.quantize import load_base, nf4_config
 from ..model.weight_files import Weights
@@ -173,6 +174,7 @@ def _take_rows(way):
     for name, part in parts.items():
         text = '\n'.join(map(json.dumps, part))
         (way.folder / f'{name}.jsonl').write_text(text + '\n', encoding='utf-8')
+    check_packing(way.asked.model, way.asked.method)
     way.recipe = _small_recipe(way, rows[0])
     tokenised, _ = check_recipe(way.recipe)
     text = json.dumps(rows[0], ensure_ascii=False)
@@ -190,6 +192,7 @@ def _small_recipe(way, row):
                 'data.label_column': 'label', 'data.labels': {word: word for word in words}}
     small = shrink(way.asked, model='own')
     ranks = small.cluster.ranks
+    if small.method.kind == 'qlora': form['method.unpacked'] = 1.0
     return small.changed(form | {
         'model.source': str(way.base), 'model.revision': None,
         'data.source': str(way.folder / 'rows.jsonl'), 'data.test': str(way.folder / 'held.jsonl'),
@@ -377,7 +380,7 @@ def _plain_losses(way, rows):
     task = str(base), adapters, packing, recipe.model.attention, dtype, pairs
     done = subprocess.run([sys.executable, '-c', _PLAIN, json.dumps(task, default=str)],
                           cwd=way.folder, capture_output=True, text=True, timeout=_LIMIT_S,
-                          env=os.environ | {'HF_HUB_OFFLINE': '1'})
+                          env=os.environ | {'HF_HUB_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''})
     if done.returncode:
         raise ValueError(f'transformers alone cannot load it: {done.stderr.strip()[-300:]}')
     return json.loads(done.stdout.splitlines()[-1])
