@@ -284,8 +284,8 @@ def files(directory):
 def test_a_run_leaves_its_files_and_the_tokenizer_with_its_template(healthy):
     run, _ = healthy
     assert files(run.directory) == {
-        'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'certificate.json', 'adapters',
-        'adapters/adapter_config.json', 'adapters/adapter_model.safetensors',
+        'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'certificate.json',
+        'adapters', 'adapters/adapter_config.json', 'adapters/adapter_model.safetensors',
         'adapters/chat_template.jinja', 'adapters/tokenizer.json',
         'adapters/tokenizer_config.json'}
     assert Recipe.load(run.directory/'recipe.yaml') == run.recipe
