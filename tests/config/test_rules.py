@@ -30,7 +30,7 @@ def repeats(*ids):
 @pytest.fixture(scope='module', autouse=True)
 def imported():
     "Import once what every rank needs; forks share it."
-    import accelerate, bitsandbytes, peft, transformers  # noqa: E401, F401
+    import accelerate, bitsandbytes, deepspeed, peft, transformers  # noqa: E401, F401
     import torch.distributed.fsdp, torch.distributed.tensor  # noqa: E401, F401
     transformers.logging.disable_progress_bar()
 

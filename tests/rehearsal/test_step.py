@@ -37,14 +37,22 @@ WAYS = {
     | {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}}
 
 
-@pytest.fixture(scope='module')
-def plain(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('model')
-    (folder/'config.json').write_text(json.dumps(SHAPE))
+def recipe_of(folder, **changes):
+    (folder/'config.json').write_text(json.dumps(SHAPE | changes))
     batch = {'micro': 2, 'length': 64}
     return Recipe(
         name='small', model={'source': str(folder)}, data={'source': 'sample-conversations'},
         batch=batch)
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory): return recipe_of(tmp_path_factory.mktemp('model'))
+
+
+@pytest.fixture(scope='module')
+def shallow(tmp_path_factory):
+    "The same with three layers, all of which run: 13 run where 14 are derived from 6 and 7."
+    return recipe_of(tmp_path_factory.mktemp('shallow'), num_hidden_layers=3)
 
 
 # For QLoRA the page of `step` compares the same, on a model of 16 layers
@@ -61,15 +69,15 @@ def test_two_small_models_determine_the_large_one(plain, name):
         span[:2] for span in whole.timeline.spans]
 
 
-def test_a_micro_batch_in_the_middle_stands_for_all_of_them(plain):
-    three, five = (rehearse(plain.changed(FULL | {'batch.accumulation': n})) for n in (3, 5))
+def test_a_micro_batch_in_the_middle_stands_for_all_of_them(shallow):
+    three, five = (rehearse(shallow.changed(FULL | {'batch.accumulation': n})) for n in (3, 5))
     assert five.peak_b == three.peak_b
     assert five.flops * 3 == three.flops * 5
     assert len(five.messages) > len(three.messages)
 
 
-def test_what_waits_in_host_memory_is_not_on_the_gpu(plain):
-    on_gpu, away = (rehearse(plain.changed(WAYS[name])) for name in ('full, gpu', 'offloaded'))
+def test_what_waits_in_host_memory_is_not_on_the_gpu(shallow):
+    on_gpu, away = (rehearse(shallow.changed(WAYS[name])) for name in ('full, gpu', 'offloaded'))
     kinds = away.timeline.peak.kinds
     assert not kinds.get('weights')
     assert not kinds.get('optimizer')
@@ -77,9 +85,9 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(plain):
     assert away.peak_b < on_gpu.peak_b
 
 
-@pytest.mark.parametrize('rank', range(3))
-def test_every_rank_can_be_played(plain, rank):
-    recipe = plain.changed(FULL | {'cluster.processes': 3})
+@pytest.mark.parametrize('rank, model', [(0, 'shallow'), (1, 'shallow'), (2, 'plain')])
+def test_every_rank_can_be_played(rank, model, request):
+    recipe = request.getfixturevalue(model).changed(FULL | {'cluster.processes': 3})
     played = rehearse(recipe, rank=rank)
     planned = memory(recipe, rank=rank).total('step', level='allocated')
     assert abs(planned / played.peak_b - 1) < .03
@@ -115,12 +123,12 @@ def test_shrunk_recipes_and_one_process(plain):
     assert {size for *_, size in alone.messages} == {1}
 
 
-def test_nothing_is_left_behind(plain):
+def test_nothing_is_left_behind(shallow):
     variables = dict(os.environ)
     numbers = torch.get_rng_state()
-    rehearse(plain.changed(LORA))
+    rehearse(shallow.changed(LORA))
     with pytest.raises(ValueError, match="did you mean 'v_proj'"):
-        rehearse(plain.changed(LORA | {'method.targets': ['q_proj', 'v_prj']}))
+        rehearse(shallow.changed(LORA | {'method.targets': ['q_proj', 'v_prj']}))
     assert dict(os.environ) == variables
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), numbers)

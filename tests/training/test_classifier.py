@@ -90,20 +90,21 @@ def test_padding_does_not_change_a_row(recipe, pad):
 
 
 @pytest.mark.parametrize('ranks', [2, 3])
-@pytest.mark.parametrize('micro', [1, 2, 4])
-def test_every_row_is_counted_once_on_any_number_of_ranks(recipe, ranks, micro):
+def test_every_row_is_counted_once_on_any_number_of_ranks(recipe, ranks):
     plain = recipe.changed({'method.kind': 'full', 'precision.compute': 'float32'})
-    def judge(rows, micro):
+    rows = token_rows(plain, class_rows(plain)[0], class_tokenizer(plain))[:7]
+    def judge(sizes):
         from accelerate import Accelerator
         accelerator, pad = Accelerator(cpu=True), class_tokenizer(plain).pad_token_id
-        loader = accelerator.prepare_data_loader(make_loader(rows, pad, micro))
-        return judge_rows(accelerator, load_classifier(plain), loader, ('bad', 'good'))
-    rows = token_rows(plain, class_rows(plain)[0], class_tokenizer(plain))[:7]
-    one = run_ranks(judge, 1, (rows, 7), 120)[0]
-    many = run_ranks(judge, ranks, (rows, micro), 120)
-    assert all(
-        scores.counts == one.counts and scores.rows == 7 and abs(scores.loss - one.loss) < 1e-5
-        for scores in many)
+        model = load_classifier(plain)
+        loaders = [
+            accelerator.prepare_data_loader(make_loader(rows, pad, size)) for size in sizes]
+        return [judge_rows(accelerator, model, loader, ('bad', 'good')) for loader in loaders]
+    [one] = run_ranks(judge, 1, ([7],), 120)[0]
+    for found in run_ranks(judge, ranks, ([1, 2, 4],), 120):
+        assert [scores.counts for scores in found] == [one.counts] * 3
+        assert [scores.rows for scores in found] == [7] * 3
+        assert all(abs(scores.loss - one.loss) < 1e-5 for scores in found)
 
 
 def test_head_and_adapters_come_back_each_in_its_own_type(recipe, tmp_path):
