@@ -73,10 +73,12 @@ REFUSED = {
         {'method.dropout': .1}, r'PEFT adapts their parameters .*set method.dropout to 0'),
     'llama4_text': ({}, r'Llama4Router returns no tensor.*set method.targets to \[down_proj, '),
     'falcon': ({}, "FalconForCausalLM has no linear layer that NF4 can pack: set method.kind to"),
-    'jamba': ({'method.unpacked': 1.0}, r'dt_proj, whose weight is read past its layer, so an adapter '
-              r'would not train: set method.targets to \[down_proj, gate_proj'),
-    'gemma3n_text': ({'method.targets': ['q_proj']}, 'computes with .*_coefs.weight itself, and a packed '
-                     "one is no matrix: set method.kind to 'lora'"),
+    'jamba': (
+        {'method.unpacked': 1.0}, 'dt_proj, whose weight is read past its layer, so an adapter '
+        r'would not train: set method.targets to \[down_proj, gate_proj'),
+    'gemma3n_text': (
+        {'method.targets': ['q_proj']}, 'computes with .*_coefs.weight itself, and a packed '
+        "one is no matrix: set method.kind to 'lora'"),
     'deepseek_v32': ({}, r'indexer.*, which only chooses tokens, so an adapter would not train'),
     'deepseek_v4': ({'model.attention': 'eager'}, 'a DeepseekV4GroupedLinear returns no tensor'),
     'falcon_h1': ({}, r"'out_proj' is incompatible with Mamba.*Set method.targets to \[down_proj")}
