@@ -176,17 +176,6 @@ def test_adapters_of_experts_are_merged_one_expert_at_a_time(kind, into, bases, 
     assert (plain - wanted).abs().max() > .05
 
 
-def test_experts_in_one_tensor_are_not_merged(bases, tmp_path):
-    method = Method(kind='lora', rank=4, targets=['q_proj', 'gate_up_proj', 'down_proj'])
-    model = add_adapters(load_base(bases('gpt_oss'), method, device='cpu'), method)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if 'lora_B' in name: parameter.normal_(std=.1)
-    save_adapters(model, tmp_path)
-    with pytest.raises(ValueError, match='serve the base with its adapters beside it'):
-        merged(bases('gpt_oss'), tmp_path, '16-bit', method)
-
-
 # Trained on two ranks
 
 ALLOWED = {'method.unpacked': 1.0}
