@@ -55,7 +55,8 @@ FAMILIES = {
     'OLMo 3': Family('olmo3'),
     'OLMoE': Family('olmoe'),
     'Granite': Family('granite'),
-    'Granite 4': Family('granitemoehybrid', {'layer_types': _GRANITE}),
+    'Granite 4': Family(
+        'granitemoehybrid', {'num_hidden_layers': 40, 'layer_types': _GRANITE}),
     'Falcon': Family('falcon'),
     'Falcon H1': Family('falcon_h1'),
     'Command R7B': Family('cohere2'),

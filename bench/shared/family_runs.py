@@ -122,7 +122,8 @@ def cache(case: Case, asked) -> float:
     model = load_base(asked.model, asked.method, asked.precision, 'cpu')
     ids = torch.tensor(IDS)
     with torch.inference_mode():
-        with_cache, without = (model(input_ids=ids, use_cache=uses).logits for uses in (True, False))
+        with_cache = model(input_ids=ids, use_cache=True).logits
+        without = model(input_ids=ids, use_cache=False).logits
     return (with_cache - without).abs().max().item()
 
 

@@ -316,9 +316,9 @@ def usual_attention(
 
 # %% ../../nbs/model/01_architecture.ipynb #fa3110d2
 class WeightUse(NamedTuple):
-    "What the code around a module does with it."
-    called: bool  # As a layer
-    read: bool  # Takes its weight by name
+    "How the code around a module takes its weight past it."
+    read: bool  # By name
+    computed: bool  # And computes with it, as with a matrix
 
 @cache
 def _source(kind): return getsource(kind)
@@ -327,11 +327,13 @@ def weight_use(
     model: 'PreTrainedModel',  # On any device
     path: str,  # Of a module, as in 'model.layers.0.mlp.down_proj'
 ) -> WeightUse:  # As the class of the module around it says
-    "Find whether a module is called, and whether its weight is read past it."
+    "Find whether the weight of a module is read past it."
     owner, _, leaf = path.rpartition('.')
     code = _source(type(model.get_submodule(owner)))
-    read = re.search(rf'self\.{leaf}\.weight\b(?!\.(?:dtype|device|shape)|\[)', code)
-    return WeightUse(f'self.{leaf}(' in code, read is not None)
+    name = rf'self\.{leaf}\.weight\b'
+    read = re.search(rf'{name}(?!\.(?:dtype|device|shape)|\[)', code)
+    computed = re.search(rf'{name}(?:\.data)?\.clamp_?\(', code)
+    return WeightUse(read is not None, computed is not None)
 
 # %% ../../nbs/model/01_architecture.ipynb #2b3aa6fe
 def materialise(

@@ -289,12 +289,12 @@ def _left_in_16_bit(weights, method) -> dict[str, int]:
     return counts
 
 def _check_packs(model, paths):
-    "Refuse a model with nothing to pack, or with a layer that is never called: its weight is read."
+    "Refuse a model with nothing to pack, or one that computes with a weight that would be packed."
     kind = type(model).__name__
     problem = '' if paths else f'{kind} has no linear layer that NF4 can pack'
     for path in paths:
-        if not any(weight_use(model, path)) or weight_use(model, path).called: continue
-        problem = f'{kind} reads {path}.weight and never calls the layer, which a packed one needs'
+        if not weight_use(model, path).computed: continue
+        problem = f'{kind} computes with {path}.weight itself, and a packed one is no matrix'
     if problem: raise ValueError(f"method.kind 'qlora': {problem}: set method.kind to 'lora'")
 
 def check_packing(

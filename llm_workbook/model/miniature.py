@@ -196,8 +196,9 @@ def _small_pattern(fields, chosen, count) -> dict:
 def _small_overrides(fields, small, chosen) -> dict:
     "Values of single layers, in the same ratio to the common one as in the source."
     overrides = {}
+    by_layer = {int(index): values for index, values in fields['per_layer_config'].items()}
     for place, index in enumerate(chosen):
-        values = fields['per_layer_config'].get(str(index), {})
+        values = by_layer.get(index, {})
         overrides[str(place)] = {
             name: max(1, small[name] * value // fields[name]) if type(value) is int else value
             for name, value in values.items()}

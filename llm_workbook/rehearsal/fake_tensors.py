@@ -419,8 +419,8 @@ def _adds_in_place(args):
     if torch._C._current_graph_task_id() == -1: return False  # No backward pass is running
     node = torch._C._current_autograd_node()
     if node is None: return False
-    total, gradient = args[0], args[1]
-    if not isinstance(gradient, torch.Tensor): return False
+    total, gradient = args[0], args[1]  # Of a model's own backward pass, also numbers
+    if not all(isinstance(side, torch.Tensor) for side in (total, gradient)): return False
     if total.shape != gradient.shape or total.dtype != gradient.dtype: return False
     if node.name() == 'torch::autograd::AccumulateGrad': return True
     return _owners(total) == _owners_in_engine()

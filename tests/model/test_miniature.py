@@ -20,7 +20,12 @@ FAMILIES = {  # Made by AutoConfig at full size -> layers of the miniature
     'ernie4_5_moe': (0, 1),
     'cohere2': (0, 3),
     'gpt_neo': (0, 1),
-    'phimoe': (0, 1)}
+    'phimoe': (0, 1),
+    'gemma4_text': (0, 5),
+    'gemma3n_text': (0, 4, 10, 14, 20, 24),
+    'jamba': (0, 1, 4),
+    'kimi_linear': (0, 1, 4),
+    'mamba': (0, 1)}
 
 
 def full(kind, **changes):
@@ -68,6 +73,20 @@ def test_every_preset_becomes_small(name):
 def test_what_makes_it_that_model_is_kept(name, changes, kept):
     small = small_config(configuration(name)[1] | changes).fields
     assert {field: small[field] for field in kept} == kept
+
+
+def test_values_of_single_layers_and_shared_keys_are_kept():
+    gemma4 = small_config(full('gemma4_text')).fields
+    assert gemma4['head_dim'] == 16
+    assert gemma4['per_layer_config'] == {'1': {'head_dim': 32}}  # 256, and 512 of every sixth
+    assert small_config(full('gemma3n_text')).fields['num_kv_shared_layers'] == 2
+    jamba = small_config(full('jamba')).fields
+    assert (jamba['attn_layer_period'], jamba['attn_layer_offset']) == (3, 2)
+
+
+def test_no_parameter_of_a_miniature_is_all_zeros(tmp_path):
+    with Weights(miniature(full('qwen2', vocab_size=200), tmp_path/'small')) as weights:
+        assert all(weights.read(name).any() for name in weights.tensors)
 
 
 def test_rotary_scaling_keeps_its_type_and_fits_the_head():

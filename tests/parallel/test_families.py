@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from trouble import slow_case
-from llm_workbook.config.recipe import Method, Recipe
+from llm_workbook.config.recipe import Method, Precision, Recipe
 from llm_workbook.files import asset
 from llm_workbook.model.adapters import add_adapters, load_adapters, save_adapters
 from llm_workbook.model.miniature import miniature
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.load import check_base, load_sharded
 from llm_workbook.parallel.ranks import run_ranks
+from llm_workbook.release.merge import merged
 from llm_workbook.training.fine_tune import check_recipe, fine_tune
 
 ROWS = torch.arange(1, 41).view(2, 20)
@@ -21,7 +22,10 @@ SIZES = {
     'mixtral': dict(num_local_experts=4),
     'qwen3_moe': EXPERTS | dict(num_local_experts=4),
     'deepseek_v3': EXPERTS | dict(n_routed_experts=4, first_k_dense_replace=1),
-    'gemma2': {}, 'gpt_oss': dict(num_local_experts=4), 'falcon_h1': {}, 'gpt_neox': {}, 'gpt2': {},
+    'gemma2': {}, 'gpt_oss': dict(num_local_experts=4), 'falcon_h1': {}, 'gpt_neox': {},
+    'gpt2': dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+    'falcon': {}, 'jamba': {}, 'gemma3n_text': {}, 'gemma4_text': {}, 'qwen3_5_text': {},
+    'deepseek_v32': EXPERTS | dict(n_routed_experts=4), 'deepseek_v4': {},
     'llama4_text': dict(num_local_experts=4)}
 
 
@@ -68,6 +72,15 @@ REFUSED = {
     'deepseek_v3': (
         {'method.dropout': .1}, r'PEFT adapts their parameters .*set method.dropout to 0'),
     'llama4_text': ({}, r'Llama4Router returns no tensor.*set method.targets to \[down_proj, '),
+    'falcon': ({}, "FalconForCausalLM has no linear layer that NF4 can pack: set method.kind to"),
+    'jamba': (
+        {'method.unpacked': 1.0}, 'dt_proj, whose weight is read past its layer, so an adapter '
+        r'would not train: set method.targets to \[down_proj, gate_proj'),
+    'gemma3n_text': (
+        {'method.targets': ['q_proj']}, 'computes with .*_coefs.weight itself, and a packed '
+        "one is no matrix: set method.kind to 'lora'"),
+    'deepseek_v32': ({}, r'indexer.*, which only chooses tokens, so an adapter would not train'),
+    'deepseek_v4': ({'model.attention': 'eager'}, 'a DeepseekV4GroupedLinear returns no tensor'),
     'falcon_h1': ({}, r"'out_proj' is incompatible with Mamba.*Set method.targets to \[down_proj")}
 
 
@@ -83,6 +96,10 @@ def test_what_a_rank_would_refuse_is_refused_before(kind, bases, recipe):
     ('gpt2', {'sharding.loading': 'every_rank'}),
     ('gpt2', {'method.kind': 'full'}),
     ('gpt_neox', {}),
+    ('falcon', {'method.kind': 'lora'}),
+    ('jamba', {'method.kind': 'lora', 'method.targets': ['q_proj', 'in_proj', 'x_proj']}),
+    ('gemma3n_text', {'method.kind': 'lora', 'method.targets': ['q_proj', 'per_layer_projection']}),
+    ('deepseek_v32', {'method.kind': 'lora', 'method.targets': ['q_b_proj', 'o_proj']}),
     ('mixtral', {'method.unpacked': 1.0}),
     ('mixtral', {'method.kind': 'lora'}),
     ('mixtral', {'method.kind': 'lora', 'method.dropout': .1, 'method.targets': ['q_proj']}),
@@ -142,6 +159,23 @@ def test_adapters_of_experts_are_saved_and_come_back(bases, tmp_path):
     assert (plain - logits).abs().max() > .05
 
 
+@pytest.mark.parametrize('kind, into', [('mixtral', '16-bit'), ('qwen3_moe', 'dequantised')])
+def test_adapters_of_experts_are_merged_one_expert_at_a_time(kind, into, bases, tmp_path):
+    method = Method(kind='lora' if into == '16-bit' else 'qlora', rank=4, unpacked=1.0)
+    precision = Precision(compute='float32')
+    model = add_adapters(load_base(bases(kind), method, precision, device='cpu'), method)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if 'lora_B' in name: parameter.normal_(std=.1)
+    save_adapters(model, tmp_path)
+    with torch.no_grad(): wanted = model.eval()(ROWS).logits
+    with torch.no_grad(), model.disable_adapter(): plain = model(ROWS).logits
+    given = merged(bases(kind), tmp_path, into, method, precision)
+    with torch.no_grad(): logits = given(ROWS).logits
+    assert torch.allclose(logits, wanted, atol=1e-3)
+    assert (plain - wanted).abs().max() > .05
+
+
 # Trained on two ranks
 
 ALLOWED = {'method.unpacked': 1.0}
@@ -152,6 +186,9 @@ TRAINED = [
     slow_case('mixtral', ALLOWED | {'method.targets': ['q_proj', 'v_proj']}),
     slow_case('gpt_oss', ALLOWED | {'model.attention': 'eager'}),
     slow_case('gpt_neox', {}),
+    slow_case('qwen3_5_text', {}),
+    slow_case('gemma4_text', {}),
+    slow_case('gpt2', {'method.kind': 'lora'}),
     slow_case('falcon_h1', {'method.targets': ['q_proj', 'v_proj']}),
     slow_case('llama4_text', ALLOWED | {'method.targets': ['q_proj', 'v_proj']}),
     slow_case('llama4_text', {'method.kind': 'full', 'precision.compute': 'float32'})]
