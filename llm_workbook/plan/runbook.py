@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_ladder']
 
-# %% ../../nbs/plan/14_runbook.ipynb #76ea2672
+# %% ../../nbs/plan/14_runbook.ipynb #a75e51f0
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from .estimate import Estimate, estimate
 from .loading import read_b
 from .model_states import rank_of
 
-# %% ../../nbs/plan/14_runbook.ipynb #e0c62c83
+# %% ../../nbs/plan/14_runbook.ipynb #3f81f3e5
 class RunFigure(NamedTuple):
     "One figure to compare while a run starts."
     when: str  # As in 'while it loads'
@@ -30,7 +30,7 @@ class RunFigures(list):
 
     def _repr_html_(self): return html_table(('when', 'what', 'planned'), self)
 
-# %% ../../nbs/plan/14_runbook.ipynb #6a8a90d2
+# %% ../../nbs/plan/14_runbook.ipynb #7021b1d3
 def run_figures(
     recipe: Recipe,  # That will run
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -40,7 +40,7 @@ def run_figures(
     rows = [*_before(plan), *_loading(plan), *_stepping(plan)]
     return RunFigures(RunFigure(*row) for row in rows)
 
-# %% ../../nbs/plan/14_runbook.ipynb #5af25560
+# %% ../../nbs/plan/14_runbook.ipynb #14662d5a
 def _before(plan) -> Iterator[tuple]:
     "Room on the disk and in the host."
     when, ledger = 'before', plan.ledger
@@ -54,7 +54,7 @@ def _before(plan) -> Iterator[tuple]:
     limit = f'{gib(locked_b, 1)}, {-(-locked_b // 1024):,} KiB'
     yield when, 'of it page-locked, each process (ulimit -l)', limit
 
-# %% ../../nbs/plan/14_runbook.ipynb #d65b76bb
+# %% ../../nbs/plan/14_runbook.ipynb #8dede95f
 _SATA_BPS = 5e8  # Bytes/s of an SSD on SATA
 
 def _read_on_node(plan) -> int:
@@ -82,12 +82,12 @@ def _gpu_text(plan, phase) -> str:
     least_b, most_b = ledger.band
     return f'{text}; seen elsewhere: {gib(least_b, 1)} to {gib(most_b, 1)}'
 
-# %% ../../nbs/plan/14_runbook.ipynb #e31021d7
+# %% ../../nbs/plan/14_runbook.ipynb #cb08605e
 def _stepping(plan) -> Iterator[tuple]:
     "Bytes and seconds of a step, and of the run."
     step, recipe = plan.step, plan.recipe
     if recipe.cluster.device == 'cuda':
-        yield 'from step 1', 'nvidia-smi, each GPU, after full rows', _gpu_text(plan, 'step')
+        yield 'from step 1', 'nvidia-smi, each GPU, after full rows', _gpu_after(plan)
     yield 'from step 1', 'each line in the terminal, full rows', f'{step.step_s:,.2f} s a step'
     yield 'from step 1', 'tokens/s of all GPUs, full rows', f'{step.tokens_per_s:,.0f}'
     every = recipe.intervals.saving
@@ -96,13 +96,20 @@ def _stepping(plan) -> Iterator[tuple]:
         yield 'at a save', 'steps that a crash costs at most', lost
     yield 'at the end', f'{recipe.optimizer.steps:,} steps', _duration(3600 * step.hours)
 
+def _gpu_after(plan) -> str:
+    "What nvidia-smi should show when the base is there; loading may leave blocks behind."
+    load_b, step_b = (plan.ledger.total(phase) for phase in ('load', 'step'))
+    if step_b >= load_b: return _gpu_text(plan, 'step')
+    sizes = f'{step_b / 2**20:,.0f} to {load_b / 2**20:,.0f} MiB'
+    return f'{sizes} ({gib(step_b, 1)}, and what loading has left with the allocator)'
+
 def _duration(seconds) -> str:
     "Write seconds in a unit that fits."
     if seconds < 120: return f'{seconds:,.0f} s'
     if seconds < 7200: return f'{seconds / 60:,.0f} min'
     return f'{seconds / 3600:,.1f} h'
 
-# %% ../../nbs/plan/14_runbook.ipynb #39c9c0d6
+# %% ../../nbs/plan/14_runbook.ipynb #2e625f19
 class Rung(NamedTuple):
     "One change that needs less memory, on top of those above it."
     what: str  # In words
@@ -128,7 +135,7 @@ class Ladder(list):
         heads = 'change, on top of those above', 'each GPU in a step, GiB', 'saves', 's a step'
         return html_table(heads, list(self._rows()), (1, 2, 3))
 
-# %% ../../nbs/plan/14_runbook.ipynb #e2f7629b
+# %% ../../nbs/plan/14_runbook.ipynb #3df8982b
 def memory_ladder(
     recipe: Recipe,  # That ran out of memory in a step, on GPUs
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
@@ -153,7 +160,7 @@ def memory_ladder(
 def _rung(what, changes, plan, saved_b) -> Rung:
     return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
 
-# %% ../../nbs/plan/14_runbook.ipynb #41399d6f
+# %% ../../nbs/plan/14_runbook.ipynb #67e6eeed
 _WORTH_B = 2**30 // 20
 
 def _better(recipe, changes, plan, node) -> Estimate | None:
@@ -168,7 +175,7 @@ def _expandable(recipe) -> dict:
     variables = dict(recipe.cluster.variables)
     return {'cluster.variables': variables | {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}
 
-# %% ../../nbs/plan/14_runbook.ipynb #1888940e
+# %% ../../nbs/plan/14_runbook.ipynb #ea867e06
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
 
 def _ways(recipe) -> Iterator[tuple[str, dict]]:

@@ -1,4 +1,6 @@
 "The figures and the ladder of every named recipe are those of its plan."
+import re
+
 import pytest
 
 from llm_workbook.config.hardware import node as find_node
@@ -38,7 +40,7 @@ def test_figures_are_those_of_the_plan(name):
         f'{plan.step.step_s:,.2f} s a step')
     smi = [row for row in figures if 'nvidia-smi' in row.what]
     phases = ('load', 'step') if name in ON_GPUS else ()
-    assert [row.figure.split(' MiB')[0] for row in smi] == [
+    assert [re.split(' MiB| to ', row.figure)[0] for row in smi] == [
         f'{plan.ledger.total(phase) / 2**20:,.0f}' for phase in phases]
     assert sum('seen elsewhere' in row.figure for row in smi) == bool(phases)
     saves = [row for row in figures if row.when == 'at a save']
