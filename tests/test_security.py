@@ -39,8 +39,19 @@ def base(tmp_path):
     return shutil.copytree(asset('tiny-base'), tmp_path/'base')
 
 
-def recipe_of(base, **changes):
-    data = {'source': str(asset('sample-conversations')), 'format': 'messages'}
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+    "Twelve rows of each split of the sample."
+    folder = tmp_path_factory.mktemp('rows')
+    for split in 'train', 'test':
+        lines = (
+            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
+        (folder/f'{split}.jsonl').write_text(''.join(lines[:12]))
+    return folder
+
+
+def recipe_of(base, rows, **changes):
+    data = {'source': str(rows), 'format': 'messages'}
     return Recipe(
         name='poisoned', model={'source': str(base)}, data=data, batch={'micro': 1, 'length': 64},
         optimizer={'steps': 2}).changed(changes)
@@ -88,7 +99,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize('where', ['chat_template.jinja', 'tokenizer_config.json'])
 @pytest.mark.parametrize('template', TEMPLATES.values(), ids=TEMPLATES)
-def test_a_chat_template_is_rendered_in_a_sandbox(base, template, where):
+def test_a_chat_template_is_rendered_in_a_sandbox(base, rows, template, where):
     from llm_workbook.training.fine_tune import check_recipe
     template = '{% generation %}x{% endgeneration %}' + template
     if where == 'chat_template.jinja': (base/where).write_text(template)
@@ -97,7 +108,7 @@ def test_a_chat_template_is_rendered_in_a_sandbox(base, template, where):
         config = json.loads((base/where).read_text())
         (base/where).write_text(json.dumps(config | {'chat_template': template}))
     with pytest.raises(ValueError, match='the chat template refuses this conversation'):
-        check_recipe(recipe_of(base))
+        check_recipe(recipe_of(base, rows))
 
 
 def with_code(base, **config):
@@ -133,10 +144,10 @@ def test_a_base_does_not_choose_its_attention(base):
     assert (judge.config._attn_implementation, judge.score.out_features) == ('sdpa', 3)
 
 
-def test_a_chat_has_the_attention_of_the_recipe_on_both_sides(base):
+def test_a_chat_has_the_attention_of_the_recipe_on_both_sides(base, rows):
     from llm_workbook.release.chat import load_chat
     with_config(base, _attn_implementation='sdpa')
-    recipe = recipe_of(base, **{'method.kind': 'full', 'model.attention': 'eager'})
+    recipe = recipe_of(base, rows, **{'method.kind': 'full', 'model.attention': 'eager'})
     chat = load_chat(recipe, base)
     names = [model.config._attn_implementation for model in (chat.base, chat.model)]
     assert names == ['eager', 'eager']
@@ -149,13 +160,15 @@ def test_a_chat_has_the_attention_of_the_recipe_on_both_sides(base):
         {'_attn_implementation': {'': 'owner/kernel'}}, {'_experts_implementation': 'owner/k@main'},
         {'text_config': {'_attn_implementation': 'owner/kernel'}}],
     ids=str)
-def test_a_base_that_names_a_kernel_of_the_hub_is_refused_before_it_is_loaded(base, fields):
+def test_a_base_that_names_a_kernel_of_the_hub_is_refused_before_it_is_loaded(
+    base, rows, fields
+):
     from llm_workbook.model.quantize import load_base
     from llm_workbook.model.spec import spec
     from llm_workbook.release.chat import load_chat
     from llm_workbook.training.fine_tune import check_recipe
     with_config(base, **fields)
-    recipe = recipe_of(base)
+    recipe = recipe_of(base, rows)
     for load in (
         lambda: load_base(str(base), device='cpu'), lambda: check_recipe(recipe),
         lambda: load_chat(recipe, base), lambda: spec(str(base))
@@ -178,11 +191,11 @@ def test_an_index_cannot_lead_transformers_out_of_the_directory(base):
     assert load_base(str(base), device='cpu')
 
 
-def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base):
+def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base, rows):
     from llm_workbook.model.spec import spec
     from llm_workbook.model.quantize import load_base
     from llm_workbook.training.fine_tune import check_recipe
-    recipe = recipe_of(with_code(base))
+    recipe = recipe_of(with_code(base), rows)
     with pytest.raises(ValueError, match='custom code'): check_recipe(recipe)
     assert type(load_base(base, recipe.method, device='cpu')).__module__.startswith(
         'transformers.'), 'the known class, not theirs'
@@ -192,13 +205,13 @@ def test_code_that_comes_with_a_model_never_runs_even_if_somebody_says_yes(base)
     with pytest.raises(ValueError, match="no model_type 'evil'"): spec(str(base))
 
 
-def test_a_base_of_pickles_is_refused(base):
+def test_a_base_of_pickles_is_refused(base, rows):
     from llm_workbook.model.quantize import load_base
     from llm_workbook.model.weight_files import Weights
     for file in base.glob('*.safetensors'): file.unlink()
     (base/'pytorch_model.bin').write_bytes(pickle.dumps(Payload()))
     with pytest.raises(OSError, match='safetensors'):
-        load_base(base, recipe_of(base).method, device='cpu')
+        load_base(base, recipe_of(base, rows).method, device='cpu')
     with pytest.raises(ValueError, match='holds pickles only'): Weights(base)
 
 
@@ -224,11 +237,11 @@ def test_a_script_or_a_pickle_among_the_data_is_not_read(tmp_path):
     (folder/'rows.py').write_text(f'import os\n{CALL}\n')
     for split in 'train', 'test':
         shutil.copy(asset('sample-conversations')/f'{split}.jsonl', folder)
-    train, _ = load_rows(recipe_of('tiny-base', **{'data.source': str(folder)}).data, 0)
+    train, _ = load_rows(recipe_of('tiny-base', folder).data, 0)
     assert train
     (folder/'rows.pkl').write_bytes(pickle.dumps(Payload()))
     with pytest.raises(ValueError, match='rows.pkl: cannot be read: known: .jsonl'):
-        load_rows(recipe_of('tiny-base', **{'data.source': str(folder/'rows.pkl')}).data, 0)
+        load_rows(recipe_of('tiny-base', folder/'rows.pkl').data, 0)
 
 
 # Checkpoints: the manifest is tested in test_commits.py, with the kinds of files that are programs
@@ -254,20 +267,14 @@ def test_a_checkpoint_with_a_planted_pickle_is_not_resumed(tmp_path):
 
 # Tokens
 
-def test_a_token_in_the_environment_is_written_nowhere(tmp_path, monkeypatch, capfd):
+def test_a_token_in_the_environment_is_written_nowhere(tmp_path, rows, monkeypatch, capfd):
     from llm_workbook.training.fine_tune import fine_tune
     canary = 'hf' + '_' + 'Canary' * 6  # Put together here, so that this file holds no token
     for name in 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY':
         monkeypatch.setenv(name, canary)
-    rows = tmp_path/'rows'
-    rows.mkdir()
-    for split in 'train', 'test':
-        lines = (
-            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
-        (rows/f'{split}.jsonl').write_text(''.join(lines[:12]))
     monkeypatch.setenv('TMPDIR', str(tmp_path/'temp'))
     (tmp_path/'temp').mkdir()
-    recipe = recipe_of('tiny-base', **{'data.source': str(rows), 'intervals.saving': 1})
+    recipe = recipe_of('tiny-base', rows, **{'intervals.saving': 1})
     run = fine_tune(recipe, tmp_path/'run', 300, live=False)
     files = [path for path in tmp_path.rglob('*') if path.is_file()]
     assert run.saved.is_dir()

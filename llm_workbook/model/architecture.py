@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_KINDS', 'Preset', 'presets', 'configuration', 'load_tokenizer', 'base_config', 'parsed_config', 'config_value',
-           'correct_names', 'skeleton', 'check_attention', 'usual_attention', 'WeightUse', 'weight_use', 'materialise',
-           'Weight', 'inventory']
+           'correct_names', 'skeleton', 'in_modules', 'check_attention', 'usual_attention', 'WeightUse', 'weight_use',
+           'materialise', 'Weight', 'inventory']
 
 # %% ../../nbs/model/01_architecture.ipynb #d5b9305e
 import json
@@ -282,6 +282,15 @@ def skeleton(
     except Exception as error:
         raise ValueError(f'{name}: {type(error).__name__} in building it: {error}') from error
     finally: logging.set_verbosity(level)
+
+# %% ../../nbs/model/01_architecture.ipynb #fa3110c2
+def in_modules(
+    name: str,  # Of a parameter, as in 'model.layers.1.mlp.gate.weight'
+    modules: 'list[str] | set[str]',  # Words of a name with dots between them, as in 'gate.weight'
+) -> bool:  # Only whole words count
+    "Say whether a parameter's name contains one of `modules`."
+    if isinstance(modules, str): raise ValueError(f'modules {modules!r} is one name: pass a list')
+    return any(f'.{module}.' in f'.{name}.' for module in modules)
 
 # %% ../../nbs/model/01_architecture.ipynb #092d911e
 _HAS_ATTENTION = {'sdpa': '_supports_sdpa', 'flash': '_supports_flash_attn'}

@@ -17,7 +17,7 @@ from ..display import PALETTE, canvas, html_table, nearest
 from ..files import resolve
 from ..model.adapters import load_adapters, moved
 from ..model.architecture import (
-    configuration, inventory, load_tokenizer, skeleton)
+    configuration, in_modules, inventory, load_tokenizer, skeleton)
 from ..model.nf4 import pack, scales, state, unpack
 from ..model.quantize import fingerprint, load_base, payload_bytes
 from ..model.weight_files import Weights, origins
@@ -282,7 +282,7 @@ def _stored_type(merge, name):
     "The type in which a weight that is not packed is stored."
     dtype = merge.weights.tensors[name].dtype
     is_float = dtype.startswith(('float', 'bfloat'))
-    if not is_float or merge.float32_modules & set(name.split('.')): return dtype
+    if not is_float or in_modules(name, merge.float32_modules): return dtype
     return str(merge.dtype).removeprefix('torch.')
 
 def _dequantised(weight, method):

@@ -24,7 +24,8 @@ from typing import NamedTuple
 from ..config.recipe import Method, Recipe, shrink
 from ..display import html_table, nearest
 from ..model.adapters import load_adapters
-from ..model.architecture import configuration, load_tokenizer, skeleton
+from ..model.architecture import (
+    configuration, load_tokenizer, parsed_config, skeleton)
 from ..model.layout import check_packing
 from ..model.miniature import miniature
 from ..model.quantize import load_base, nf4_config
@@ -123,12 +124,12 @@ def _make_model(way):
     model = way.asked.model
     miniature(model.source, way.base, revision=model.revision)
     load_tokenizer(str(way.base), template=way.asked.data.template)
-    _, fields = configuration(way.base)
+    name, fields = configuration(way.base)
     kind, = fields['architectures']
+    layers = parsed_config(fields, name).get_text_config(decoder=True).num_hidden_layers
     with Weights(way.base) as weights:
         files = {entry.file for entry in weights.tensors.values()}
-        return (f'{kind}, {fields["num_hidden_layers"]} layers, {weights.total_b:,} bytes '
-                f'in {len(files)} files')
+        return f'{kind}, {layers} layers, {weights.total_b:,} bytes in {len(files)} files'
 
 # %% ../../nbs/release/05_try_out.ipynb #7e120ab1
 _FIRST, _TRAINED, _HELD = 64, 12, 4  # Rows that are checked, trained on and held out

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+from ..model.architecture import in_modules
 from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
 from ..model.spec import spec_of
@@ -48,8 +49,15 @@ class _Live:
     @property
     def frozen(self):
         codes = {id(m.weight) for m in self.packed}
-        rest = [p for p in self.bare.parameters() if not p.requires_grad and id(p) not in codes]
-        return [p for p in rest if p.is_floating_point()]
+        return [p for name, p in self.bare.named_parameters()
+                if not p.requires_grad and id(p) not in codes and p.is_floating_point()
+                and not _stays_in_float32(name, self.bare)]
+
+# %% ../../nbs/training/08_live_settings.ipynb #5f32ab01
+def _stays_in_float32(name, model):
+    "Whether transformers never casts this parameter, as a bias that corrects scores of experts."
+    base = model.get_base_model() if hasattr(model, 'get_base_model') else model
+    return in_modules(name, getattr(base, '_keep_in_fp32_modules_strict', None) or ())
 
 # %% ../../nbs/training/08_live_settings.ipynb #e0ecb569
 def _is_packed(module):
