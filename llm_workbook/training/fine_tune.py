@@ -190,6 +190,7 @@ def _callback(trainer, recipe):
     "Confirm what is in force before the first step, and write down losses."
     from transformers import TrainerCallback
     run, every = trainer.run, recipe.intervals.evaluation
+    trainer.reach = None  # Until a real run begins
 
     class Metrics(TrainerCallback):
         def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
@@ -204,7 +205,7 @@ def _callback(trainer, recipe):
             run.log.announce(f'base loaded and checked; step {state.global_step + 1:,} begins')
 
         def on_pre_optimizer_step(self, args, state, control, **objects):
-            if run.votes and trainer.reach: trainer.reach.note(run.votes)
+            if trainer.reach: trainer.reach.note(run.votes)
 
         def on_log(self, args, state, control, logs=None, **objects):
             if 'loss' not in logs: return
