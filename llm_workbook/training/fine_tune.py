@@ -197,9 +197,7 @@ def _callback(trainer, recipe):
             model = trainer.model_wrapped
             trainer.shards = check_shards(run, recipe, model)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
-                confirm_settings(recipe, model, trainer.optimizer, trainer, train_dataloader,
-                        run.files.directory)
-                trainer.reach = make_reach(recipe, model, run.start.step)
+                _confirm(trainer, recipe, train_dataloader)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
                 trainer.payload = payload_digest(recipe, trainer.model)
             run.log.announce(f'base loaded and checked; step {state.global_step + 1:,} begins')
@@ -230,6 +228,12 @@ def _logged_values(logs, step):
         if not math.isfinite(value):
             raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved')
     return values
+
+def _confirm(trainer, recipe, loader):
+    "Compare what is in force with the recipe, and begin to watch the adapters."
+    run, model = trainer.run, trainer.model_wrapped
+    confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
+    trainer.reach = make_reach(recipe, model, run.start.step)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #ec5d8ebf
 def _evaluate(trainer, batch_size):

@@ -57,6 +57,7 @@ class _Live:
 def _stays_in_float32(name, model):
     "Whether transformers never casts this parameter, as a bias that corrects scores of experts."
     base = model.get_base_model() if hasattr(model, 'get_base_model') else model
+    name = name.replace('.base_layer', '')  # Of an adapted router
     return in_modules(name, getattr(base, '_keep_in_fp32_modules_strict', None) or ())
 
 # %% ../../nbs/training/08_live_settings.ipynb #e0ecb569
