@@ -189,7 +189,7 @@ def _autocasts(recipe, zero):
 def _callback(trainer, recipe):
     "Confirm what is in force before the first step, and write down losses."
     from transformers import TrainerCallback
-    run, every = trainer.run, recipe.intervals.evaluation
+    run = trainer.run
     trainer.reach = None  # Until a real run begins
 
     class Metrics(TrainerCallback):
@@ -211,11 +211,9 @@ def _callback(trainer, recipe):
             run.log.note_step(recipe, state.global_step, values)
 
         def on_step_end(self, args, state, control, **objects):
-            if not every: return
-            last = state.global_step == state.max_steps
-            if last or state.global_step % every == 0:
-                values = _evaluate(trainer, recipe.batch.micro)
-                run.log.note_evaluation(state.global_step, values)
+            if not _is_due(state, recipe.intervals.evaluation): return
+            values = _evaluate(trainer, recipe.batch.micro)
+            run.log.note_evaluation(state.global_step, values)
 
     return Metrics()
 
@@ -228,6 +226,11 @@ def _logged_values(logs, step):
         if not math.isfinite(value):
             raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved')
     return values
+
+def _is_due(state, every):
+    "Whether held-out rows are judged after this step."
+    last = state.global_step == state.max_steps
+    return every and (last or state.global_step % every == 0)
 
 def _confirm(trainer, recipe, loader):
     "Compare what is in force with the recipe, and begin to watch the adapters."
