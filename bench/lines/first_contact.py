@@ -8,8 +8,8 @@ import tempfile
 from math import log
 from pathlib import Path
 
-from bench.lines.real_data import folder
 from bench.record import Skip, record
+from bench.shared.public_data import folder
 
 VOCABULARY = 151_936  # Qwen 3's, with the places that no token uses
 STEPS = {'optimizer.steps': 24, 'intervals.evaluation': 8}

@@ -3,16 +3,15 @@
 A bag of words answers the same reviews. A model of token frequencies reads the same instructions.
 """
 import json
-import os
 import statistics
 import tempfile
 from collections import Counter
 from math import comb, log
 from pathlib import Path
 
-from bench.record import ROOT, Skip, record
+from bench.record import record
+from bench.shared.public_data import FILES, folder
 
-FILES = ('amazon_reviews.tsv', 'instructions.json')
 SEEDS = range(3)
 REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1,
            'data.test_share': 0.0,
@@ -20,16 +19,6 @@ REVIEWS = {'name': 'real-reviews', 'data.text_column': 0, 'data.label_column': 1
 INSTRUCTIONS = {'name': 'real-instructions', 'batch.micro': 8, 'batch.length': 160,
                 'optimizer.steps': 300}
 PEER = 'bag of words and logistic regression, scikit-learn as it comes'
-
-
-def folder() -> Path:
-    "Find the data: the folder that LLMW_DATA names, else shared/data beside the checkout."
-    place = Path(os.environ.get('LLMW_DATA') or ROOT.parent/'shared/data')
-    absent = [name for name in FILES if not (place/name).is_file()]
-    if absent:
-        names = ' and no '.join(absent)
-        raise Skip(f'no {names}; set LLMW_DATA to the folder that holds them')
-    return place
 
 
 # Recipes and rows

@@ -227,6 +227,7 @@ def _logged_values(logs, step):
             raise FloatingPointError(f'{name} {value} at step {step}: nothing is saved')
     return values
 
+# %% ../../nbs/training/13_fine_tune.ipynb #c81e3b58
 def _is_due(state, every):
     "Whether held-out rows are judged after this step."
     last = state.global_step == state.max_steps

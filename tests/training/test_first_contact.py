@@ -8,8 +8,8 @@ import pytest
 
 from bench.lines.first_contact import (
     VOCABULARY, instruction_recipe, published, review_recipe, small_qwen3)
-from bench.lines.real_data import folder
 from bench.record import Skip
+from bench.shared.public_data import folder
 
 from llm_workbook.model.architecture import load_tokenizer
 from llm_workbook.training.fine_tune import fine_tune
