@@ -106,7 +106,7 @@ def load_base(
     else: upcast_half_matmul()
     base = source
     if not isinstance(source, Model):
-        attention = attention or usual_attention(source, revision)
+        attention = attention or usual_attention(resolve(source), revision)
         base = Model(source=str(source), revision=revision, attention=attention)
     model, loading_info = _pretrained(base, method, precision, device)
     if base.head == 'classification':

@@ -113,7 +113,9 @@ def _on_disk(pairs, found, weights) -> dict:
     renamed = {}
     for target, pair in pairs.items():
         origin = _adapted(target, pair, found)
-        renamed |= _parts_of(origin, pair, weights) if origin else {target: pair}
+        if origin is None: renamed[target] = pair
+        elif len(origin.pieces) == 1 and len(origin.shape) == 2: renamed[origin.pieces[0]] = pair
+        else: renamed |= _parts_of(origin, pair, weights)
     return renamed
 
 def _parts_of(origin, pair, weights) -> dict:
