@@ -87,3 +87,11 @@ def test_a_handful_of_families_live():
     assert len(made['rows']) == 9
     for row in made['rows']:
         assert row['losses'] == pytest.approx(ROWS[row['family'], row['method']]['losses'], abs=.01)
+
+
+def test_trials_have_taken_at_least_24_families_through_every_station():
+    trials = json.loads((RESULTS/'cpu'/'try_out.json').read_text(encoding='utf-8'))
+    assert trials['value'] == len({row['family'] for row in trials['rows']}) >= 24
+    assert trials['failed'] == []
+    passed = set.intersection(*(set(row['passed']) for row in trials['rows']))
+    assert {'mask', 'shares', 'adapters', 'parity', 'resume', 'merge'} <= passed
