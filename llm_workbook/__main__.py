@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from .config.document import RecipeError
@@ -80,7 +81,8 @@ def _reconcile(arguments):
     return 0
 
 def _try_out(arguments):
-    trial = try_out(_recipe(arguments.recipe), arguments.directory)
+    with redirect_stdout(sys.stderr):  # Where libraries announce themselves
+        trial = try_out(_recipe(arguments.recipe), arguments.directory)
     _show(trial, arguments.json)
     return 0 if trial.passed else 1
 

@@ -329,11 +329,12 @@ def merged(
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
 ) -> 'PreTrainedModel':  # On the CPU, without peft
     "Add the adapters to the weights of their base."
-    if not isinstance(base, Model): base = Model(source=str(base), revision=revision)
-    merge = Merge(base.source, adapters, into, method, precision, base.revision)
+    source = base
+    if isinstance(base, Model): source, revision = base.source, base.revision
+    merge = Merge(source, adapters, into, method, precision, revision)
     loading = merge.method
     if into != 'nf4': loading = loading.model_copy(update={'kind': 'lora'})  # Loads without packing
-    model = load_base(base, loading, precision, 'cpu')
+    model = load_base(base, loading, precision, 'cpu', revision)
     with merge.weights:
         for name in merge.changed:
             _put(model, name, merge.parts(name), merge.places.get(name, (name, 0)))

@@ -312,7 +312,7 @@ def _check_parity(way):
     alone = _train(way.recipe.changed(_ALONE), way.folder / 'alone')
     first_two, first_one = way.run.metrics[0], alone.metrics[0]
     distances = {
-        'first loss': (_distance(first_two['loss'], first_one['loss']), 5e-4),
+        'first loss': (_distance(first_two['loss'], first_one['loss']), 3e-3),
         'first gradient': (_distance(first_two['grad_norm'], first_one['grad_norm']), 0.02),
         'later losses': (max(map(_distance, _losses(way.run), _losses(alone))), 5e-3)}
     seen = ', '.join(f'{name} {distance:.1g}' for name, (distance, _) in distances.items())
