@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from page import ROOT
+from trouble import some_rows
 
 from llm_workbook.config.document import RecipeError
 from llm_workbook.files import asset, resolve
@@ -42,12 +43,7 @@ def base(tmp_path):
 @pytest.fixture(scope='module')
 def rows(tmp_path_factory):
     "Twelve rows of each split of the sample."
-    folder = tmp_path_factory.mktemp('rows')
-    for split in 'train', 'test':
-        lines = (
-            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
-        (folder/f'{split}.jsonl').write_text(''.join(lines[:12]))
-    return folder
+    return some_rows(tmp_path_factory.mktemp('rows'), 12)
 
 
 def recipe_of(base, rows, **changes):

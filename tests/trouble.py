@@ -66,14 +66,19 @@ def small_base(folder: Path) -> Path:
     return folder
 
 
+def some_rows(folder: Path, train: int, test: int | None = None) -> Path:
+    "Write the first conversations of the sample into `folder`; as many of each split, if not said."
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in ('train', train), ('test', train if test is None else test):
+        text = (asset('sample-conversations')/f'{split}.jsonl').read_text()
+        (folder/f'{split}.jsonl').write_text(''.join(text.splitlines(keepends=True)[:count]))
+    return folder
+
+
 def small_recipe(folder: Path, rows=24, **changes) -> Recipe:
     """Full training of the small base over two ranks, 6 steps of 2 rows; dotted changes as
     `changed` takes them."""
-    (folder/'rows').mkdir(parents=True, exist_ok=True)
-    for split in 'train', 'test':
-        lines = (
-            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
-        (folder/'rows'/f'{split}.jsonl').write_text(''.join(lines[:rows]))
+    some_rows(folder/'rows', rows)
     plain = Recipe(
         name='small', model={'source': str(small_base(folder/'base'))},
         data={'source': str(folder/'rows'), 'format': 'messages'}, method={'kind': 'full'},

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trouble import disturb, losses
+from trouble import disturb, losses, some_rows
 
 from llm_workbook.parallel import load as loading
 
@@ -42,11 +42,7 @@ def nothing_stays(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope='module')
 def recipe(tmp_path_factory):
     "The smallest QLoRA over two ranks: 12 rows, 4 steps."
-    folder = tmp_path_factory.mktemp('rows')
-    for split in 'train', 'test':
-        lines = (
-            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
-        (folder/f'{split}.jsonl').write_text(''.join(lines[:12]))
+    folder = some_rows(tmp_path_factory.mktemp('rows'), 12)
     return Recipe(
         name='small', model={'source': 'tiny-base'},
         data={'source': str(folder), 'format': 'messages'}, batch={'micro': 1, 'length': 64},

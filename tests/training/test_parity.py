@@ -15,7 +15,7 @@ os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trouble import slow_case
+from trouble import slow_case, some_rows
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.model.adapters import check_targets, load_adapters, moved
@@ -147,10 +147,7 @@ def fine_tuned(tmp_path_factory, warm):
     rank saw."""
     folder = tmp_path_factory.mktemp('parity')
     # 144 rows are 12 steps of 'full' and 3 of 'qlora': of these two, later epochs count too
-    for split, many in ('train', 144), ('test', 10):
-        lines = (
-            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
-        (folder/f'{split}.jsonl').write_text(''.join(lines[:many]))
+    some_rows(folder, 144, 10)
     plain = Recipe(
         name='parity', model={'source': 'tiny-base'},
         data={'source': str(folder), 'format': 'messages'}, batch={'length': 64},

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trouble import slow_case
+from trouble import slow_case, some_rows
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
@@ -19,7 +19,6 @@ from llm_workbook.training import resume as resuming
 from llm_workbook.training import run_directory
 from llm_workbook.training.run_directory import run_lock
 from llm_workbook.checkpoint.manifest import survey
-from llm_workbook.files import asset
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.resume import Preempted
@@ -42,15 +41,6 @@ SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'one process, qlora': (ALONE, 0),
     'fsdp2, arriving': ({'sharding.loading': 'sharded'}, 1e-6),
 }
-
-
-def some_rows(folder, count):
-    folder.mkdir(exist_ok=True)
-    for split in 'train', 'test':
-        lines = (
-            (asset('sample-conversations')/f'{split}.jsonl').read_text().splitlines(keepends=True))
-        (folder/f'{split}.jsonl').write_text(''.join(lines[:count]))
-    return folder
 
 
 @pytest.fixture(scope='module')
