@@ -83,6 +83,7 @@ def leave_group() -> tuple[int, int]:
     "Be a process of its own, though it was started as one of several ranks."
     import torch.distributed as dist
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # Else the other rank, still connecting, would meet a closed connection
     dist.destroy_process_group()
     for name in 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split():
         os.environ.pop(name, None)
