@@ -11,7 +11,8 @@ from pathlib import Path
 def main(file: str) -> None:
     "Load each directory; an error is what is printed for it."
     import torch
-    from transformers import AutoModelForCausalLM, logging
+    import transformers
+    from transformers import AutoConfig, logging
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -19,7 +20,8 @@ def main(file: str) -> None:
     ids, found = torch.tensor(asked['ids']), {}
     for directory, result in asked['directories'].items():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            kind, = AutoConfig.from_pretrained(directory).architectures
+            model, info = getattr(transformers, kind).from_pretrained(
                 directory, output_loading_info=True, dtype=torch.float32)
             with torch.inference_mode(): logits = model(input_ids=ids).logits[0].float()
             torch.save(logits, result)

@@ -19,6 +19,8 @@ class Family(NamedTuple):
 
 _MOE = {'n_routed_experts': 64, 'num_experts_per_tok': 6, 'first_k_dense_replace': 1}
 _NO_DROPOUT = {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}
+_MROPE = {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]}
+_HALF_MROPE = _MROPE | {'mrope_section': [8, 12, 12], 'partial_rotary_factor': 0.5}
 _GRANITE = 4 * (['linear_attention'] * 5 + ['full_attention'] + ['linear_attention'] * 4)
 FAMILIES = {
     'Llama 2': Family('llama-2-7b'),
@@ -68,7 +70,18 @@ FAMILIES = {
     'Jamba': Family('jamba'),
     'StarCoder 2': Family('starcoder2'),
     'GPT-NeoX': Family('gpt_neox'),
-    'GPT-2': Family('gpt2', _NO_DROPOUT)}
+    'GPT-2': Family('gpt2', _NO_DROPOUT),
+    # With towers for images or sound
+    'Gemma 3 (images)': Family('gemma-3-4b'),
+    'Gemma 4 (images)': Family('gemma4', {'vision_config': {'hidden_size': 768}}),
+    'Llama 4 (images)': Family('llama4'),
+    'Mistral Small 3.1': Family('mistral3'),
+    'Qwen 2.5 VL': Family('qwen2_5_vl', {'text_config': {'rope_parameters': _MROPE}}),
+    'Qwen 3 VL': Family('qwen3_vl'),
+    'Qwen 3.5 (images)': Family('qwen3_5'),
+    'InternVL 3': Family('internvl'),
+    'GLM 4.1V': Family('glm4v', {'text_config': {'rope_parameters': _HALF_MROPE}}),
+    'Voxtral': Family('voxtral')}
 _TOKENIZER = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
 
 
@@ -96,6 +109,7 @@ def make_base(family: str, place: Path) -> str:
     source, changes = FAMILIES[family]
     if source in presets(): fields = configuration(source)[1] | tokens | changes
     else: fields = AutoConfig.for_model(source, **tokens | changes).to_dict()
+    if 'text_config' in fields: fields['text_config'] |= tokens
     miniature(fields, place)
     for name in _TOKENIZER: shutil.copyfile(asset('tiny-base')/name, place/name)
     return fields['model_type']

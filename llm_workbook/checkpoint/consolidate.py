@@ -13,7 +13,7 @@ from .manifest import check_checkpoint
 from .sharded_files import (
     CheckpointError, fill_slices, stored_tensors, write_slices)
 from ..files import resolve
-from ..model.architecture import load_tokenizer
+from ..model.architecture import auto_class, load_tokenizer
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6a9eeb3
@@ -70,10 +70,10 @@ def _compare_headers(directory, tensors, dtype):
 def _verify(directory, shapes, dtype):
     "Load an export as anyone would; compare names, shapes and type, and run one forward."
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-    architecture = AutoConfig.from_pretrained(directory).architectures[0]
-    classifies = architecture.endswith('ForSequenceClassification')
-    kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(directory)
+    classifies = config.architectures[0].endswith('ForSequenceClassification')
+    kind = auto_class(config, 'classification' if classifies else 'causal_lm')
     model, info = kind.from_pretrained(directory, dtype='auto', output_loading_info=True)
     parameters = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()

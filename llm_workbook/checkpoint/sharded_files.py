@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..model.architecture import in_tower, towers
 from ..model.weight_files import header_bytes, tensor_bytes, tensor_entry
 from ..parallel.agreement import on_every_rank, rank_and_world
 
@@ -44,12 +45,21 @@ def unwrapped_parameters(
     return {_plain_name(name): p for name, p in bare.named_parameters()}
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #ac204458
+def _frozen_towers(model) -> set[str]:
+    "Name the towers of a model of which all else trains: its checkpoint is a whole model."
+    frozen = {name for name, p in unwrapped_parameters(model).items() if not p.requires_grad}
+    bare = _unwrapped(model)
+    if not frozen or not hasattr(bare, 'get_decoder'): return set()
+    paths = [_plain_name(path) for path in towers(bare)]
+    return frozen if all(in_tower(name, paths) for name in frozen) else set()
+
 def checkpoint_tensors(
     model: 'torch.nn.Module',  # As `unwrapped_parameters` takes it
 ) -> dict:  # Name -> tensor, detached, sharing the model's memory
     "Pick what a checkpoint must hold of `model`: what trains, and the buffers of its state."
-    parameters = unwrapped_parameters(model)
-    tensors = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
+    kept = _frozen_towers(model)
+    tensors = {name: p.detach() for name, p in unwrapped_parameters(model).items()
+               if p.requires_grad or name in kept}
     for prefix, module in _unwrapped(model).named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set: continue
@@ -200,9 +210,10 @@ def _mixed_sum(name, words, start):
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #b17bcdb8
 def _frozen(model):
-    "Yield (name, tensor) of all that does not train: parameters, and statistics of 4-bit layers."
+    "Yield (name, tensor) of what no checkpoint holds: parameters, and statistics of 4-bit layers."
+    kept = _frozen_towers(model)
     for name, p in unwrapped_parameters(model).items():
-        if not p.requires_grad: yield name, p
+        if not p.requires_grad and name not in kept: yield name, p
     for module_name, module in _unwrapped(model).named_modules():
         state, name = getattr(module, 'quant_state', None), _plain_name(module_name)
         if state is None: continue
@@ -236,7 +247,7 @@ def _words(name, tensor):
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #99a3b788
 def base_digest(
     model: 'torch.nn.Module',  # As `unwrapped_parameters` takes it; all ranks call this together
-) -> str:  # 16 hex digits, the same on any number of ranks; '' where all trains
+) -> str:  # 16 hex digits, the same on any number of ranks; '' where all trains but towers
     "Hash all that is frozen in `model`; nothing is gathered but one number per tensor."
     parts = {name: _words(name, tensor) for name, tensor in _frozen(model)}
 

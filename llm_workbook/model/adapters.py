@@ -7,6 +7,7 @@ __all__ = ['check_targets', 'add_adapters', 'cast_adapters', 'Trainable', 'train
 
 # %% ../../nbs/model/07_adapters.ipynb #8fcb3cec
 import math
+import re
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from ..config.recipe import Method
 from ..display import html_table
-from .architecture import configuration, skeleton, weight_use
+from .architecture import (
+    configuration, in_tower, skeleton, towers, weight_use)
 from .quantize import load_base
 
 # %% ../../nbs/model/07_adapters.ipynb #104074b2
@@ -30,9 +32,10 @@ def check_targets(
     from transformers.pytorch_utils import Conv1D
     name, fields = configuration(source, revision)
     model = skeleton(fields, name)
-    head = model.get_output_embeddings()
+    head, paths = model.get_output_embeddings(), towers(model)
     linear = [path for path, module in model.named_modules()
-              if isinstance(module, (Linear, Conv1D)) and module is not head]
+              if isinstance(module, (Linear, Conv1D)) and module is not head
+              and not in_tower(path, paths)]
     experts = _expert_targets(model, targets, dropout)
     found = linear
     if targets != 'all-linear': found = _matched(source, targets, linear, experts)
@@ -133,6 +136,11 @@ def _without_peft_warning():  # peft asks transformers for a name that is on its
         yield
 
 # %% ../../nbs/model/07_adapters.ipynb #3b311eda
+def _excluded(model) -> str | None:
+    "An expression for the names of everything in a tower, as PEFT reads it."
+    paths = '|'.join(map(re.escape, towers(model)))
+    return rf'({paths})(\..*)?' if paths else None
+
 def add_adapters(
     model: 'PreTrainedModel',  # Quantised or not; changed in place, frozen but for the adapters
     method: 'Method | None' = None,  # A recipe's `Method`; None: its defaults
@@ -152,6 +160,7 @@ def add_adapters(
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
         target_modules=method.targets if isinstance(method.targets, str) else list(method.targets),
+        exclude_modules=_excluded(model),
         task_type='SEQ_CLS' if is_classifier else 'CAUSAL_LM')
     with torch.random.fork_rng(), _without_peft_warning():
         torch.manual_seed(seed)

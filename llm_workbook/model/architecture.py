@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_KINDS', 'Preset', 'presets', 'configuration', 'load_tokenizer', 'base_config', 'parsed_config', 'config_value',
-           'correct_names', 'skeleton', 'in_modules', 'check_attention', 'usual_attention', 'WeightUse', 'weight_use',
-           'materialise', 'Weight', 'inventory']
+           'auto_class', 'towers', 'in_tower', 'correct_names', 'skeleton', 'in_modules', 'check_attention',
+           'usual_attention', 'WeightUse', 'weight_use', 'materialise', 'Weight', 'inventory']
 
 # %% ../../nbs/model/01_architecture.ipynb #d5b9305e
 import json
@@ -199,6 +199,61 @@ def config_value(
         return getattr(config, name, None)
     return max(getattr(layer, name) for layer in config.per_layer_config)
 
+# %% ../../nbs/model/01_architecture.ipynb #fa3110e2
+_AUTO = {'causal_lm': 'AutoModelForCausalLM', 'multimodal': 'AutoModelForMultimodalLM',
+         'classification': 'AutoModelForSequenceClassification'}
+
+def _has_towers(config) -> bool: return config.get_text_config(decoder=True) is not config
+
+def auto_class(
+    config: 'PreTrainedConfig',  # As `parsed_config` gives it
+    head: str = 'causal_lm',  # Or 'classification'
+) -> type:  # An Auto class; its `_model_mapping` has the classes that it chooses from
+    "Find by which class of transformers a checkpoint is loaded; a multimodal one by its own."
+    import transformers
+    if head not in ('causal_lm', 'classification'):
+        raise ValueError(f"head {head!r} must be 'causal_lm' or 'classification'")
+    multimodal = getattr(transformers, _AUTO['multimodal'])
+    if head == 'causal_lm' and _has_towers(config) and type(config) in multimodal._model_mapping:
+        return multimodal
+    return getattr(transformers, _AUTO[head])
+
+
+# %% ../../nbs/model/01_architecture.ipynb #fa3110e4
+def towers(
+    model: 'PreTrainedModel',  # On any device, without adapters
+) -> list[str]:  # Paths of modules, or of single parameters, as in 'model.vision_tower'
+    "Find what no text passes in a model that also sees or hears; text models have nothing."
+    if not hasattr(model, 'get_decoder'):
+        raise ValueError(f'{type(model).__name__} is no language model of transformers')
+    if not _has_towers(model.config): return []
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings(),
+             getattr(model, 'score', None))
+    text = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    found = []
+
+    def descend(module, path):  # Down to the first that has nothing of the text model
+        own = [(f'{path}{leaf}', [parameter])
+               for leaf, parameter in module.named_parameters(recurse=False)]
+        children = [(f'{path}{name}', list(child.parameters()))
+                    for name, child in module.named_children()]
+        for name, parameters in own + children:
+            shared = [id(parameter) in text for parameter in parameters]
+            if parameters and not any(shared): found.append(name)
+            elif parameters and not all(shared): descend(model.get_submodule(name), f'{name}.')
+
+    descend(model, '')
+    return found
+
+def in_tower(
+    name: str,  # Of a module or a parameter
+    paths: list[str],  # As `towers` gives them
+) -> bool:  # Whole words count, from the first on
+    "Say whether a name lies in one of the towers."
+    if isinstance(paths, str): raise ValueError(f'paths {paths!r} is one path: pass a list')
+    return any(f'{name}.'.startswith(f'{path}.') for path in paths)
+
+
 # %% ../../nbs/model/01_architecture.ipynb #129f81bd
 _EXPERT_FIELDS = 'num_local_experts', 'n_routed_experts', 'num_experts'  # One fact, three spellings
 
@@ -215,9 +270,8 @@ def _sees_later_tokens(config, causal) -> bool:
 
 def _check_model(config, name, classes):
     "Raise unless `config` is a causal language model that has a class for its head in `classes`."
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
-    kind = config.model_type
-    is_causal = type(config) in causal and not config.is_encoder_decoder
+    kind, causal = config.model_type, auto_class(config)._model_mapping
+    is_causal = type(config) in causal and not getattr(config, 'is_encoder_decoder', False)
     if not is_causal or _sees_later_tokens(config, causal):
         reason = f'{type(config).__name__} does not predict the next token'
         raise ValueError(f'{name} is no causal language model: {reason} (model_type {kind!r})')
@@ -240,27 +294,30 @@ def _check_numbers(config, name):
                          f'{experts} experts')
 
 # %% ../../nbs/model/01_architecture.ipynb #fa3110a1
+def _tower_classes(model) -> set[str]:
+    from torch import nn
+    modules = dict(model.named_modules())
+    kinds = {type(modules[path]) for path in towers(model) if path in modules}
+    return {kind.__name__ for kind in kinds if not kind.__module__.startswith(nn.__name__)}
+
 def correct_names(
     model: 'PreTrainedModel',  # Of any class of transformers; changed in place
 ) -> 'PreTrainedModel':  # The same
-    "Let a model name only what it has: classes of its layers, which sharding looks for, its base."
+    "Let a model name what is sharded apart, and only what it has: its layers, its towers, its base."
     named = getattr(model, '_no_split_modules', None)
     if named is None: raise ValueError(f'{type(model).__name__} is no model of transformers')
     present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = [name for name in sorted(named) if name in present]
-    if model.base_model is model and hasattr(model, 'model'): model.base_model_prefix = 'model'
+    kept = {name for name in named if name in present}
+    if hasattr(model, 'get_decoder'): kept |= _tower_classes(model)
+    model._no_split_modules = sorted(kept)
+    if hasattr(model, 'get_decoder') and towers(model):
+        text = correct_names(model.get_decoder()).base_model  # That of Llama 4 has another head
+        vars(model)['_text_model'] = text  # No child, or its names would come twice
+        model.base_model_prefix = '_text_model'
+    elif model.base_model is model and hasattr(model, 'model'): model.base_model_prefix = 'model'
     return model
 
 # %% ../../nbs/model/01_architecture.ipynb #091f537b
-def _checked_heads(head, classes):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    heads = {'causal_lm': AutoModelForCausalLM,
-             'classification': AutoModelForSequenceClassification}
-    if head not in heads: raise ValueError(f"head {head!r} must be 'causal_lm' or 'classification'")
-    if type(classes) is not int or classes < 2:
-        raise ValueError(f'classes = {classes}: a classification needs at least 2')
-    return heads[head]
-
 def skeleton(
     config: dict,  # As `configuration` gives it
     name: str = 'this dict',  # What to call it in errors
@@ -270,8 +327,10 @@ def skeleton(
     "Build the class of transformers that `config` means, without memory."
     import torch
     from transformers import logging
-    auto = _checked_heads(head, classes)
+    if type(classes) is not int or classes < 2:
+        raise ValueError(f'classes = {classes}: a classification needs at least 2')
     parsed = parsed_config(config, name)
+    auto = auto_class(parsed, head)
     _check_model(parsed, name, auto._model_mapping)
     _check_numbers(parsed, name)
     if head == 'classification': parsed.num_labels = classes
@@ -301,9 +360,9 @@ def check_attention(
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
 ) -> str:  # The same attention
     "Refuse an attention that the class of a language model does not have, before it is built."
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
     name, fields = configuration(source, revision)
     config = parsed_config(fields, name)
+    causal = auto_class(config)._model_mapping
     if attention not in _HAS_ATTENTION or type(config) not in causal: return attention
     kind = _model_class(config, causal)
     if getattr(kind, _HAS_ATTENTION[attention]): return attention
@@ -318,8 +377,8 @@ def usual_attention(
     revision: str | None = None,  # Commit, tag or branch; read only where the Hub is asked
 ) -> str:  # 'sdpa', or 'eager' where the class does not have it
     "Find the attention by which a model is loaded when no recipe names one."
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
     config = parsed_config(*configuration(source, revision)[::-1])
+    causal = auto_class(config)._model_mapping
     return _plain_attention(_model_class(config, causal)) if type(config) in causal else 'sdpa'
 
 
@@ -370,7 +429,8 @@ def materialise(
     return model
 
 # %% ../../nbs/model/01_architecture.ipynb #08c2c585
-WEIGHT_KINDS = ('embedding', 'attention', 'mlp', 'expert', 'router', 'norm', 'head', 'other')
+WEIGHT_KINDS = ('embedding', 'attention', 'mlp', 'expert', 'router', 'norm', 'head', 'tower',
+                'other')
 
 class Weight(NamedTuple):
     "One parameter of a model."
@@ -394,9 +454,10 @@ class Weight(NamedTuple):
 # %% ../../nbs/model/01_architecture.ipynb #9f29a0ac
 _MLP_WORDS = 'mlp', 'ffn', 'feed_forward', 'expert'
 
-def _kind(path, module, in_decoder, head) -> str:
+def _kind(path, module, in_decoder, head, paths) -> str:
     parts, class_name = path.split('.'), type(module).__name__
     if module is head or parts[0] == 'score': return 'head'
+    if in_tower(path, paths): return 'tower'
     if not in_decoder: return 'other'
     is_kind = {
         'embedding': 'Embedding' in class_name,
@@ -419,7 +480,7 @@ def inventory(
     if not hasattr(model, 'get_decoder'):
         raise ValueError(f'{type(model).__name__} is no language model of transformers')
     not_packed = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    head, decoder, paths = model.get_output_embeddings(), model.get_decoder(), towers(model)
     prefix = next(name for name, module in model.named_modules() if module is decoder) + '.'
     weights = {}
     for name, parameter in model.named_parameters():
@@ -429,7 +490,7 @@ def inventory(
         is_stock = linear and type(module) in (Linear, Conv1D)
         weights[name] = Weight(
             name=name, shape=tuple(parameter.shape),
-            kind=_kind(name, module, name.startswith(prefix), head),
+            kind=_kind(name, module, name.startswith(prefix), head, paths),
             linear=linear, module=owner.rpartition('.')[2],
             packs=is_stock and should_convert_module(owner, not_packed))
     return weights

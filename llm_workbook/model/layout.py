@@ -41,7 +41,7 @@ def role(
     method: Method,  # What is trained, and how the rest is packed
 ) -> str:  # 'trained', 'packed', 'frozen', or 'head': frozen, and PEFT trains a copy
     "Say what `method` does with `weight`."
-    if method.kind == 'full': return 'trained'
+    if method.kind == 'full': return 'frozen' if weight.kind == 'tower' else 'trained'
     if is_new_head(weight): return 'head'
     return 'packed' if method.kind == 'qlora' and weight.packs else 'frozen'
 
@@ -168,7 +168,7 @@ _HELD = {'trained': 'trained', 'head': 'trained', 'packed': 'packed', 'frozen': 
 def _loaded_b(weight, method) -> int:
     "Bytes of one weight as transformers loads it: in 16 bit, unless it is packed or fully trained."
     kind = role(weight, method)
-    if kind != 'packed': return weight.numel * (4 if kind == 'trained' else 2)
+    if kind != 'packed': return weight.numel * (4 if method.kind == 'full' else 2)
     element_b = 1 if method.quant == 'int8' else NUMBER_B[method.storage]
     return element_b * prod(packed_shape(weight, method)) + statistics_b(weight, method)
 
@@ -213,13 +213,15 @@ def _adapted_layers(unit, weight, names) -> tuple[str, ...]:
     return tuple(path for path in unit.paths
                  if any(_ends(_full_path(path, weight.path), name) for name in deep))
 
+_NO_ADAPTER = 'head', 'tower'
+
 def _pair(index, unit, weight, targets) -> Pair | None:
     "The pair on one weight of a unit, or None."
     parts = [joined for name, joined in targets.fused.items() if _ends(weight.name, name)]
     if parts:
         experts = weight.shape[0] if len(weight.shape) == 3 else 1
         paths, rank = unit.paths, targets.rank * max(parts) * experts
-    elif weight.linear and weight.kind != 'head':
+    elif weight.linear and weight.kind not in _NO_ADAPTER:
         paths, rank = _adapted_layers(unit, weight, targets.names), targets.rank
     else: return None
     a, b = (rank, weight.shape[-1]), (weight.shape[-2], rank)
@@ -237,7 +239,8 @@ def _refuse_unknown(spec, names, pairs, known) -> None:
 def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     "The LoRA pairs of `method`, and a remark where PEFT leaves out what you may have meant."
     if method.kind == 'full': return (), ''
-    linear = [w for unit in spec.units for w in unit.weights if w.linear and w.kind != 'head']
+    linear = [weight for unit in spec.units for weight in unit.weights
+              if weight.linear and weight.kind not in _NO_ADAPTER]
     modules = {weight.module for weight in linear}
     old = {name for name, _ in spec.renamed}
     wanted = modules | old if method.targets == 'all-linear' else set(method.targets)
@@ -277,7 +280,7 @@ def _unpacked_warning(spec, rows) -> str:
     return f'{sentence}: {largest}. Stock loading packs linear layers other than the output.'
 
 # %% ../../nbs/model/03_layout.ipynb #af2fd27a
-_NEVER_PACKED = 'embedding', 'head', 'norm'
+_NEVER_PACKED = 'embedding', 'head', 'norm', 'tower'
 
 def _left_in_16_bit(weights, method) -> dict[str, int]:
     "Numbers of the weights of layers that `method` does not pack, by path without the layer."
@@ -363,6 +366,7 @@ def layout(
 class NumberSizes(NamedTuple):
     "Bytes of one number, for each sort of tensor."
     frozen: int  # Weights that are not trained, and what the products compute in
+    tower: int  # Weights of towers, which a full fine-tune keeps in the type of the trained ones
     payload: int  # One element of packed weights
     trained: int  # Trained weights and adapters, as they lie on a rank
     gathered: int  # The same when ranks put them together for use
@@ -373,7 +377,8 @@ class NumberSizes(NamedTuple):
     ) -> int:  # Bytes
         "Say how many bytes a number of `tensor` takes where it lies."
         if tensor.trained: return self.trained
-        return self.payload if tensor.kind == 'payload' else self.frozen
+        if tensor.kind == 'payload': return self.payload
+        return self.tower if tensor.weight.kind == 'tower' else self.frozen
 
     def sent(self,
         tensor: Stored,  # From `layout`
@@ -395,6 +400,7 @@ def number_sizes(
     gathered_b = min(compute_b, trained_b) if method.kind == 'full' else trained_b
     return NumberSizes(
         frozen=compute_b,
+        tower=trained_b if method.kind == 'full' else compute_b,
         payload=1 if method.quant == 'int8' else NUMBER_B[method.storage],
         trained=trained_b,
         gathered=gathered_b,

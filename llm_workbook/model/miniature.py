@@ -16,7 +16,7 @@ from pathlib import Path
 from ..display import binary_size, html_table
 from ..files import resolve
 from .architecture import (
-    config_value, configuration, parsed_config, skeleton)
+    auto_class, config_value, configuration, parsed_config, skeleton)
 
 # %% ../../nbs/model/10_miniature.ipynb #7934c074
 _NAMES = {  # Value in a miniature, unless it is smaller already -> fields of configurations
@@ -227,12 +227,40 @@ def _small_fields(text, fields, chosen) -> dict:
         small['rope_parameters'] = _small_rope(small['rope_parameters'], before, after)
     return small
 
+# %% ../../nbs/model/10_miniature.ipynb #fa3110f2
+_TOWER_NAMES = {  # Value in a small tower, unless it is smaller already -> fields
+    64: 'intermediate_size encoder_ffn_dim vision_output_dim',
+    32: 'hidden_size embed_dim d_model projector_input_dim',
+    16: 'head_dim num_position_embeddings',
+    2: 'num_hidden_layers depth encoder_layers num_layers num_attention_heads num_heads '
+       'num_key_value_heads encoder_attention_heads'}
+_TOWER_LIMITS = {name: limit for limit, names in _TOWER_NAMES.items() for name in names.split()}
+_DEPTHS = 'num_hidden_layers', 'depth', 'encoder_layers', 'num_layers'
+_INTO_TEXT = 'out_hidden_size', 'projector_output_dim'  # As wide as the text model
+
+def _small_tower(fields, width) -> dict:
+    "The fields of a tower beside a text model of `width`."
+    depth = next((fields[name] for name in _DEPTHS if fields.get(name)), 0)
+    chosen = list(range(min(depth, 2)))
+    small = {name: _cut_list(name, value, chosen, depth) for name, value in fields.items()}
+    for name, limit in _TOWER_LIMITS.items():
+        if small.get(name): small[name] = _limited(small[name], limit)
+    for name in _INTO_TEXT:
+        if small.get(name): small[name] = width
+    for name in ('fullatt_block_indexes', 'deepstack_visual_indexes'):
+        if small.get(name): small[name] = [0]
+    if type(small.get('image_size')) is int and type(small.get('patch_size')) is int:
+        small['image_size'] = 2 * small['patch_size']
+    return small
+
+
 # %% ../../nbs/model/10_miniature.ipynb #baf9e8f7
 @dataclass(frozen=True)
 class Small:
     "A configuration made small: what was kept, what was changed, and what was left out."
     name: str  # Of the source
     fields: dict  # Of the miniature, as `configuration` gives them
+    text: dict  # Those of its text model: the same where it has no towers
     before: dict  # The fields of the source's text model, as transformers reads them
     layers: tuple[int, ...]  # Which layers of the source it has
     sorts: int  # Sorts of layers among them, all that the source has
@@ -241,32 +269,33 @@ class Small:
     @property
     def changed(self) -> list[tuple]:  # (field, before, after)
         "List the fields that differ."
-        return [(name, value, self.fields[name]) for name, value in self.before.items()
-                if name in self.fields and self.fields[name] != value]
+        return [(name, value, self.text[name]) for name, value in self.before.items()
+                if name in self.text and self.text[name] != value]
 
     def _repr_html_(self):
         chosen = ', '.join(map(str, self.layers))
         title = (f'<b>{escape(self.name)}</b> in miniature: layers {chosen} of '
-                 f'{self.sorts} sorts; {len(self.fields) - len(self.changed)} fields are kept')
+                 f'{self.sorts} sorts; {len(self.text) - len(self.changed)} fields are kept')
         rows = [(name, f'{before!s:.60}', f'{after!s:.60}') for name, before, after in self.changed]
         notes = ''.join(f'<br>{escape(note)}' for note in self.notes)
         return f'{title}{notes}{html_table(("field", "before", "small"), rows)}'
 
 # %% ../../nbs/model/10_miniature.ipynb #2a571cfa
-def _text_model(fields, name):
-    "The configuration of the text model, and what is left out to get it."
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal
-    config = parsed_config(fields, name)
-    text, notes = config.get_text_config(decoder=True), []
-    if 'quantization_config' in fields:
-        notes.append('quantization_config is left out: the miniature is in bfloat16')
-    if text is config: return text, notes
-    if type(text) not in causal:
-        raise ValueError(f'{name}: transformers makes no text model of {text.model_type!r} by '
-                         'itself; take a checkpoint of the text model')
-    if 'tie_word_embeddings' in fields: text.tie_word_embeddings = fields['tie_word_embeddings']
-    notes.append(f'{config.model_type} has other parts than text: they are left out')
-    return text, notes
+def _notes(fields) -> tuple[str, ...]:
+    if 'quantization_config' not in fields: return ()
+    return ('quantization_config is left out: the miniature is in bfloat16',)
+
+def _small_whole(config, text, small) -> dict:
+    "The fields of a model with towers around the `small` fields of its text model."
+    whole = {}
+    for name, value in config.to_dict().items():
+        part = getattr(config, name, None)
+        if name in _DROPPED: continue
+        if part is text: whole[name] = small
+        elif name in config.sub_configs and value:
+            whole[name] = _small_tower(value, small['hidden_size'])
+        else: whole[name] = value
+    return whole
 
 # %% ../../nbs/model/10_miniature.ipynb #70cf0cb3
 def small_config(
@@ -276,14 +305,17 @@ def small_config(
 ) -> Small:  # Nothing is written
     "Make the configuration of a model small, and keep what makes it that model."
     name, raw = configuration(source, revision)
-    text, notes = _text_model(raw, name)
+    config = parsed_config(raw, name)
+    text = config.get_text_config(decoder=True)
     before = text.to_dict()
-    sorts = _layer_sorts(skeleton(before, name), before)
+    sorts = _layer_sorts(skeleton(raw, name), before)
     chosen = _chosen_layers(sorts, layers, name)
     fields = _small_fields(text, before, chosen)
-    fields = parsed_config(fields, name).to_dict()
-    _check_small(skeleton(fields, name), fields, sorts, name)
-    return Small(name, fields, before, tuple(chosen), len(set(sorts)), tuple(notes))
+    if text is not config: fields = _small_whole(config, text, fields)
+    made = parsed_config(fields, name)
+    small = made.get_text_config(decoder=True).to_dict()
+    _check_small(skeleton(made.to_dict(), name), small, sorts, name)
+    return Small(name, made.to_dict(), small, before, tuple(chosen), len(set(sorts)), _notes(raw))
 
 # %% ../../nbs/model/10_miniature.ipynb #6064dc7a
 _MOST = 30_000_000  # Parameters outside the embeddings
@@ -340,7 +372,6 @@ def miniature(
 ) -> Path:  # The directory: a checkpoint of several files, with the tokenizer of the source
     "Write a small model of the same architecture, with random weights under its own names."
     import torch
-    from transformers import AutoModelForCausalLM
     directory = Path(directory)
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f'{directory.name!r} is not empty: name a directory of its own')
@@ -349,7 +380,7 @@ def miniature(
     config = parsed_config(small.fields, small.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
         _fill_zeros(model)
     total_b = sum(parameter.nbytes for parameter in model.parameters())
     directory.mkdir(parents=True, exist_ok=True)

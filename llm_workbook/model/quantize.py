@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
-from .architecture import base_config, correct_names, usual_attention
+from .architecture import (
+    auto_class, base_config, correct_names, in_tower, towers, usual_attention)
 from .half_matmul import upcast_half_matmul
 from .weight_files import check_index
 
@@ -73,12 +74,9 @@ def keep_payload(
 # %% ../../nbs/model/04_quantize.ipynb #773ef824
 def _pretrained(base, method, precision, device):
     "Load the base of a recipe with transformers: the model, and what was missing or left over."
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    is_classifier = base.head == 'classification'
-    auto = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     place, config = resolve(base.source), base_config(base)
     if isinstance(place, Path): check_index(place)
-    return auto.from_pretrained(
+    return auto_class(config, base.head).from_pretrained(
         place,
         config=config,
         revision=base.revision,
@@ -90,6 +88,11 @@ def _pretrained(base, method, precision, device):
         output_loading_info=True)
 
 # %% ../../nbs/model/04_quantize.ipynb #c0a5400b
+def _freeze_towers(model):
+    paths = towers(model)
+    for name, parameter in model.named_parameters():
+        if in_tower(name, paths): parameter.requires_grad_(False)
+
 def load_base(
     source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
     method: 'Method | None' = None,  # 'qlora' packs, 'lora' takes the compute dtype, 'full' fp32
@@ -115,6 +118,7 @@ def load_base(
     model.config._name_or_path = model.name_or_path = base.source
     if method.kind == 'qlora' and not keep_payload(model):
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
+    _freeze_towers(model)
     return correct_names(model)
 
 # %% ../../nbs/model/04_quantize.ipynb #9f264289

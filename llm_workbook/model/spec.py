@@ -290,8 +290,8 @@ def spec_of(
     return spec(model.source, model.revision, model.head, model.classes)
 
 # %% ../../nbs/model/02_spec.ipynb #9e7ba14b
-_COLOURS = ('blue', 'orange', 'green', 'purple', 'yellow', 'vermilion', 'sky', 'grey')
-_HATCHES = ('', '', '//', '..', '', '', r'\\', 'xx')
+_COLOURS = ('blue', 'orange', 'green', 'purple', 'yellow', 'vermilion', 'sky', 'green', 'grey')
+_HATCHES = ('', '', '//', '..', '', '', r'\\', 'oo', 'xx')
 
 def _bars(specs) -> 'Figure':
     figure = canvas(1.2 + .3 * len(specs))
@@ -305,5 +305,5 @@ def _bars(specs) -> 'Figure':
                       color=PALETTE[colour], hatch=hatch, edgecolor='white')
         left = [start + share for start, share in zip(left, shares)]
     axes.set(xlabel='share of the parameters, %', xlim=(0, 100), ylim=(len(specs) - .5, -.5))
-    figure.legend(loc='outside upper center', ncols=8, frameon=False, fontsize=8)
+    figure.legend(loc='outside upper center', ncols=9, frameon=False, fontsize=8)
     return figure

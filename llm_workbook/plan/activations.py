@@ -247,6 +247,7 @@ def _parts(spec, method, setting, ranks, payload_b) -> tuple[list[PartSizes], Pa
     embedding = []
     for tensor in layout(spec, method):
         if tensor.count != spec.units[tensor.unit].count: continue
+        if tensor.weight.kind == 'tower': continue
         is_embedding = tensor.unit == outside and tensor.weight.kind == 'embedding'
         group = embedding if is_embedding and not spec.tied else by_unit[tensor.unit]
         group.append(tensor)

@@ -80,7 +80,8 @@ class _Group(NamedTuple):  # Tensors that are gathered at once
 def _groups(spec, method, units) -> list[_Group]:
     "Sort the tensors of a model by the unit that gathers them."
     by_part = [[] for _ in spec.units]
-    for tensor in layout(spec, method): by_part[tensor.unit].append(tensor)
+    for tensor in layout(spec, method):
+        if tensor.weight.kind != 'tower': by_part[tensor.unit].append(tensor)  # No text gathers it
     *layers, outside = by_part
     groups = []
     for i, tensors in enumerate(layers):

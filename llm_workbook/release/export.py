@@ -24,7 +24,7 @@ from ..checkpoint.manifest import MANIFEST, check_checkpoint, commit_checkpoint
 from ..config.recipe import Recipe
 from ..display import html_table, nearest
 from ..files import resolve
-from ..model.architecture import load_tokenizer
+from ..model.architecture import auto_class, load_tokenizer
 from ..model.half_matmul import torch_half_matmul
 from ..model.quantize import nf4_config
 from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
@@ -143,13 +143,13 @@ def _stops(settings, tokenizer):
 _FRESH = '''
 import json, sys, torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, question, result, threads = sys.argv[1:]
+import transformers
+folder, kind, question, result, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
-text, tokenizer = json.loads(question), AutoTokenizer.from_pretrained(folder)
+text, tokenizer = json.loads(question), transformers.AutoTokenizer.from_pretrained(folder)
 if not isinstance(text, str):
     text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
 ids = tokenizer(text, return_tensors='pt', add_special_tokens=False, return_token_type_ids=False)
 with torch.inference_mode():
     save_file({'ids': ids['input_ids'], 'logits': model(**ids).logits[0].float()}, result)
@@ -165,8 +165,10 @@ def _fresh(folder, question, result):
     "Ask a new process that has transformers alone: its report, token ids, logits."
     import torch
     from safetensors.torch import load_file
+    from transformers import AutoConfig
+    kind = auto_class(AutoConfig.from_pretrained(folder)).__name__
     threads = str(torch.get_num_threads())
-    arguments = [str(folder), json.dumps(question), str(result), threads]
+    arguments = [str(folder), kind, json.dumps(question), str(result), threads]
     command = [sys.executable, '-c', _FRESH, *arguments]
     process = subprocess.run(command, cwd=folder, capture_output=True, text=True,
                              env=os.environ | {'HF_HUB_OFFLINE': '1'})

@@ -190,7 +190,7 @@ def _checked_pairs(base, adapters, into, method):
     _same_base(base, config.get('base_model_name_or_path'))
     return pairs
 
-def _checked_base(base, revision, method, pairs):
+def _checked_base(base, revision, into, method, pairs):
     "Find the base: weights, pairs and packed ones by their names on disk, places, float32 modules."
     name, raw = configuration(base, revision)
     if raw.get('quantization_config'):
@@ -199,8 +199,10 @@ def _checked_base(base, revision, method, pairs):
     model = skeleton(raw, name)
     weights = Weights(base, revision)
     found = _origins(model, weights)
+    kept = ('tower',) if into == 'dequantised' else ()  # No adapter was trained on its rounding
     packs = method.kind == 'qlora'
-    names = {path for path, weight in inventory(model).items() if packs and weight.packs}
+    names = {path for path, weight in inventory(model).items()
+             if packs and weight.packs and weight.kind not in kept}
     packed = {piece for path in names
               for piece in (found[path].pieces if path in found else [path])}
     pairs = _on_disk(pairs, found, weights)
@@ -235,7 +237,7 @@ class Merge:
         self.method = method or Method()
         self.dtype = _compute_dtype(precision or Precision())  # Of what is not packed
         pairs = _checked_pairs(base, adapters, into, self.method)  # Weight -> (A, B, scale)
-        checked = _checked_base(base, revision, self.method, pairs)
+        checked = _checked_base(base, revision, into, self.method, pairs)
         self.weights, self.pairs, self.packed, self.places, self.float32_modules = checked
 
     @property

@@ -25,7 +25,7 @@ from ..config.recipe import Method, Recipe, shrink
 from ..display import html_table, nearest
 from ..model.adapters import load_adapters
 from ..model.architecture import (
-    configuration, load_tokenizer, parsed_config, skeleton)
+    auto_class, base_config, configuration, load_tokenizer, parsed_config, skeleton)
 from ..model.layout import check_packing
 from ..model.miniature import miniature
 from ..model.quantize import load_base, nf4_config
@@ -345,12 +345,12 @@ def _check_resume(way):
 
 # %% ../../nbs/release/05_try_out.ipynb #7e330ab3
 _PLAIN = '''
-import json, sys, torch
+import json, sys, torch, transformers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-base, adapters, packing, attention, dtype, rows = json.loads(sys.argv[1])
+from transformers import BitsAndBytesConfig
+kind, base, adapters, packing, attention, dtype, rows = json.loads(sys.argv[1])
 packing = packing and BitsAndBytesConfig.from_dict(packing)
-model = AutoModelForCausalLM.from_pretrained(
+model = getattr(transformers, kind).from_pretrained(
     base, quantization_config=packing, dtype=getattr(torch, dtype), attn_implementation=attention)
 for layer in model.modules():
     if hasattr(layer, 'support_avx512bf16_for_cpu'): layer.support_avx512bf16_for_cpu = False
@@ -378,7 +378,8 @@ def _plain_losses(way, rows):
     adapters = None if way.is_full else str(way.run.saved)
     pairs = [[list(row['input_ids']), list(row['labels'])] for row in rows]
     dtype = 'float32' if way.is_full else recipe.precision.compute
-    task = str(base), adapters, packing, recipe.model.attention, dtype, pairs
+    kind = auto_class(base_config(recipe.model)).__name__
+    task = kind, str(base), adapters, packing, recipe.model.attention, dtype, pairs
     done = subprocess.run([sys.executable, '-c', _PLAIN, json.dumps(task, default=str)],
                           cwd=way.folder, capture_output=True, text=True, timeout=_LIMIT_S,
                           env=os.environ | {'HF_HUB_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''})

@@ -12,7 +12,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from ..model.architecture import in_modules
+from ..model.architecture import in_modules, in_tower, towers
 from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
 from ..model.spec import spec_of
@@ -37,6 +37,10 @@ class _Live:
         self.engine = model if hasattr(model, 'zero_optimization_stage') else None
         wrappers = 'DistributedDataParallel', 'DeepSpeedEngine'
         self.bare = model.module if type(model).__name__ in wrappers else model
+        self.base = self.bare
+        if hasattr(self.bare, 'get_base_model'): self.base = self.bare.get_base_model()
+        self.towers = []
+        if hasattr(self.base, 'get_decoder'): self.towers = [*map(_plain, towers(self.base))]
         self.optimizer = getattr(optimizer, 'optimizer', optimizer)
         if self.engine:
             self.optimizer = self.engine.basic_optimizer
@@ -52,6 +56,15 @@ class _Live:
         return [p for name, p in self.bare.named_parameters()
                 if not p.requires_grad and id(p) not in codes and p.is_floating_point()
                 and not _stays_in_float32(name, self.bare)]
+
+_AROUND = '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod'  # In names, by wrappers
+
+def _plain(name):
+    parts = [part for part in name.split('.') if part not in _AROUND]
+    return '.'.join(parts).removeprefix('base_model.model.')
+
+def _in_tower(live, name): return in_tower(_plain(name), live.towers)
+
 
 # %% ../../nbs/training/08_live_settings.ipynb #5f32ab01
 def _stays_in_float32(name, model):
@@ -188,7 +201,8 @@ def _pinned(live):
 def _layers(live):
     "List the decoder layers: what must not be split, or what transformers can checkpoint."
     kinds = {*(getattr(live.bare, '_no_split_modules', None) or ()), 'GradientCheckpointingLayer'}
-    return [m for m in live.bare.modules() if kinds & {kind.__name__ for kind in type(m).__mro__}]
+    return [module for name, module in live.bare.named_modules()
+            if not _in_tower(live, name) and kinds & {kind.__name__ for kind in type(module).__mro__}]
 
 # %% ../../nbs/training/08_live_settings.ipynb #7d5bd0c2
 def _wrapped(live):
@@ -365,7 +379,9 @@ def _steps(live):
 def _method(live):
     if live.packed and live.lora: return 'qlora'
     if live.lora: return 'lora'
-    whole = len(live.trained) == len([*live.bare.parameters()])
+    text = [parameter for name, parameter in live.bare.named_parameters()
+            if not _in_tower(live, name)]
+    whole = len(live.trained) == len(text) and all(parameter.requires_grad for parameter in text)
     return 'full' if whole else 'part of the weights'
 
 # %% ../../nbs/training/08_live_settings.ipynb #2446c90e
@@ -405,8 +421,8 @@ def _targets(live):
         wanted = {*coverage(spec_of(live.recipe), live.recipe.method).adapted}
     else:
         adapted, linear = {*live.lora}, _linear_names(live.bare)
-        wanted = {name for name in linear
-                  if targets == 'all-linear' or any(f'.{name}'.endswith(f'.{t}') for t in targets)}
+        wanted = {name for name in linear if not _in_tower(live, name)
+                  and (targets == 'all-linear' or any(f'.{name}'.endswith(f'.{t}') for t in targets))}
     if adapted == wanted: return live.recipe.facts()['method.targets']
     return sorted({name.rpartition('.')[2] for name in adapted})
 
@@ -438,8 +454,7 @@ def _attention(live):
 
 # %% ../../nbs/training/08_live_settings.ipynb #bc8c11d0
 def _head(live):
-    base = live.bare.get_base_model() if hasattr(live.bare, 'get_base_model') else live.bare
-    classifies = 'ForSequenceClassification' in type(base).__name__
+    classifies = 'ForSequenceClassification' in type(live.base).__name__
     return 'classification' if classifies else 'causal_lm'
 
 # %% ../../nbs/training/08_live_settings.ipynb #2baa701a
