@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_KINDS', 'Preset', 'presets', 'configuration', 'load_tokenizer', 'base_config', 'parsed_config', 'config_value',
-           'auto_class', 'towers', 'in_tower', 'correct_names', 'skeleton', 'in_modules', 'check_attention',
-           'usual_attention', 'WeightUse', 'weight_use', 'materialise', 'Weight', 'inventory']
+           'auto_class', 'towers', 'in_tower', 'freeze_towers', 'correct_names', 'skeleton', 'in_modules',
+           'check_attention', 'usual_attention', 'WeightUse', 'weight_use', 'materialise', 'Weight', 'inventory']
 
 # %% ../../nbs/model/01_architecture.ipynb #d5b9305e
 import json
@@ -253,6 +253,15 @@ def in_tower(
     if isinstance(paths, str): raise ValueError(f'paths {paths!r} is one path: pass a list')
     return any(f'{name}.'.startswith(f'{path}.') for path in paths)
 
+def freeze_towers(
+    model: 'PreTrainedModel',  # On any device; changed in place
+) -> list[str]:  # Names of the parameters that were frozen
+    "Train no tower: text alone gives it no gradient, and an optimizer would only decay it."
+    paths = towers(model)
+    frozen = [name for name, _ in model.named_parameters() if in_tower(name, paths)]
+    for name in frozen: model.get_parameter(name).requires_grad_(False)
+    return frozen
+
 
 # %% ../../nbs/model/01_architecture.ipynb #129f81bd
 _EXPERT_FIELDS = 'num_local_experts', 'n_routed_experts', 'num_experts'  # One fact, three spellings
@@ -294,23 +303,24 @@ def _check_numbers(config, name):
                          f'{experts} experts')
 
 # %% ../../nbs/model/01_architecture.ipynb #fa3110a1
-def _tower_classes(model) -> set[str]:
+def _classes_of(model, paths) -> set[str]:
+    "Classes of the modules at `paths`, but those of torch: a class is sharded wherever it stands."
     from torch import nn
     modules = dict(model.named_modules())
-    kinds = {type(modules[path]) for path in towers(model) if path in modules}
+    kinds = {type(modules[path]) for path in paths if path in modules}
     return {kind.__name__ for kind in kinds if not kind.__module__.startswith(nn.__name__)}
 
 def correct_names(
     model: 'PreTrainedModel',  # Of any class of transformers; changed in place
 ) -> 'PreTrainedModel':  # The same
-    "Let a model name what is sharded apart, and only what it has: its layers, its towers, its base."
+    "Let a model name what it has: what is sharded apart, layers and towers, and its base."
     named = getattr(model, '_no_split_modules', None)
     if named is None: raise ValueError(f'{type(model).__name__} is no model of transformers')
     present = {type(module).__name__ for module in model.modules()}
     kept = {name for name in named if name in present}
-    if hasattr(model, 'get_decoder'): kept |= _tower_classes(model)
-    model._no_split_modules = sorted(kept)
-    if hasattr(model, 'get_decoder') and towers(model):
+    paths = towers(model) if hasattr(model, 'get_decoder') else []
+    model._no_split_modules = sorted(kept | _classes_of(model, paths))
+    if paths:
         text = correct_names(model.get_decoder()).base_model  # That of Llama 4 has another head
         vars(model)['_text_model'] = text  # No child, or its names would come twice
         model.base_model_prefix = '_text_model'
@@ -337,7 +347,9 @@ def skeleton(
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with torch.device('meta'): return correct_names(auto.from_config(parsed))
+        with torch.device('meta'): model = correct_names(auto.from_config(parsed))
+        freeze_towers(model)
+        return model
     except Exception as error:
         raise ValueError(f'{name}: {type(error).__name__} in building it: {error}') from error
     finally: logging.set_verbosity(level)

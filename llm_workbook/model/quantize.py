@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
 from .architecture import (
-    auto_class, base_config, correct_names, in_tower, towers, usual_attention)
+    auto_class, base_config, correct_names, freeze_towers, usual_attention)
 from .half_matmul import upcast_half_matmul
 from .weight_files import check_index
 
@@ -88,11 +88,6 @@ def _pretrained(base, method, precision, device):
         output_loading_info=True)
 
 # %% ../../nbs/model/04_quantize.ipynb #c0a5400b
-def _freeze_towers(model):
-    paths = towers(model)
-    for name, parameter in model.named_parameters():
-        if in_tower(name, paths): parameter.requires_grad_(False)
-
 def load_base(
     source: 'str | Model',  # Packaged name, directory or hub id; or a recipe's `Model`, with a head
     method: 'Method | None' = None,  # 'qlora' packs, 'lora' takes the compute dtype, 'full' fp32
@@ -118,7 +113,7 @@ def load_base(
     model.config._name_or_path = model.name_or_path = base.source
     if method.kind == 'qlora' and not keep_payload(model):
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
-    _freeze_towers(model)
+    freeze_towers(model)
     return correct_names(model)
 
 # %% ../../nbs/model/04_quantize.ipynb #9f264289

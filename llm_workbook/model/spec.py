@@ -31,6 +31,13 @@ class Unit(NamedTuple):
         "Count the parameters of one layer of this sort."
         return sum(weight.numel for weight in self.weights)
 
+    @property
+    def text(self) -> 'Unit':  # The same without the weights of towers
+        "Leave out what no text passes, and no step computes."
+        text = tuple(weight for weight in self.weights if weight.kind != 'tower')
+        return self._replace(weights=text)
+
+
 # %% ../../nbs/model/02_spec.ipynb #10178c5a
 class Mla(NamedTuple):
     "Widths of multi-head latent attention, which keeps a compressed key and value."

@@ -148,7 +148,7 @@ class Rank(NamedTuple):
     ) -> int:  # Bytes
         "Say how many bytes one number takes."
         if kind == 'payload': return self.sizes.payload
-        return self.sizes.trained if trained else self.sizes.frozen
+        return self.sizes.trained if trained else self.sizes.tower  # Of LoRA, the same as frozen
 
     def part(self,
         tensors: tuple[TensorGroup, ...],  # Of the whole model

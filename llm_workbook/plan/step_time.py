@@ -144,11 +144,9 @@ class _Work(NamedTuple):  # What one layer does for one token in the forward pas
 def _works(spec, method, precision) -> tuple[_Work, ...]:
     pairs = coverage(spec, method).pairs
     works = []
-    for index, whole in enumerate(spec.units):
-        text = tuple(weight for weight in whole.weights if weight.kind != 'tower')
-        unit = whole._replace(weights=text)
+    for index, unit in enumerate(spec.units):
         own = [pair for pair in pairs if pair.unit == index]
-        works.append(_work(spec, unit, own, method, precision))
+        works.append(_work(spec, unit.text, own, method, precision))
     return tuple(works)
 
 def _work(spec, unit, pairs, method, precision) -> _Work:

@@ -201,8 +201,8 @@ def _pinned(live):
 def _layers(live):
     "List the decoder layers: what must not be split, or what transformers can checkpoint."
     kinds = {*(getattr(live.bare, '_no_split_modules', None) or ()), 'GradientCheckpointingLayer'}
-    return [module for name, module in live.bare.named_modules()
-            if not _in_tower(live, name) and kinds & {kind.__name__ for kind in type(module).__mro__}]
+    text = [module for name, module in live.bare.named_modules() if not _in_tower(live, name)]
+    return [m for m in text if kinds & {kind.__name__ for kind in type(m).__mro__}]
 
 # %% ../../nbs/training/08_live_settings.ipynb #7d5bd0c2
 def _wrapped(live):
@@ -420,9 +420,10 @@ def _targets(live):
         adapted = {_name_in_base(name, layer) for name, layer in live.lora.items()}
         wanted = {*coverage(spec_of(live.recipe), live.recipe.method).adapted}
     else:
-        adapted, linear = {*live.lora}, _linear_names(live.bare)
-        wanted = {name for name in linear if not _in_tower(live, name)
-                  and (targets == 'all-linear' or any(f'.{name}'.endswith(f'.{t}') for t in targets))}
+        adapted = {*live.lora}
+        linear = [name for name in _linear_names(live.bare) if not _in_tower(live, name)]
+        wanted = {name for name in linear
+                  if targets == 'all-linear' or any(f'.{name}'.endswith(f'.{t}') for t in targets)}
     if adapted == wanted: return live.recipe.facts()['method.targets']
     return sorted({name.rpartition('.')[2] for name in adapted})
 

@@ -60,7 +60,7 @@ def test_every_preset_becomes_small(name):
     rest = [p.numel() for p in model.parameters() if not any(p is end for end in ends)]
     assert 2 <= len(small.layers) <= 4
     assert sum(rest) < 1_500_000
-    assert small.fields['vocab_size'] == small.before['vocab_size']
+    assert small.text['vocab_size'] == small.before['vocab_size']
 
 
 @pytest.mark.parametrize('name, changes, kept', [

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.architecture import configuration, inventory, presets, skeleton
 from llm_workbook.model.layout import coverage
 from llm_workbook.model.spec import spec
@@ -55,8 +56,11 @@ def test_a_preset_counts_what_transformers_instantiates(name):
     assert found.layers == model.config.get_text_config(decoder=True).num_hidden_layers
     assert found.buffers_b == sum(b.numel() * b.element_size() for b in model.buffers())
     if found.name.startswith('gemma-3') and not name.endswith(('1b', 'text')):
-        assert found.by_kind()['other'] > 4e8
-    else: assert not found.by_kind()['other']
+        assert found.by_kind()['tower'] > 4e8
+    else: assert not found.by_kind()['tower']
+    assert not found.by_kind()['other']
+    assert sum(unit.count * unit.text.parameters for unit in found.units) == (
+        found.parameters - found.by_kind()['tower'])
 
 
 def test_units_put_together_are_the_model():
@@ -130,14 +134,10 @@ def test_packed_modules_are_those_bitsandbytes_makes(name, quant):
     ids=str)
 @pytest.mark.parametrize('name', TOYS)
 def test_adapters_are_those_peft_makes(name, targets):
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=4, target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type='CAUSAL_LM')
-    try: real = get_peft_model(skeleton(TOYS[name]), config)
+    method = Method(kind='lora', rank=4, targets=targets)
+    try: real = add_adapters(skeleton(TOYS[name]), method)
     except ValueError: real = None
-    def ask(): return coverage(spec(TOYS[name]), Method(kind='lora', rank=4, targets=targets))
+    def ask(): return coverage(spec(TOYS[name]), method)
     if real is None or (targets, name) in IGNORED: return pytest.raises(ValueError, ask) and None
     mine = ask()
     shapes = sorted(tuple(p.shape) for p in real.parameters() if p.requires_grad)
