@@ -382,7 +382,9 @@ class _CheckedRows(threading.Thread):
             except (ValueError, ImportError, OSError) as error:
                 fix = 'Correct the recipe or the rows; check_recipe says the same'
                 findings.append(PreflightFinding('rows', self.host, str(error), fix))
-            else: self.first_row = _row_text(self.recipe, rows[0])
+            else:
+                self.first_row = _row_text(self.recipe, rows[0])
+                findings += _price_of_answers(rows, self.host)
         for warning in said:
             if warning.category is not UserWarning: continue
             what, fix = str(warning.message), 'Is it meant so?'
@@ -399,6 +401,18 @@ class _CheckedRows(threading.Thread):
         if lacks: what = 'not checked: what the recipe names is not all here'
         fix = 'Call check_recipe by itself'
         return [PreflightFinding('rows', self.host, what, fix, stops=False)]
+
+# %% ../../nbs/launching/05_preflight.ipynb #fa6ab004
+def _price_of_answers(rows, host):
+    "What it takes that each answer is a row of its own; nothing where conversations are rows."
+    last = {id(row['messages']): row for row in rows if 'messages' in row}  # Of each conversation
+    if len(last) in (0, len(rows)): return []
+    every, least = (sum(len(row['input_ids']) for row in some) for some in (rows, last.values()))
+    what = (f'the template rewrites earlier turns, so each answer is a row: {len(rows):,} rows of '
+            f'{every:,} tokens for {len(last):,} conversations; their last answers alone take '
+            f'{least:,} tokens')
+    fix = "Keep it, or set data.answers to 'last'"
+    return [PreflightFinding('rows', host, what, fix, stops=False)]
 
 _SHOWN = 800  # Characters of the first row
 

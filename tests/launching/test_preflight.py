@@ -247,6 +247,28 @@ def test_rows_are_checked_as_the_run_will_check_them(tmp_path):
     assert any('rows.jsonl: these columns are not read: id' in f.what for f in found.findings)
 
 
+def test_the_price_of_answers_that_are_rows_is_said(tmp_path):
+    template, file = tmp_path/'rewrites.jinja', tmp_path/'rows.jsonl'
+    template.write_text(
+        "{% for turn in messages %}{{ '<|' + turn.role + '|>' }}"
+        "{% if turn.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+        "{{ turn.content }}{% if turn.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+    turns = [{'role': role, 'content': text} for role, text in (
+        ('user', 'Hi'), ('assistant', 'Ho'), ('user', 'And'), ('assistant', 'So'))]
+    file.write_text('\n'.join([json.dumps({'messages': turns})] * 20))
+    chat = shrink(Recipe.named('70b-2x24gb-qlora')).changed({
+        'data': {'source': str(file), 'template': str(template), 'test_share': 0.0},
+        'batch.micro': 4})
+    def said(recipe):
+        found = preflight(recipe, tmp_path/'run')
+        assert not found.problems
+        return [f.what for f in found.findings if 'each answer is a row' in f.what]
+    price, = said(chat)
+    assert '40 rows of' in price and 'for 20 conversations' in price
+    assert said(chat.changed({'data.answers': 'last'})) == []
+
+
 def test_an_interface_that_is_not_there(tmp_path):
     recipe = TWO.changed({'cluster.interface': 'ib9'})
     found, _ = two(tmp_path, recipe=recipe)
