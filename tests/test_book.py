@@ -48,12 +48,15 @@ def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_pat
     plan = cell('from llm_workbook.plan.estimate import estimate')
     other = cell('from llm_workbook.display import gib')
 
-    def hashes():
+    def forget():
         for cached in (
             page.tree_of, page.owners, page.reached, page.plain_text, page.named_assets,
             page.asset_digest
         ):
             cached.cache_clear()
+
+    def hashes():
+        forget()
         return library_hash(plan), library_hash(other)
     before = hashes()
     with (copy/'plan/ledger.py').open('a') as file: file.write('\n# A comment\n')
@@ -63,10 +66,11 @@ def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_pat
     assert changed[0] != before[0]
     assert changed[1] == before[1]
     with (copy/'assets/hardware.yaml').open('a') as file: file.write('# A comment\n')
-    assert hashes()[0] != changed[0]
-    assert hashes()[1] == before[1]
+    again = hashes()
+    assert again[0] != changed[0]
+    assert again[1] == before[1]
     monkeypatch.undo()
-    hashes()
+    forget()
 
 
 def test_only_a_change_of_code_counts():

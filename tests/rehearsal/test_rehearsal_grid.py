@@ -14,7 +14,7 @@ SOME = [
     slow_case('llama-3.2-1b', 'full, whole logits'),
     ('llama-3.2-1b', 'full, ddp'),
     slow_case('llama-3.2-1b', 'lora'),
-    ('llama-3.2-1b', 'qlora, cpu'),
+    slow_case('llama-3.2-1b', 'qlora, cpu'),
     slow_case('qwen2.5-0.5b', 'full, nothing recomputed'),
     ('mixtral-8x7b', 'full')]
 

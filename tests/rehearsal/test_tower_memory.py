@@ -9,7 +9,6 @@ from llm_workbook.model.spec import spec
 from llm_workbook.plan.estimate import estimate
 from llm_workbook.rehearsal.step import rehearse
 from llm_workbook.report import reconcile
-from trouble import slow_case
 
 CHANGES = {'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
 WIDTHS = {'hidden_size': 256, 'intermediate_size': 512, 'num_hidden_layers': 6, 'vocab_size': 2000}
@@ -27,7 +26,8 @@ def base(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize('method', ['full', slow_case('lora'), slow_case('qlora')])
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
 def test_the_plan_of_a_model_with_a_tower_is_its_rehearsal(method, base):
     assert spec(base).by_kind()['tower'] > spec(base).parameters / 2
     recipe = Recipe.named('70b-2x24gb-qlora').changed(
