@@ -37,7 +37,7 @@ def shard_model(
     if not layers:
         raise ValueError(f'{type(model).__name__} does not name its layers '
                          '(in _no_split_modules)')
-    for name, layer in layers:
+    for name, layer in reversed(layers):  # What lies inside of another before it, as in a tower
         if sharding.activation_checkpointing == 'full':
             layer = checkpoint_wrapper(layer)
             model.set_submodule(name, layer)

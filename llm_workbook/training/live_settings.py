@@ -57,10 +57,11 @@ class _Live:
                 if not p.requires_grad and id(p) not in codes and p.is_floating_point()
                 and not _stays_in_float32(name, self.bare)]
 
-_AROUND = '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod'  # In names, by wrappers
+_ADDED = '', '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod', 'base_layer'
 
 def _plain(name):
-    parts = [part for part in name.split('.') if part not in _AROUND]
+    "The name that something has in the base."
+    parts = [part for part in name.split('.') if part not in _ADDED]
     return '.'.join(parts).removeprefix('base_model.model.')
 
 def _in_tower(live, name): return in_tower(_plain(name), live.towers)
@@ -427,13 +428,9 @@ def _targets(live):
     if adapted == wanted: return live.recipe.facts()['method.targets']
     return sorted({name.rpartition('.')[2] for name in adapted})
 
-_ADDED = '_checkpoint_wrapped_module', 'base_layer'
-
 def _name_in_base(name, layer):
     "The name of what an adapter serves, as the base has it: a module, or a parameter of experts."
-    whole = f"{name}.{getattr(layer, 'parameter_name', '')}"
-    parts = [part for part in whole.split('.') if part and part not in _ADDED]
-    return '.'.join(parts).removeprefix('base_model.model.').removesuffix('.weight')
+    return _plain(f"{name}.{getattr(layer, 'parameter_name', '')}").removesuffix('.weight')
 
 # %% ../../nbs/training/08_live_settings.ipynb #661da736
 _INSIDE_PEFT = 'lora_', 'modules_to_save', 'original_module'
