@@ -135,3 +135,9 @@ def test_a_link_that_misleads_is_seen(text):
             ROOT/'nbs/plan/08_ledger.ipynb',
             '[chapter 9](09_collectives.ipynb), the [next page](09_collectives.ipynb)')
         == [])
+
+
+def test_the_site_must_show_what_stands_in_code_though_it_looks_like_a_tag():
+    from site_check import paragraphs
+    assert paragraphs('Its `eos_token` is `<eos>`, <b>not</b> the end') == [
+        'Its `eos_token` is `<eos>`,  not  the end']

@@ -54,7 +54,8 @@ def paragraphs(source: str) -> list[str]:
     source = re.sub(r'(?m)^:::.*$|^\s*\|[-| :]+\|\s*$', '', source)
     source = re.sub(r'!?\[([^]]*)\]\([^)]*\)(\{[^}]*\})?', r'\1', source)  # Only a link's words
     source = re.sub(r'<(https?:[^>]+)>', r'\1', source)
-    source = re.sub(r'</?[a-zA-Z][^>]*>', ' ', source)  # HTML
+    html = r'(`[^`\n]+`)|</?[a-zA-Z][^>]*>'  # In code it is no HTML, as in `<eos>`
+    source = re.sub(html, lambda found: found[1] or ' ', source)
     parts = re.split(r'\n\s*\n|(?m:^\s*[-*] |^\s*\d+\. |^\s*\|)|\|', source)
     # The site draws formulas, and does not write them
     return [part for part in parts if letters(part) and '$' not in part]
