@@ -233,7 +233,7 @@ class WorkerProcess:
         "Wait until everything is imported; a run may be launched before."
         if not self._box.ready.wait(timeout_s):
             raise TimeoutError(f'the workers are not ready after {timeout_s:g} s')
-        if self._box.process.poll() is not None: raise RuntimeError(_why_ended(self._box))
+        if self._box.process.poll() is not None: _refuse_ended(self._box)
         return self
 
     def close(self) -> None:
@@ -266,6 +266,12 @@ def _send(box, **request):
 def _why_ended(box):
     why = f'the workers have ended (exit code {box.process.poll()}): make new ones'
     return f'{why}\n\n{box.last_words}' if box.last_words else why
+
+def _refuse_ended(box):
+    "Raise what the nursery printed before it ended; called by the kernel."
+    box.listener.join(5)  # It reads the last words
+    raise RuntimeError(_why_ended(box))
+
 
 # %% ../../nbs/launching/07_background.ipynb #a546cb55
 def _listen(box):
@@ -455,7 +461,8 @@ def launch(
         if box.run:
             raise RuntimeError(f'these workers are busy with {box.run.directory.name!r}: '
                                'wait for it, or make others')
-        if box.process.poll() is not None: raise RuntimeError(_why_ended(box))
-        box.run, box.once, box.waits = launched, workers is None, request
-        if box.ready.is_set(): _hand_over(box)
+        alive = box.process.poll() is None
+        if alive: box.run, box.once, box.waits = launched, workers is None, request
+        if alive and box.ready.is_set(): _hand_over(box)
+    if not alive: _refuse_ended(box)
     return launched
