@@ -17,7 +17,7 @@ from itertools import count
 import pytest
 import torch
 from test_security import TEMPLATES, YAML
-from trouble import disturb, files, fine_tune, losses
+from trouble import disturb, files, fine_tune, losses, wait_for
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.checkpoint.save_load import CheckpointError, load_checkpoint, save_checkpoint
@@ -45,6 +45,8 @@ def test_06_a_disk_that_fills_while_saving_says_so_and_the_run_goes_on_from_the_
     recipe, kept, tmp_path, monkeypatch
 ):
     def fill_the_disk():
+        committed = tmp_path/'run'/'checkpoint-2'/MANIFEST  # By a thread, beside the third step
+        assert wait_for(committed.exists)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     saving = recipe.changed({'intervals.saving': 2})
     with monkeypatch.context() as patch:
