@@ -9,19 +9,39 @@ parser = ConfigParser(delimiters=['='])
 parser.read(here/'settings.ini', encoding='utf-8')
 cfg = parser['DEFAULT']
 package = cfg['lib_path']
-extras = {key.removesuffix('_requirements'): cfg[key].split() for key in cfg if key.endswith('_requirements')}
+folder = here/package
+extras = {key.removesuffix('_requirements'): cfg[key].split()
+          for key in cfg if key.endswith('_requirements')}
 extras['dev'] = sorted({need for needs in extras.values() for need in needs})
-assets = [str(path.relative_to(here/package)) for path in sorted((here/package/'assets').rglob('*')) if path.is_file()]
+files = sorted(path for path in (folder/'assets').rglob('*') if path.is_file())
 
 setup(
-    name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
-    long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
-    author=cfg['author'], url=cfg['git_url'], license='Apache-2.0',
-    license_files=['LICENSE'], python_requires=f">={cfg['min_python']}", install_requires=cfg['requirements'].split(),
-    extras_require=extras, packages=find_packages(include=[package, f'{package}.*']), package_data={package: assets},
-    include_package_data=False, zip_safe=False,
-    entry_points={'nbdev': [f'{package}={package}._modidx:d'],
-                  'console_scripts': [f'{cfg["lib_name"]}={package}.__main__:program']},
-    classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Developers', 'Natural Language :: English',
-                 'Operating System :: POSIX :: Linux', 'Programming Language :: Python :: 3'],
+    name=cfg['lib_name'],
+    version=cfg['version'],
+    description=cfg['description'],
+    keywords=cfg['keywords'],
+    long_description=(here/'README.md').read_text(encoding='utf-8'),
+    long_description_content_type='text/markdown',
+    author=cfg['author'],
+    url=cfg['git_url'],
+    license='Apache-2.0',
+    license_files=['LICENSE'],
+    python_requires=f">={cfg['min_python']}",
+    install_requires=cfg['requirements'].split(),
+    extras_require=extras,
+    packages=find_packages(include=[package, f'{package}.*']),
+    package_data={package: [str(file.relative_to(folder)) for file in files]},
+    include_package_data=False,
+    zip_safe=False,
+    entry_points={
+        'nbdev': [f'{package}={package}._modidx:d'],
+        'console_scripts': [f'{cfg["lib_name"]}={package}.__main__:program'],
+    },
+    classifiers=[
+        'Development Status :: 3 - Alpha',
+        'Intended Audience :: Developers',
+        'Natural Language :: English',
+        'Operating System :: POSIX :: Linux',
+        'Programming Language :: Python :: 3',
+    ],
 )

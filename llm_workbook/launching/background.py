@@ -272,7 +272,6 @@ def _refuse_ended(box):
     box.listener.join(5)  # It reads the last words
     raise RuntimeError(_why_ended(box))
 
-
 # %% ../../nbs/launching/07_background.ipynb #a546cb55
 def _listen(box):
     "Listen in a thread while the nursery lives; it must not refer to its `WorkerProcess`."
@@ -462,7 +461,8 @@ def launch(
             raise RuntimeError(f'these workers are busy with {box.run.directory.name!r}: '
                                'wait for it, or make others')
         alive = box.process.poll() is None
-        if alive: box.run, box.once, box.waits = launched, workers is None, request
-        if alive and box.ready.is_set(): _hand_over(box)
+        if alive:
+            box.run, box.once, box.waits = launched, workers is None, request
+            if box.ready.is_set(): _hand_over(box)
     if not alive: _refuse_ended(box)
     return launched
