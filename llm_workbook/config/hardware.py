@@ -6,15 +6,17 @@
 __all__ = ['Gpu', 'gpus', 'gpu', 'Link', 'links', 'link', 'Node', 'nodes', 'node', 'same_nodes']
 
 # %% ../../nbs/config/02_hardware.ipynb #1af0bcf5
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from re import DOTALL, fullmatch, sub
-from typing import Annotated, Literal, Self
+from re import DOTALL, findall, fullmatch, sub
+from typing import Annotated, Iterator, Literal, Self
 
 import yaml
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from .document import Count, Document, Name, Part, Real, versioned
+from .document import (
+    Count, Document, Name, Part, Problem, Real, RecipeError, versioned)
 from ..display import PALETTE, canvas, fields_table, gib, nearest
 from ..files import asset
 
@@ -27,27 +29,57 @@ _Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 _Flops = Annotated[Real, Field(gt=0, le=1e17)]
 _Rate = Annotated[Real, Field(gt=0, le=1e14)]
 _Ceiling = Annotated[Real, Field(gt=0, le=1)]
+_Capability = Annotated[Real, Field(ge=1, le=20)]
+_BF16, _FP8 = 8.0, 8.9  # Compute capability that brought the units
 _CEILING = 0.8  # Share of the peak to plan with where nobody measured one: near the median
+
+# %% ../../nbs/config/02_hardware.ipynb #3d0c9a51
+def _contradictions(card) -> Iterator[Problem]:
+    "Find the units that a GPU is said to have and cannot have, or the other way round."
+    able = card.capability
+    if card.bf16 and card.bf16_flops is None:
+        yield Problem('bf16_flops', '', 'is missing: add it, or bf16: false')
+    if able is None: return
+    if card.bf16 != (able >= _BF16):
+        reason = f'compute capability {able} says the opposite: bf16 comes with {_BF16}'
+        yield Problem('bf16', repr(card.bf16), reason)
+    if card.fp8_flops is not None and able < _FP8:
+        reason = f'compute capability {able} has no fp8 units: leave it out'
+        yield Problem('fp8_flops', repr(card.fp8_flops), reason)
+
 
 # %% ../../nbs/config/02_hardware.ipynb #c47e628c
 class Gpu(Part):
     "One kind of GPU; for a CPU, one core."
     name: Name  # As in 'h100'
     memory_b: Annotated[int, Field(gt=0, le=10**13)]  # What the driver reports as total, bytes
-    bf16_flops: _Flops  # Dense peak with fp32 accumulation, FLOP/s
+    capability: _Capability | None = None  # NVIDIA's, as in 8.6; None: not known, or not NVIDIA's
+    bf16_flops: _Flops | None = None  # Dense peak with fp32 accumulation, FLOP/s; None: no units
     fp16_flops: _Flops  # The same in fp16
     fp32_flops: _Flops  # The same in fp32, without TF32
     fp8_flops: _Flops | None = None  # The same in fp8; None: it has no such units
-    ceiling: _Ceiling | None = None  # Share of the bf16 peak that was measured
+    ceiling: _Ceiling | None = None  # Share of the 16-bit peak that was measured
     bandwidth_bps: _Rate  # Memory, bytes read plus bytes written per second
     power_w: Annotated[Real, Field(le=10_000)]  # Limit of the board, W
     price_hour: Annotated[Real, Field(le=1000)]  # USD per hour, on demand; put in yours
-    bf16: bool = True  # It computes in bf16; without, bf16 is emulated slowly
+    bf16: bool = True  # It has such units, as from 8.0; without, bf16 is emulated slowly
     link: Name = 'pcie4-x16'  # Usual link to its neighbours
     nvlink: Name | None = None  # The link that NVLink makes, where it can have one
     host_link: Name = 'pcie4-x16'  # Usual link to host memory
     driver_names: _Texts = ()  # As NVML reports it
     sources: _Sources = ()  # Field -> where its figure comes from
+
+    @model_validator(mode='before')
+    @classmethod
+    def _units(cls, values):
+        if not isinstance(values, dict) or 'bf16' in values: return values
+        able = values.get('capability')
+        return values | {'bf16': able >= _BF16} if isinstance(able, (int, float)) else values
+
+    @model_validator(mode='after')
+    def _agrees(self):
+        if problems := list(_contradictions(self)): raise RecipeError(problems)
+        return self
 
     def flops(
         self,
@@ -60,13 +92,22 @@ class Gpu(Part):
             known = nearest(str(compute), list(peaks))
             raise ValueError(f'no such number format {compute!r}; {known}')
         if peaks[compute]: return peaks[compute] * (self.ceiling or _CEILING)
-        usable = 'bfloat16' if self.bf16 else 'float16'
-        raise ValueError(f'{self.name} has no {compute} units: compute in {usable}')
+        raise ValueError(f'{self.name} has no {compute} units: compute in {self.half}')
+
+    @property
+    def half(self) -> Literal['bfloat16', 'float16']:  # float16 without bf16 units
+        "Name the 16-bit format to compute in."
+        return 'bfloat16' if self.bf16 else 'float16'
+
+    @property
+    def half_flops(self) -> float:  # FLOP/s
+        "Give the dense peak in that format."
+        return self.bf16_flops if self.bf16 else self.fp16_flops
 
     @property
     def ridge(self) -> float:  # FLOP per byte
-        "Give the intensity from which arithmetic, not memory, limits a bf16 kernel."
-        return self.bf16_flops / self.bandwidth_bps
+        "Give the intensity from which arithmetic, not memory, limits a 16-bit kernel."
+        return self.half_flops / self.bandwidth_bps
 
 # %% ../../nbs/config/02_hardware.ipynb #22ad174b
 @cache
@@ -75,12 +116,34 @@ def _tables() -> dict[str, dict]:  # Kind of row -> name -> its value, read once
     makers = {'gpus': Gpu, 'links': Link, 'nodes': dict}
     return {kind: {row['name']: make(**row) for row in rows[kind]} for kind, make in makers.items()}
 
+def _within(part, whole) -> bool:  # Its characters, in this order
+    rest = iter(whole)
+    return all(character in rest for character in part)
+
+def _is_slip(word, name) -> bool:
+    "Say whether a slip of the hand makes `word` of `name`."
+    for wanted in ('[^a-z]', '[^0-9]'):
+        one, other = sub(wanted, '', word), sub(wanted, '', name)
+        if sorted(one) == sorted(other): continue
+        if not _within(one, other) and not _within(other, one): return False
+    return True
+
+def _meant(word, names) -> str:
+    "Suggest the cards or machines that can have been meant, or list all."
+    slips = [name for name in names if _is_slip(word, name)]
+    numbers = set(findall('[0-9]+', word))
+    same_numbers = [name for name in slips if numbers <= set(findall('[0-9]+', name))]
+    near = get_close_matches(word, same_numbers or slips)
+    if near: return f'did you mean {" or ".join(map(repr, near))}?'
+    return f'known: {", ".join(names)}'
+
 def _find(kind, name):
     known = _tables()[kind]
     key = sub(r'[\s_]+', '-', str(name).strip().lower())
     if key in known: return known[key]
+    suggest = _meant if kind == 'gpus' else nearest
     raise ValueError(f'no figures for {name!r} among the {kind} (a YAML file can give yours); '
-                     f'{nearest(key, list(known))}')
+                     f'{suggest(key, list(known))}')
 
 # %% ../../nbs/config/02_hardware.ipynb #3ee8c911
 def gpus() -> list[str]:  # Names for `gpu`, in the order of the file
@@ -239,7 +302,7 @@ def _counted(text) -> Node:  # From a text such as '2x-rtx-3090', or the name of
     count, card = fullmatch(r'(?:(\d+)x-)?(.*)', text, DOTALL).groups()
     if count is None and card not in gpus():
         raise ValueError(f'no machine {text!r}, no count as in 2x-rtx-3090, no .yaml file; '
-                         f'{nearest(text, [*nodes(), *gpus()])}')
+                         f'{_meant(text, [*nodes(), *gpus()])}')
     figures, number = gpu(card), int(count or 1)
     most = 1024 if card == 'cpu' else 16
     if 1 <= number <= most: return Node(name=text, gpu=figures, gpus=number)

@@ -26,28 +26,36 @@ def _derived(nvml, handle, name: str, memory_b: int) -> Gpu:
     core_hz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6
     memory_hz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1e6
     fp32_flops = 2.0 * nvml.nvmlDeviceGetNumGpuCores(handle) * core_hz
-    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    capability = float(f'{major}.{minor}')
     return Gpu(
         name=name,
         driver_names=(name,),
+        capability=capability,
         memory_b=memory_b,
-        bf16_flops=2 * fp32_flops,
+        bf16_flops=2 * fp32_flops if capability >= 8.0 else None,
         fp16_flops=2 * fp32_flops,
         fp32_flops=fp32_flops,
-        fp8_flops=4 * fp32_flops if capability >= (8, 9) else None,
-        bf16=capability >= (8, 0),
+        fp8_flops=4 * fp32_flops if capability >= 8.9 else None,
         bandwidth_bps=memory_hz * nvml.nvmlDeviceGetMemoryBusWidth(handle) / 4,
         power_w=nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000,
         price_hour=0.0,
         sources=_DERIVED)
 
+def _row(name: str, memory_b: int) -> Gpu | None:
+    "Find the row of a GPU; one name can stand for two cards, which their memory tells apart."
+    for card in map(gpu, gpus()):
+        is_same_size = abs(memory_b - card.memory_b) <= 0.1 * card.memory_b  # ECC takes a 16th
+        if name in card.driver_names and is_same_size: return card
+    return None
+
 def _card(nvml, handle) -> Gpu:
     name = nvml.nvmlDeviceGetName(handle)
     if isinstance(name, bytes): name = name.decode()
     memory_b = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    known = [figures for figures in map(gpu, gpus()) if name in figures.driver_names]
-    if not known: return _derived(nvml, handle, name, memory_b)
-    figures = known[0].model_dump()
+    row = _row(name, memory_b)
+    if row is None: return _derived(nvml, handle, name, memory_b)
+    figures = row.model_dump()
     figures['memory_b'] = memory_b
     figures['sources'] |= {'memory_b': 'the driver'}
     return Gpu(**figures)
@@ -161,13 +169,14 @@ def measure(
     machine: Node,  # From `detect`, on that very machine
     size: int = 2048,  # Rows and columns of the matrices, 256 or more; a GPU wants 8192
 ) -> Node:  # With measured speeds in place of the listed ones
-    "Time matrix products in bf16 and fp32, and a copy, here and now."
+    "Time matrix products in 16 bit and fp32, and a copy, here and now."
     import torch
     if size < 256:
         raise ValueError(f'size {size} is too small to fill a processor: take 256 or more')
     if machine.backend != 'gloo':
-        flops = _product_flops(size, torch.bfloat16, 'cuda', torch.cuda.synchronize)
-        return machine.changed({'gpu.ceiling': min(1.0, flops / machine.gpu.bf16_flops)})
+        dtype = getattr(torch, machine.gpu.half)
+        flops = _product_flops(size, dtype, 'cuda', torch.cuda.synchronize)
+        return machine.changed({'gpu.ceiling': min(1.0, flops / machine.gpu.half_flops)})
 
     def at_once(): pass  # What a processor has computed is there
     source = torch.zeros(16 * 2**20)

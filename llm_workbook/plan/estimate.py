@@ -42,7 +42,7 @@ def draft(
             raise ValueError(f'{name} {count!r} must be a whole number from 1')
     node = find_node(hardware)
     ranks = nodes * node.gpus
-    half = 'bfloat16' if node.gpu.bf16 else 'float16'
+    half = node.gpu.half
     preset = presets().get(model)
     source = preset.hub if preset and preset.hub else model
     return Recipe(
@@ -96,6 +96,7 @@ def plan_facts(
         'plan.gpu': node.backend == 'nccl',
         'plan.fp8': node.gpu.fp8_flops is not None,
         'plan.bf16': node.gpu.bf16,
+        'plan.capability': node.gpu.capability,
         'plan.rows': rows,
         'plan.context': spec.context,
         'plan.vocab': spec.vocab}

@@ -25,25 +25,30 @@ def test_a_gpu_has_sources_and_sane_ratios(card):
         {'ceiling'} if card.ceiling else set())
     assert needed == set(dict(card.sources))
     assert all(dict(card.sources).values())
-    assert card.bf16_flops >= card.fp16_flops >= card.fp32_flops
+    assert card.half_flops >= card.fp16_flops >= card.fp32_flops
     assert card.fp8_flops is None or 1.99 <= card.fp8_flops / card.bf16_flops <= 2.05
-    assert card.flops() <= card.bf16_flops
-    assert 0 < card.price_hour < 20
+    assert card.flops(card.half) <= card.half_flops
+    is_priced = not dict(card.sources)['price_hour'].startswith('unknown')
+    assert card.price_hour < 20
+    assert is_priced == (card.price_hour > 0)
     assert card.link in links()
     assert card.host_link in links()
     assert (card.nvlink or 'nvlink4') in links()
     assert 30 < card.ridge < 500
     if card.name != 'cpu':
         assert card.memory_b % 2**20 == 0
-        assert 20 * 2**30 < card.memory_b < 200 * 2**30
-        assert 3e10 < card.bf16_flops / card.power_w < 3e12
+        assert 9.9 * 2**30 < card.memory_b < 280 * 2**30
+        assert 3e10 < card.half_flops / card.power_w < 3e12
         assert card.driver_names
 
 
 def test_the_gpus_the_book_promises_are_there():
     workstation = 'rtx-3090 rtx-4090 rtx-5090 rtx-a5000'
     server = 'a10g l4 l40s a100-40 a100-80 h100 h200 b200 mi300x'
-    promised = {*workstation.split(), *server.split(), 'cpu'}
+    older = 't4 v100-16 v100-32 a10 a40 rtx-a6000 rtx-3060 rtx-3080 rtx-3080-ti'
+    newer = ('rtx-4060-ti-16 rtx-4070 rtx-4070-ti rtx-4070-ti-super rtx-4080 rtx-5060-ti-16 '
+             'rtx-5070 rtx-5070-ti rtx-5080 rtx-6000-ada rtx-pro-6000 l20 l40 h20 gb200 b300')
+    promised = {*workstation.split(), *server.split(), *older.split(), *newer.split(), 'cpu'}
     assert set(gpus()) >= promised
     drivers = [name for card in map(gpu, gpus()) for name in card.driver_names]
     assert len(drivers) == len(set(drivers))
@@ -52,10 +57,82 @@ def test_the_gpus_the_book_promises_are_there():
 def test_peaks_are_dense_and_accumulate_in_fp32():
     advertised = {
         'rtx-3090': 142e12, 'rtx-4090': 330.3e12, 'rtx-5090': 419e12, 'rtx-a5000': 222.2e12,
-        'l4': 242e12, 'a100-80': 624e12, 'h100': 1979e12, 'b200': 4500e12}
-    assert all(
-        gpu(name).bf16_flops == pytest.approx(sheet / 2, rel=0.001)
-        for name, sheet in advertised.items())
+        'l4': 242e12, 'a100-80': 624e12, 'h100': 1979e12, 'b200': 4500e12, 'rtx-3080': 119e12,
+        'rtx-4080': 195e12, 'rtx-5070': 123.5e12, 'rtx-5070-ti': 175.8e12, 'rtx-5080': 225.1e12,
+        'rtx-a6000': 309.7e12, 'a10': 250e12, 'a40': 299.4e12, 'l40': 362.1e12, 'l20': 239e12,
+        'rtx-6000-ada': 1457e12 / 2, 'gb200': 360e15 / 72, 'b300': 36e15 / 8}
+    for name, sheet in advertised.items():
+        assert gpu(name).bf16_flops == pytest.approx(sheet / 2, rel=0.001), name
+
+
+def test_16_bit_is_twice_as_fast_as_fp32_on_geforce_and_four_times_on_professional_cards():
+    pro = 'rtx-a5000 rtx-a6000 rtx-6000-ada rtx-pro-6000 a10 a40 l4 l40s'.split()
+    twice = [name for name in gpus() if 'GeForce' in ' '.join(gpu(name).driver_names)]
+    assert len(twice) == 15
+    for name in twice: assert gpu(name).bf16_flops / gpu(name).fp32_flops == pytest.approx(2, 0.01)
+    for name in pro: assert gpu(name).bf16_flops / gpu(name).fp32_flops == pytest.approx(4, 0.02)
+
+
+def test_a_capability_says_which_units_there_are():
+    cards = [gpu(name) for name in gpus() if name not in ('cpu', 'mi300x')]
+    for card in cards:
+        assert card.bf16 == (card.bf16_flops is not None) == (card.capability >= 8.0), card.name
+        assert (card.fp8_flops is not None) == (card.capability >= 8.9), card.name
+    able = {card.name: card.capability for card in cards}
+    assert (able['v100-16'], able['t4'], able['a100-80'], able['a10g']) == (7.0, 7.5, 8.0, 8.6)
+    assert (able['l4'], able['h20'], able['b200'], able['b300']) == (8.9, 9.0, 10.0, 10.3)
+    assert {able[name] for name in able if name.startswith(('rtx-50', 'rtx-pro'))} == {12.0}
+    assert gpu('cpu').capability is gpu('mi300x').capability is None
+
+
+@pytest.mark.parametrize(
+    'change, words',
+    [
+        ({'capability': 7.5, 'bf16': True}, 'gpu.bf16 = True: .* 7.5 says the opposite'),
+        ({'capability': 8.0, 'bf16': False}, 'compute capability 8.0 says the opposite'),
+        ({'capability': 8.6, 'fp8_flops': 2e14}, 'gpu.fp8_flops = .*8.6 has no fp8 units'),
+        ({'capability': 8.6, 'bf16_flops': None}, 'gpu.bf16_flops: is missing'),
+        ({'bf16_flops': None}, 'is missing: add it, or bf16: false'),
+        ({'capability': 86}, 'gpu.capability = 86: must be less than or equal to 20'),
+        ({'capability': '8.6'}, 'gpu.capability')])
+def test_figures_that_contradict_the_capability_are_refused(change, words):
+    with pytest.raises(RecipeError, match=words): Node(name='n', gpus=1, gpu=FIGURES | change)
+
+
+def test_old_files_without_a_capability_are_read_as_before():
+    assert Gpu(**FIGURES).half == 'bfloat16'
+    emulating = Gpu(**FIGURES | {'bf16': False})  # With a peak that nobody reads
+    assert (emulating.half, emulating.half_flops) == ('float16', 1e14)
+    assert Gpu(**FIGURES | {'capability': 7.5}).half == 'float16'
+    assert Gpu(**FIGURES | {'capability': 8}).half == 'bfloat16'
+    assert gpu('t4').ridge == pytest.approx(65e12 / 320e9)
+
+
+@pytest.mark.parametrize(
+    'name, meant',
+    [
+        ('v100', "'v100-32' or 'v100-16'"),
+        ('V100', "'v100-32' or 'v100-16'"),
+        ('a100', "'a100-80' or 'a100-40'"),
+        ('rtx-6000', "'rtx-a6000' or 'rtx-pro-6000' or 'rtx-6000-ada'"),
+        ('rtx 4060 ti', "'rtx-4060-ti-16'"),
+        ('3090', "'rtx-3090'"),
+        ('rtx5070ti', "'rtx-5070-ti' or 'rtx-5070'"),
+        ('h1000', "'h100'"),
+        ('p100', None),
+        ('b100', None),
+        ('h800', None),
+        ('a30', None),
+        ('rtx-2080-ti', None)])
+def test_another_letter_or_digit_is_another_card(name, meant):
+    with pytest.raises(ValueError) as caught: gpu(name)
+    text = str(caught.value).partition('; ')[2]
+    assert text == (f'did you mean {meant}?' if meant else f'known: {", ".join(gpus())}')
+
+
+@pytest.mark.parametrize('name', ['a10', 'l4', 'h20', 't4', 'l40'])
+def test_a_name_that_another_begins_with_is_itself(name):
+    assert gpu(name.upper()).name == node(f'2x-{name}').gpu.name == name
 
 
 @pytest.mark.parametrize('way', [link(name) for name in links()], ids=lambda way: way.name)
@@ -107,6 +184,7 @@ def test_a_file_names_what_the_package_knows(tmp_path):
     [
         ('2x-rtx-3900', "did you mean 'rtx-3090'"),
         ('h1000', "did you mean 'h100'"),
+        ('v100', "no machine 'v100'.* did you mean 'v100-32' or 'v100-16'"),
         ('0x-h100', '1 to 16'),
         ('17x-h100', '1 to 16'),
         ('-2x-h100', 'no machine'),
@@ -206,7 +284,8 @@ class Fake(types.ModuleType):
 
     def __init__(self, names, memory_mib, **facts):
         super().__init__('pynvml')
-        self.names, self.memory_mib, self.open = names, memory_mib, 0
+        sizes = memory_mib if isinstance(memory_mib, list) else [memory_mib] * len(names)
+        self.names, self.memory_mib, self.open = names, sizes, 0
         self.facts = {'gen': 4, 'width': 16, 'nvlinks': 0, 'peers': 0, 'able': (8, 6)} | facts
 
     def nvmlInit(self): self.open += 1
@@ -215,7 +294,7 @@ class Fake(types.ModuleType):
     def nvmlDeviceGetHandleByIndex(self, i): return i
     def nvmlDeviceGetName(self, h): return self.names[h]
     def nvmlDeviceGetMemoryInfo(self, h):
-        return types.SimpleNamespace(total=self.memory_mib * 2**20)
+        return types.SimpleNamespace(total=self.memory_mib[h] * 2**20)
     def nvmlDeviceGetMaxPcieLinkGeneration(self, h): return self.facts['gen']
     def nvmlDeviceGetMaxPcieLinkWidth(self, h): return self.facts['width']
     def nvmlDeviceGetP2PStatus(self, a, b, index): return 0 if self.facts['peers'] else 1
@@ -249,6 +328,45 @@ def test_known_gpus_are_recognised_and_keep_the_drivers_memory(monkeypatch):
     assert machine.link == link('nvlink3')
 
 
+@pytest.mark.parametrize(
+    'driver, memory_mib, row',
+    [
+        ('Tesla T4', 15360, 't4'),
+        ('Tesla T4', 15109, 't4'),
+        ('Tesla V100-SXM2-16GB', 16160, 'v100-16'),
+        ('Tesla V100-SXM2-32GB', 32768, 'v100-32'),
+        ('NVIDIA A10', 23028, 'a10'),
+        ('NVIDIA A10G', 23028, 'a10g'),
+        ('NVIDIA A40', 46068, 'a40'),
+        ('NVIDIA L4', 23034, 'l4'),
+        ('NVIDIA L40', 46068, 'l40'),
+        ('NVIDIA L40S', 46068, 'l40s'),
+        ('NVIDIA H20', 97871, 'h20'),
+        ('NVIDIA B200', 183359, 'b200'),
+        ('NVIDIA GB200', 189471, 'gb200'),
+        ('NVIDIA B300 SXM6 AC', 275040, 'b300'),
+        ('NVIDIA RTX A6000', 46068, 'rtx-a6000'),
+        ('NVIDIA RTX 6000 Ada Generation', 49140, 'rtx-6000-ada'),
+        ('NVIDIA RTX PRO 6000 Blackwell Workstation Edition', 97887, 'rtx-pro-6000'),
+        ('NVIDIA RTX PRO 6000 Blackwell Server Edition', 97887, 'rtx-pro-6000-server'),
+        ('NVIDIA GeForce RTX 4060 Ti', 16380, 'rtx-4060-ti-16'),
+        ('NVIDIA GeForce RTX 4060 Ti', 8188, None),
+        ('NVIDIA GeForce RTX 3060', 8192, None),
+        ('NVIDIA GeForce RTX 3080', 10240, 'rtx-3080'),
+        ('NVIDIA GeForce RTX 3080', 12288, None),
+        ('NVIDIA GeForce RTX 5060 Ti', 8151, None),
+        ('NVIDIA H20-3e', 143771, None),
+        ('NVIDIA H100 PCIe', 81559, None),
+        ('Tesla V100-PCIE-16GB', 16384, None),
+        ('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', 97887, None)])
+def test_a_drivers_name_is_its_row_or_none(monkeypatch, driver, memory_mib, row):
+    card = seen(monkeypatch, [driver], memory_mib, able=(7, 0)).gpu
+    assert card.name == (row or driver)
+    assert card.memory_b == memory_mib * 2**20
+    assert card.capability == (gpu(row).capability if row else 7.0)
+    assert ('derived' in dict(card.sources)['flops']) == (row is None) or 'server' in card.name
+
+
 def test_a_desktop_is_read_slot_by_slot(monkeypatch):
     names = ['NVIDIA GeForce RTX 3090'] * 2
     apart = seen(monkeypatch, names, 24576, width=8)
@@ -276,7 +394,9 @@ def test_an_unknown_gpu_is_derived_and_says_so(monkeypatch):
     assert card.fp8_flops is None
     assert seen(monkeypatch, ['x'], 1024, able=(8, 9)).gpu.fp8_flops
     old = seen(monkeypatch, ['x'], 1024, able=(7, 5)).gpu
-    assert not old.bf16
+    assert (old.bf16, old.bf16_flops, old.capability) == (False, None, 7.5)
+    assert card.capability == 8.6
+    assert seen(monkeypatch, ['x'], 1024, able=(12, 1)).gpu.capability == 12.1
     assert old.flops('float16') > 0
     with pytest.raises(ValueError, match='x has no bfloat16 units: compute in float16'): old.flops()
     assert seen(monkeypatch, ['x', 'x'], 1024, nvlinks=6).link.nominal_bps == 150e9
@@ -285,7 +405,7 @@ def test_an_unknown_gpu_is_derived_and_says_so(monkeypatch):
 def test_mixed_gpus_are_refused(monkeypatch):
     names = ['NVIDIA H100 80GB HBM3', 'NVIDIA L4']
     with pytest.raises(ValueError, match='GPUs here differ .*h100.*l4'):
-        seen(monkeypatch, names, 23034)
+        seen(monkeypatch, names, [81559, 23034])
 
 
 def test_without_a_driver_it_is_the_processor(monkeypatch):
@@ -295,7 +415,8 @@ def test_without_a_driver_it_is_the_processor(monkeypatch):
     assert machine.gpu.bf16_flops == 4 * gpu('cpu').bf16_flops
     assert machine.gpu.memory_b == machine.memory_b // 2
     monkeypatch.setitem(sys.modules, 'pynvml', None)
-    assert detect() == machine.changed(disk_b=detect().disk_b)
+    # Other tests fill the disk meanwhile
+    assert detect().changed(disk_b=1) == machine.changed(disk_b=1)
     monkeypatch.setattr(this_machine.Path, 'exists', lambda path: True)
     with pytest.raises(ImportError, match='monitor'): detect()
 
@@ -324,6 +445,17 @@ def test_a_container_may_use_less_than_the_machine_has(tmp_path, line, folder, f
         == this_machine._host(tmp_path/'none')['memory_b'])
     (group/file).write_text('1073741824\n')
     assert this_machine._host(tmp_path)['memory_b'] == 2**30
+
+
+def test_a_gpu_without_bf16_is_timed_in_float16(monkeypatch):
+    import torch
+    asked = []
+
+    def timed(size, dtype, device, wait): return asked.append(dtype) or 32.5e12
+    monkeypatch.setattr(this_machine, '_product_flops', timed)
+    assert measure(node('kaggle-2x-t4')).gpu.ceiling == 0.5
+    assert measure(node('2x-l20')).gpu.ceiling == pytest.approx(32.5 / 119.5)
+    assert asked == [torch.float16, torch.bfloat16]
 
 
 def test_measuring_changes_speeds_only():
