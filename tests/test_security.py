@@ -302,7 +302,7 @@ def test_the_sources_load_nothing_that_can_run(path):
     send each other pickles."""
     assert not called(path, 'eval|exec|os.system|os.popen')
     assert [call for call in called(path, 'torch.load') if 'weights_only=True' not in call] == []
-    assert path.stem in ('ranks', 'background') or not called(path, r'pickle\.\w+')
+    assert path.stem in ('ranks', 'fresh_process') or not called(path, r'pickle\.\w+')
     loads = [
         call
         for call in called(path, r'Auto\w+\.from_pretrained')

@@ -374,8 +374,8 @@ _TOY_REVIEWS = Data(source='sample-reviews', format='classification',
 # %% ../../nbs/config/03_recipe.ipynb #fafa949c
 def _on_cpu(recipe) -> dict:  # What a CPU does instead
     changes = {'optimizer.kind': recipe.optimizer.kind.removeprefix('paged_')}
-    compute = recipe.precision.compute
-    if compute in ('bfloat16', 'float32'): return changes
+    compute, zero = recipe.precision.compute, recipe.sharding.strategy.startswith('zero')
+    if compute in ('bfloat16', 'float32') or compute == 'float16' and not zero: return changes
     if recipe.method.storage == compute: changes['method.storage'] = 'float32'
     return changes | {'precision.compute': 'float32', 'precision.loss_scale': 'none',
                       'precision.reduce': None}

@@ -6,7 +6,7 @@
 __all__ = ['WorkerProcess', 'Launched', 'launch']
 
 # %% ../../nbs/launching/07_background.ipynb #ed32c212
-import base64, ctypes, gc, importlib, json, os, pickle, select, shutil, signal, subprocess, sys
+import base64, ctypes, gc, importlib, json, os, select, shutil, signal, subprocess, sys
 import tempfile, threading, time, warnings, weakref
 from contextlib import suppress
 from html import escape
@@ -15,6 +15,7 @@ from pathlib import Path
 from ..checkpoint.manifest import check_checkpoint, latest_valid
 from ..config.recipe import Recipe
 from ..display import html_table
+from ..parallel.fresh_process import end_with_parent, pack_outcome, unpack_outcome
 from ..parallel.ranks import RankError, log_tail
 from ..training.resume import Preempted
 from ..training.run_directory import RunFiles, read_metrics
@@ -41,7 +42,7 @@ def _import_all():
 
 # %% ../../nbs/launching/07_background.ipynb #7e9c2c23
 _LAST_S = 10  # How long a run may save once its kernel is gone
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36  # Of Linux's prctl
 
 class _Nursery:
     "One thread, no computing: it forks a child for each run and buries what that leaves behind."
@@ -83,7 +84,9 @@ class _Nursery:
         if self.child:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             return
-        try: self.answer(answer=_packed(_outcome(self, **request)))
+        try:
+            packed = pack_outcome(_outcome(self, **request))
+            self.answer(answer=base64.b64encode(packed).decode())
         finally: os._exit(0)
 
     def bury(self):
@@ -151,8 +154,7 @@ def _become_child(nursery, directory, folder, env):
     "Take the folder and the variables of the kernel, and end when the nursery ends."
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != nursery.pid: os._exit(1)  # It has ended already
+    end_with_parent(nursery.pid)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(folder)
     os.environ.clear()
@@ -175,30 +177,6 @@ def _committed(directory):
     "The step that a run would go on from."
     newest = latest_valid(directory) if Path(directory).is_dir() else None
     return check_checkpoint(newest).step if newest else 0
-
-# %% ../../nbs/launching/07_background.ipynb #79ed0cfb
-def _packed(outcome):
-    "As text; an error in the first way that brings it over as it is."
-    if not isinstance(outcome, BaseException): return _pickled('value', outcome)
-    parts = type(outcome), outcome.args, vars(outcome)
-    for way, content in (('value', outcome), ('parts', parts)):
-        with suppress(Exception):
-            text = _pickled(way, content)
-            if _same_error(_unpacked(text), outcome): return text
-    return _pickled('value', RuntimeError(f'{type(outcome).__name__}: {outcome}'))
-
-def _pickled(way, content): return base64.b64encode(pickle.dumps((way, content))).decode()
-
-def _same_error(copy, error):
-    return (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
-
-def _unpacked(text):
-    way, content = pickle.loads(base64.b64decode(text))
-    if way == 'value': return content
-    kind, args, attributes = content
-    error = kind.__new__(kind, *args)
-    error.args, error.__dict__ = args, attributes
-    return error
 
 # %% ../../nbs/launching/07_background.ipynb #b7c24a04
 class _Box:
@@ -382,7 +360,9 @@ class Launched:
 
     def _end(self, answer, code):
         "Take what came of it; called by the listener."
-        try: outcome = _unpacked(answer) if answer else _unanswered(self, code)
+        try:
+            packed = base64.b64decode(answer or '')
+            outcome = unpack_outcome(packed) if packed else _unanswered(self, code)
         except Exception as error: outcome = error
         if isinstance(outcome, BaseException): self._error = outcome
         else: self._run = Run(self.recipe, self.directory, outcome)

@@ -6,7 +6,7 @@
 __all__ = ['Preflight', 'assess', 'preflight']
 
 # %% ../../nbs/launching/05_preflight.ipynb #860c6771
-import os, sys, threading, time, warnings
+import os, threading, time, warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from unittest.mock import patch
 from ..config.hardware import node as find_node
 from ..display import html_table
 from ..plan.ledger import memory
+from ..parallel.fresh_process import why_no_gpu_fork
 from ..parallel.ranks import run_ranks
 from ..config.recipe import Recipe, differences
 from ..parallel.backends import transport_env
@@ -121,12 +122,10 @@ def _differing(values):
     return {value: ', '.join(names) for value, names in hosts.items()}
 
 def _in_words(differing):
-    parts = [f'{value} on {hosts}' for value, hosts in differing.items()]
-    return ' and '.join(parts)
+    return ' and '.join(f'{value} on {hosts}' for value, hosts in differing.items())
 
 def _hosts(reports):
-    hosts = [report['host'] for report in reports]
-    return ', '.join(dict.fromkeys(hosts))
+    return ', '.join(dict.fromkeys(report['host'] for report in reports))
 
 def _count(number, word):
     "As in '1 process' and '2 processes'."
@@ -195,6 +194,15 @@ def _recipes(recipe, reports):
     what = f'the recipes differ: {"; ".join(fields)}'
     hosts = ' and '.join(differing.values())
     yield PreflightFinding('recipe', hosts, what, 'Give every node the same file')
+
+# %% ../../nbs/launching/05_preflight.ipynb #5f7a10c2
+def _compilers(recipe, reports):
+    if recipe.cluster.device != 'cuda' or recipe.model.head != 'causal_lm': return
+    for report in reports:
+        if 'error' not in report['compiler']: continue
+        what = f'Triton compiles the loss head in the first step; {report["compiler"]["error"]}'
+        fix = 'Install them (apt install gcc python3-dev), or set CC to the compiler'
+        yield PreflightFinding('compiler', report['host'], what, fix)
 
 # %% ../../nbs/launching/05_preflight.ipynb #9ed2d3a7
 _CLOCK_S = 1.0  # The largest difference that is allowed
@@ -305,7 +313,7 @@ def _link_finding(link):
     return None
 
 # %% ../../nbs/launching/05_preflight.ipynb #4852999f
-_CHECKS = _world, _software, _recipes, _clocks, _files, _disk, _interfaces, _names
+_CHECKS = (_world, _software, _compilers, _recipes, _clocks, _files, _disk, _interfaces, _names)
 
 def assess(
     recipe: Recipe,  # As rank 0 has it
@@ -362,8 +370,7 @@ def _speakers(members):
     return sorted(first.values()) if len(first) > 1 else ranks
 
 def _backends(recipe):
-    if recipe.cluster.device == 'cuda': return 'gloo', 'nccl'
-    return 'gloo',
+    return ('gloo', 'nccl') if recipe.cluster.device == 'cuda' else ('gloo',)
 
 # %% ../../nbs/launching/05_preflight.ipynb #6ab0e002
 class _CheckedRows(threading.Thread):
@@ -546,10 +553,10 @@ def _attend(recipe, directory, place, limit_s):
 # %% ../../nbs/launching/05_preflight.ipynb #64619028
 def _check_fork(recipe):
     "Forked ranks cannot use a GPU that the kernel has opened."
-    torch = sys.modules.get('torch')
-    if recipe.cluster.device == 'cuda' and torch and torch.cuda.is_initialized():
+    obstacle = why_no_gpu_fork() if recipe.cluster.device == 'cuda' else None
+    if obstacle:
         raise RuntimeError(
-            'CUDA is initialised in this kernel, and forked ranks could not use the GPUs: restart '
+            f'{obstacle} in this kernel, and forked ranks could not use the GPUs: restart '
             'the kernel, or run python -m llm_workbook preflight recipe.yaml --directory run '
             'in a terminal')
 

@@ -162,7 +162,7 @@ def add_adapters(
         target_modules=method.targets if isinstance(method.targets, str) else list(method.targets),
         exclude_modules=_excluded(model),
         task_type='SEQ_CLS' if is_classifier else 'CAUSAL_LM')
-    with torch.random.fork_rng(), _without_peft_warning():
+    with torch.random.fork_rng(devices=[]), _without_peft_warning():
         torch.manual_seed(seed)
         model = get_peft_model(model, config)
     cast_adapters(model, dtype)

@@ -148,7 +148,8 @@ def load_classifier(
     if loading != 'every_rank':
         raise ValueError(f'sharding.loading {loading!r} finds no head on disk: '
                          'set it to every_rank')
-    with torch.random.fork_rng(), _quiet():
+    devices = [] if recipe.cluster.device == 'cpu' else [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices), _quiet():
         torch.manual_seed(recipe.seed)
         model = load_base(recipe.model, recipe.method, recipe.precision, recipe.cluster.device)
     if type(model.score) is not torch.nn.Linear:

@@ -6,12 +6,10 @@
 __all__ = ['check_recipe', 'sft_config', 'make_trainer', 'train_rank', 'Run', 'fine_tune', 'train_here']
 
 # %% ../../nbs/training/13_fine_tune.ipynb #1650fa2d
-import ctypes
 import gc
 import math
 import os
 import signal
-import sys
 import warnings
 from array import array
 from contextlib import nullcontext
@@ -27,17 +25,22 @@ from ..display import html_table
 from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import base_config, load_tokenizer
-from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, zero_config
+from ..parallel.backends import (
+    check_transport, cpu_fsdp, fsdp_env, mixed_precision, zero_config)
+from ..parallel.fresh_process import (
+    end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
 from .conversation import row_places
 from .data import load_rows
 from .effective import check_launcher, confirm_settings
+from .float16 import attach_scaler, overflowed, scale_values
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
-from .rank_run import check_payload, check_shards, payload_digest
+from .rank_run import (
+    check_payload, check_shards, payload_digest, set_up_device)
 from .reach import make_reach
 from .resume import Preempted, guarded_train, resumable, save_result
 from llm_workbook.training.run_directory import (
@@ -152,7 +155,7 @@ def sft_config(
         seed=recipe.seed, data_seed=recipe.seed,
         use_cpu=recipe.cluster.device == 'cpu',
         deepspeed=zero,
-        bf16=_autocasts(recipe, zero),
+        bf16=mixed_precision(recipe) == 'bf16', fp16=mixed_precision(recipe) == 'fp16',
         gradient_checkpointing=recompute,
         gradient_checkpointing_kwargs={'use_reentrant': sharding.reentrant},
 
@@ -178,13 +181,6 @@ def sft_config(
         logging_steps=1, logging_nan_inf_filter=False,
         report_to='none', disable_tqdm=True)
 
-# %% ../../nbs/training/13_fine_tune.ipynb #f5951697
-def _autocasts(recipe, zero):
-    "Say whether products are in bfloat16 and the weights that the optimizer updates in float32."
-    if recipe.precision.master != 'float32': return False
-    if zero: return zero['bf16']['enabled']
-    return recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'
-
 # %% ../../nbs/training/13_fine_tune.ipynb #c81e3b57
 def _callback(trainer, recipe):
     "Confirm what is in force before the first step, and write down losses."
@@ -203,11 +199,11 @@ def _callback(trainer, recipe):
             run.log.announce(f'base loaded and checked; step {state.global_step + 1:,} begins')
 
         def on_pre_optimizer_step(self, args, state, control, **objects):
-            if trainer.reach: trainer.reach.note(run.votes)
+            if trainer.reach and not overflowed(trainer): trainer.reach.note(run.votes)
 
         def on_log(self, args, state, control, logs=None, **objects):
             if 'loss' not in logs: return
-            values = _logged_values(logs, state.global_step)
+            values = _logged_values(logs, state.global_step) | scale_values(trainer)
             run.log.note_step(recipe, state.global_step, values)
 
         def on_step_end(self, args, state, control, **objects):
@@ -290,6 +286,7 @@ def make_trainer(
         tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     datasets.disable_progress_bars()
     args = sft_config(recipe, directory)
+    args._n_gpu = min(args.n_gpu, 1)  # One process alone would compute on all GPUs that it sees
     args.assistant_only_loss = keys == ('messages',)
     args.router_aux_loss_coef = _router_loss(model)
     prepared = keys == ('input_ids', 'labels')
@@ -302,6 +299,7 @@ def make_trainer(
         model, args, train_dataset=_dataset(rows, keys, longest),
         eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)
     trainer.run.facts = recipe_facts(recipe)
+    trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
     if adapted:
@@ -367,6 +365,7 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     skip_compiler(recipe)
+    set_up_device(recipe, step_timeout_s)
     if not recipe.intervals.evaluation:
         held = ()
     elif held is None:
@@ -376,9 +375,8 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
         if recipe.sharding.loading == 'every_rank':
             trainer.payload = payload_digest(recipe, trainer.model)
         preempted = guarded_train(trainer, directory, start, step_timeout_s)
-        if not hasattr(trainer, 'shards'): return {'preempted': preempted}  # Before the first step
+        if preempted is not None: return {'preempted': preempted}  # A scheduler may not wait longer
         payload = check_payload(recipe, trainer.model, trainer.payload)
-        if preempted is not None: return {'preempted': preempted}
         saved = save_result(trainer, directory)
     return {'shards': trainer.shards, 'payload': payload, 'memory': memory, 'saved': saved,
             'seconds': trainer.run.log.seconds}
@@ -464,9 +462,7 @@ def fine_tune(
         if recipe.cluster.device == 'cpu':
             import datasets, peft, trl.trainer.sft_trainer  # Once for all ranks; it may open CUDA
         task = recipe, directory, rows, start, step_timeout_s, held
-        limit_s = math.inf if timeout_s is None else timeout_s
-        ranks = notebook_ranks(
-            train_rank, recipe.cluster.ranks, task, limit_s, fsdp_env(recipe), curve)
+        ranks = _start_ranks(recipe, task, timeout_s, curve)
     if 'preempted' in ranks[0]: raise Preempted(ranks[0]['preempted'])
     return Run(recipe, directory, ranks)
 
@@ -476,7 +472,7 @@ def _check_machine(recipe):
         raise ValueError(f'cluster.nodes is {recipe.cluster.nodes}: a cell starts ranks '
                          'on its own machine alone. `submit` asks SLURM for more, '
                          '`render(head=…)` writes what starts a run on each, or set it to 1')
-    if recipe.cluster.device == 'cuda' and not _sees_gpu():
+    if recipe.cluster.device == 'cuda' and not sees_gpu():
         raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: "
                          "set it to 'cpu', or run where there is one")
 
@@ -490,9 +486,14 @@ def _rows_facts(recipe, train, held):
         held = ()
     return rows_facts(train, held)
 
-def _sees_gpu():
-    from accelerate.utils import is_cuda_available
-    return is_cuda_available()  # Opens no GPU, so that ranks can still be forked
+def _start_ranks(recipe, task, timeout_s, curve):
+    "Start the ranks: from a fresh process where a fork of this kernel could not use its GPUs."
+    limit_s = math.inf if timeout_s is None else timeout_s
+    call = train_rank, recipe.cluster.ranks, task, limit_s, fsdp_env(recipe)
+    obstacle = why_no_gpu_fork() if recipe.cluster.device == 'cuda' else None
+    if obstacle is None: return notebook_ranks(*call, curve)
+    print(f'{obstacle} in this kernel: the ranks start from a fresh process', flush=True)
+    return run_fresh(notebook_ranks, call, curve)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #61142785
 def train_here(
@@ -526,14 +527,9 @@ def train_here(
         return _end(recipe, directory, rank, result)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #e37f200b
-_PR_SET_PDEATHSIG = 1  # Of Linux's prctl
-
 def _end_with_agent():
     "Let SIGTERM come when torchrun's agent is killed: a rank saves then, and trains no longer."
-    if 'TORCHELASTIC_RUN_ID' not in os.environ or sys.platform != 'linux': return
-    agent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != agent: os.kill(os.getpid(), signal.SIGTERM)  # It died in between
+    if 'TORCHELASTIC_RUN_ID' in os.environ: end_with_parent(os.getppid(), signal.SIGTERM)
 
 def _import_libraries(finished):
     "Import what training needs, with the garbage collector off."
@@ -561,8 +557,7 @@ def _launched_rank(recipe):
 
 def _leave_process_group():
     import torch.distributed as dist
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized(): dist.destroy_process_group()
 
 def _start_text(recipe, rows, start):
     "Say what begins, and that the base is loaded first, which may take minutes."

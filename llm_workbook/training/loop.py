@@ -22,9 +22,11 @@ from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
 from .conversation import row_places
 from .effective import confirm_settings
+from .float16 import attach_scaler, overflowed, scale_values
 from .memory_trace import memory_trace
-from .rank_run import (
-    RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted)
+from llm_workbook.training.rank_run import (
+    RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted,
+    set_up_device)
 from .reach import make_reach
 from .resume import save_result
 from .run_directory import Start, rate_schedule, recipe_facts
@@ -39,7 +41,8 @@ def make_accelerator(
     from accelerate.state import PartialState
     from accelerate.utils import DeepSpeedPlugin
     skip_compiler(recipe)
-    PartialState(cpu=recipe.cluster.device == 'cpu')  # First: see above
+    # First, as above; `set_up_device` may have made it by now
+    PartialState(cpu=recipe.cluster.device == 'cpu')
     plugin = None
     if recipe.sharding.strategy.startswith('zero'):
         plugin = DeepSpeedPlugin(hf_ds_config=zero_config(recipe))
@@ -183,6 +186,7 @@ class Loop:
         self.step = self.tokens = 0  # Done, and seen by all ranks
         self.reach = None  # Looks at the adapters' first gradients, once training begins
         self.processing_class = class_tokenizer(recipe)
+        run.scaler = attach_scaler(recipe, accelerator)
         if recipe.model.head == 'causal_lm': _fuse_head(model)
         if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
         _recompute(model, recipe)
@@ -208,7 +212,7 @@ class Loop:
 def train_step(
     loop: Loop,  # Of this rank
     window: list[dict],  # Its batches behind one optimizer step
-) -> dict:  # `loss` over all ranks, `grad_norm` before clipping, `learning_rate`, `num_tokens`
+) -> dict:  # Of a metrics line: `loss` over all ranks, `grad_norm` before clipping, and more
     "Do one optimizer step, together with the other ranks."
     import torch
     if not window: raise ValueError('a step needs at least one batch')
@@ -222,17 +226,18 @@ def train_step(
 
     limit = loop.recipe.optimizer.clip or math.inf
     norm = accelerator.clip_grad_norm_(loop.model_wrapped.parameters(), limit)
-    norm = float(norm.full_tensor() if hasattr(norm, 'full_tensor') else norm)
+    norms = {} if overflowed(loop) else {'grad_norm': _number(norm)}
     rate = loop.scheduler.get_last_lr()[0]
-    _check_finite(loop, window, updated, loss=float(loss), grad_norm=norm)
-    if loop.reach: loop.reach.note(loop.run.votes)
+    _check_finite(loop, window, updated, loss=float(loss), **norms)
+    if loop.reach and norms: loop.reach.note(loop.run.votes)
     loop.optimizer.step()
-    loop.scheduler.step()
+    if norms: loop.scheduler.step()  # Else the step was skipped
     loop.optimizer.zero_grad()
     loop.step += 1
     loop.tokens += all_tokens
     mean_loss = float(accelerator.reduce(loss, 'mean'))
-    return {'loss': mean_loss, 'grad_norm': norm, 'learning_rate': rate, 'num_tokens': loop.tokens}
+    values = {'loss': mean_loss, **norms, 'learning_rate': rate, 'num_tokens': loop.tokens}
+    return values | scale_values(loop)
 
 # %% ../../nbs/training/11_loop.ipynb #e39430fa
 def _backward(loop, window, scale):
@@ -249,11 +254,14 @@ def _backward(loop, window, scale):
             accelerator.backward(loss)
     return total
 
+def _number(norm): return float(norm.full_tensor() if hasattr(norm, 'full_tensor') else norm)
+
 def _check_finite(loop, window, updated=False, **values):
     "Stop every rank if a value of any is not finite."
     numbers = [int(row) for batch in window for row in batch['row']]
     rows = [loop.places.get(number, number) for number in numbers]
-    check_finite(loop.run.votes, loop.step + 1, rows, updated, **values)
+    half = bool(scale_values(loop))
+    check_finite(loop.run.votes, loop.step + 1, rows, updated, half, **values)
 
 # %% ../../nbs/training/11_loop.ipynb #831eb800
 def _trained(loop): return loop.model_wrapped, loop.optimizer, loop.scheduler
@@ -270,7 +278,8 @@ def _begin(loop):
     loop.shards = check_shards(run, recipe, model)
     confirm_settings(
         recipe, model, loop.optimizer, loop.accelerator, loop.loader, run.files.directory)
-    loop.payload = payload_digest(recipe, loop.model)
+    with run.paused():  # To hash a large base takes minutes, and is no step
+        loop.payload = payload_digest(recipe, loop.model)
     loop.reach = make_reach(recipe, model, run.start.step)
     if run.start.checkpoint is None: return
     facts = load_step(run, run.start.checkpoint, _trained(loop))
@@ -335,6 +344,7 @@ def train_loop(
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     disable_progress_bar()
     with Preemption(), memory_trace() as memory, cpu_fsdp():
+        set_up_device(recipe, step_timeout_s)
         with _base(recipe) as model:
             accelerator = make_accelerator(recipe)
             run = RankRun(directory, recipe_facts(recipe))

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from ..checkpoint.consolidate import export_full
@@ -19,6 +19,7 @@ from ..checkpoint.save_load import random_state, save_checkpoint, set_random_sta
 from ..checkpoint.sharded_files import stored_tensors
 from ..model.adapters import save_adapters
 from ..parallel.agreement import on_every_rank
+from .float16 import overflowed, scale_values
 from .rank_run import RankRun, commit_step, load_step, read_converted
 from .reach import write_certificate
 from .run_directory import RunFiles, Start, mark_run
@@ -93,6 +94,7 @@ class _Guarded:
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
         values = {'loss': float(self._tr_loss)}
+        if overflowed(self): norm = None  # The step is skipped
         if norm is not None:
             values['grad_norm'] = float(norm)
         self._check_finite(updated=self.is_deepspeed_enabled, **values)
@@ -104,7 +106,8 @@ class _Guarded:
         if not votes: return  # A rehearsal
         numbers = [int(number) for batch in self._rows if batch is not None for number in batch]
         rows = [self.places.get(number, number) for number in numbers]
-        check_finite(votes, self.state.global_step + 1, rows, updated, **values)
+        half = bool(scale_values(self))
+        check_finite(votes, self.state.global_step + 1, rows, updated, half, **values)
 
 # %% ../../nbs/training/07_resume.ipynb #b9504198
 _HOOKS = ('_prepare_for_training', '_load_from_checkpoint', '_load_rng_state', '_save_checkpoint',
@@ -161,9 +164,12 @@ class _NoStepLeft(Exception):
     "The checkpoint that the run goes on from is that of its last step."
 
 def _train(trainer):
-    try:
-        trainer.train()
-    except _NoStepLeft: pass
+    "Train; until the first pass over the rows begins, the hang watch counts nothing."
+    with ExitStack() as trainer.loading:
+        trainer.loading.enter_context(trainer.run.paused())
+        try:
+            trainer.train()
+        except _NoStepLeft: pass
 
 def _callback(trainer, preemption):
     "Stop between two steps when any rank was told to."
@@ -171,6 +177,7 @@ def _callback(trainer, preemption):
 
     class Boundary(TrainerCallback):
         def on_epoch_begin(self, args, state, control, **objects):
+            trainer.loading.close()  # The base is here, and its hash is taken
             if state.global_step >= state.max_steps: raise _NoStepLeft
 
         def on_step_end(self, args, state, control, **objects):

@@ -267,7 +267,7 @@ def test_adafactor_has_nothing_to_factor_under_zero():
         assert all('exp_avg_sq' in state and 'exp_avg_sq_row' not in state for state in states)
 
 
-@repeats('half-needs-a-gpu', 'paging-needs-a-gpu')
+@repeats('paging-needs-a-gpu')
 def test_what_a_cpu_ignores():
     def run():
         import bitsandbytes as bnb

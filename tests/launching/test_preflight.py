@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.launching.rendezvous import PreflightFinding, Place, Rendezvous, process_place
-from llm_workbook.launching.node_report import check_shared_directory, describe_source
+from llm_workbook.launching.node_report import (
+    check_shared_directory, describe_compiler, describe_source)
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -425,6 +427,7 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 FACT = {
     'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
+    'compiler': {'content': '/usr/bin/gcc'},
     'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
     'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
@@ -474,6 +477,49 @@ def test_too_few_gpus():
     recipe = TWO.changed({'cluster.device': 'cuda', 'cluster.processes': 4})
     finding = only(assess(recipe, [FACT | {'gpus': 4}, OTHER | {'gpus': 3}]), 'GPUs')
     assert (finding.host, finding.what) == ('node2', 'torch sees 3 GPUs for 4 processes')
+
+
+@pytest.mark.parametrize('changes, stops', [
+    ({'cluster.device': 'cuda'}, True),
+    ({}, False),  # Triton has no part in a run on CPUs, and none in a classifier
+    (
+        {'cluster.device': 'cuda', 'model.head': 'classification',
+         'data.format': 'classification'},
+        False)])
+def test_a_node_without_a_compiler_may_not_train_on_gpus(changes, stops):
+    recipe = TWO.changed(changes)
+    bare = OTHER | {'gpus': 1, 'compiler': {'error': 'there is no gcc, no clang and no CC'}}
+    found = assess(recipe, [FACT | {'gpus': 1}, bare])
+    assert [(f.check, f.host) for f in found] == ([('compiler', 'node2')] if stops else [])
+    for finding in found:
+        assert finding.stops
+        assert 'there is no gcc, no clang and no CC' in finding.what
+        assert 'apt install gcc' in finding.fix
+
+
+def test_a_compiler_is_looked_for_as_triton_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(witness.sysconfig, 'get_path', lambda name: str(tmp_path))
+    path = str(tmp_path)
+    (tmp_path/'cc').touch(0o755)
+    assert 'no gcc, no clang' in describe_compiler({'PATH': path})['error']  # Triton takes no cc
+    (tmp_path/'clang').touch(0o755)
+    assert describe_compiler({'PATH': path}) == {'error': f'there is no {tmp_path/"Python.h"}'}
+    (tmp_path/'Python.h').touch()
+    assert describe_compiler({'PATH': path}) == {'content': f'{tmp_path/"clang"}'}
+    (tmp_path/'gcc').touch(0o755)
+    assert describe_compiler({'PATH': path}) == {'content': f'{tmp_path/"gcc"}'}
+    assert describe_compiler({'PATH': path, 'CC': 'cc'}) == {'content': f'{tmp_path/"cc"}'}
+    for named in '', 'gcc-99':
+        assert f'CC is {named!r}' in describe_compiler({'PATH': path, 'CC': named})['error']
+
+
+def test_a_real_preflight_for_gpus_stops_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv('CC', 'no-such-compiler')
+    recipe = ONE.changed({'cluster.device': 'cuda', 'cluster.processes': 1})
+    found = {f.check: f for f in preflight(recipe, tmp_path/'run').problems}
+    assert "CC is 'no-such-compiler', which is no program here" in found['compiler'].what
+    monkeypatch.setenv('CC', sys.executable)  # Any program will do for a look
+    assert 'no program here' not in f'{preflight(recipe, tmp_path/"run")}'
 
 
 LINK = {
@@ -627,7 +673,7 @@ def test_every_process_of_a_node_takes_its_own_card(monkeypatch, env, gpus, card
         taken.append(number)
         raise ZeroDivisionError
     monkeypatch.setattr(torch.cuda, 'set_device', take_and_fail)
-    with pytest.raises(ZeroDivisionError): talks._probe(None, 'nccl', (0, 1), 0)
+    assert talks._probe(None, 'nccl', (0, 1), 0, 12)['error'] == 'ZeroDivisionError'
     assert taken == [card]
 
 
@@ -635,8 +681,50 @@ def test_a_torch_without_cuda_is_a_finding_of_the_link(monkeypatch):
     import torch
     def refuse(card): raise AssertionError('Torch not compiled with CUDA enabled')
     monkeypatch.setattr(torch.cuda, 'set_device', refuse)
-    assert talks._probe(None, 'nccl', (0, 1), 0) == {
+    assert talks._probe(None, 'nccl', (0, 1), 0, 12) == {
         'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
+
+
+class FakeNccl:
+    "The only constructor that torch's stubs list: store, rank, size, options."
+    class Options:
+        _timeout = None
+
+    def __init__(self, store, rank, size, options):
+        if not isinstance(options, self.Options):
+            raise TypeError('__init__(): incompatible constructor arguments')
+        self.made = rank, size, options._timeout, os.environ.get('TORCH_NCCL_BLOCKING_WAIT')
+
+
+def test_nccl_gets_options_and_raises_at_its_limit_in_place_of_ending_the_process(monkeypatch):
+    import torch.distributed as dist
+    monkeypatch.setattr(dist, 'ProcessGroupNCCL', FakeNccl, raising=False)
+    monkeypatch.delenv('TORCH_NCCL_BLOCKING_WAIT', raising=False)
+    group = talks._pair_group(dist.HashStore(), 'nccl', (3, 5), 5, 12)
+    assert group.made == (1, 2, timedelta(seconds=12), '1')
+    assert 'TORCH_NCCL_BLOCKING_WAIT' not in os.environ  # The run that follows is not changed
+
+
+@pytest.mark.parametrize('error, words', [
+    (TypeError('__init__(): bad arguments\n 1. another'), '__init__(): bad arguments'),
+    (ValueError(), 'ValueError')])
+def test_any_error_of_a_probe_is_a_finding_of_that_link(monkeypatch, error, words):
+    def refuse(*args): raise error
+    monkeypatch.setattr(talks, '_pair_group', refuse)
+    report = talks._probe(None, 'gloo', (0, 1), 0, 4)
+    assert report == {'bps': None, 'wrong': 0, 'error': words}
+    finding = only(assess(TWO, [FACT, OTHER], [LINK | report]), 'links')
+    assert f'failed: {words}' in finding.what
+
+
+@pytest.mark.parametrize('left_s, gloo_s, nccl_s', [
+    (25, 4, 12), (13, 4, 9), (8.5, 4, 4.5), (8, 0, 0), (-3, 0, 0)])
+def test_a_link_gets_what_it_needs_or_what_is_left(monkeypatch, left_s, gloo_s, nccl_s):
+    monkeypatch.setattr(talks.time, 'monotonic', lambda: 100.0)
+    talk = Rendezvous(Place(0, 1, (), 'node1', 'localhost', 1))
+    talk.until = 100 + left_s
+    assert talks._link_limit_s(talk, 'gloo') == gloo_s
+    assert talks._link_limit_s(talk, 'nccl') == nccl_s
 
 
 def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeypatch):
@@ -645,6 +733,19 @@ def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeyp
     with pytest.raises(
         RuntimeError,
         match='CUDA is initialised in this kernel.*python -m llm_workbook preflight recipe.yaml'
+    ):
+        preflight(ONE.changed({'cluster.device': 'cuda'}), tmp_path/'run')
+    assert not preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run').problems
+
+
+def test_a_kernel_that_has_asked_for_gpus_is_told_what_to_run(tmp_path, monkeypatch):
+    "`torch.cuda.is_available()` marks later forks, and `torch.cuda.is_initialized()` stays false."
+    import torch
+    kernel = os.getpid()
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: False)
+    monkeypatch.setattr(torch.cuda, '_is_in_bad_fork', lambda: os.getpid() != kernel)
+    with pytest.raises(
+        RuntimeError, match='CUDA was asked for its devices in this kernel.*python -m llm_workbook'
     ):
         preflight(ONE.changed({'cluster.device': 'cuda'}), tmp_path/'run')
     assert not preflight(ONE.changed({'cluster.processes': 1}), tmp_path/'run').problems

@@ -52,7 +52,9 @@ def test_half_precision_is_rendered():
     half = zero(
         cluster__device='cuda', precision__compute='float16', precision__loss_scale='dynamic',
         method__storage='float16', precision__reduce='float16')
-    assert half['fp16'] == {'enabled': True, 'loss_scale': 0}
+    assert half['fp16'] == {
+        'enabled': True, 'loss_scale': 0, 'initial_scale_power': 16, 'loss_scale_window': 2000,
+        'hysteresis': 1, 'min_loss_scale': 1}
     assert half['bf16'] == {'enabled': False}
     assert half['communication_data_type'] == 'fp16'
     assert not {'fp16', 'communication_data_type'} & zero().keys()

@@ -2,6 +2,7 @@
 or must survive."""
 import faulthandler
 import gc
+import mmap
 import os
 import signal
 import socket
@@ -146,6 +147,21 @@ def test_a_wait_in_the_backward_pass_is_a_wait():
         model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RankTimeout) as caught: run_ranks(step, timeout_s=5)
     assert (caught.value.stuck, caught.value.waiting) == ([1], [0]), str(caught.value)
+
+
+@pytest.mark.parametrize('has_gpu', [True, False])
+def test_a_rank_that_asks_its_gpu_for_a_number_waits(tmp_path, has_gpu):
+    "A file that is mapped stands for the device of a GPU, and a sleep for its silence."
+    device = tmp_path/'dev'/('nvidia0' if has_gpu else 'other')
+    device.parent.mkdir()
+    device.write_bytes(bytes(mmap.PAGESIZE))
+    def step():
+        with open(device, 'r+b') as file, mmap.mmap(file.fileno(), 0):
+            if dist.get_rank() == 1: time.sleep(1000)
+            float(time.sleep(1000))
+    with pytest.raises(RankTimeout) as caught: run_ranks(step, timeout_s=1)
+    expected = ([1], [0]) if has_gpu else ([0, 1], [])
+    assert (caught.value.stuck, caught.value.waiting) == expected, str(caught.value)
 
 
 def test_a_wait_for_an_asynchronous_operation_is_a_wait():

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from llm_workbook import (
     Recipe, RecipeError, draft, estimate, memory, recipe_names, recipes, search, estimate_step)
+from llm_workbook.plan.estimate import plan_facts
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
 SMALL = {'optimizer.kind': 'adamw', 'batch.loss_head': ['chunked', 'full']}
@@ -81,6 +82,44 @@ def test_the_host_holds_the_lines_of_every_rank():
     ({'model.source': 'llama-3.1-71b'}, 'did you mean')])
 def test_what_cannot_be_planned_says_why(changes, words):
     with pytest.raises(ValueError, match=words): estimate(PAIR.changed(changes))
+
+
+# GPUs by their compute capability
+
+OLD = draft('llama-3.1-8b', '1x-t4')  # Computes in float16
+IN_BF16 = {
+    'precision.compute': 'bfloat16', 'precision.loss_scale': 'none', 'method.storage': 'bfloat16'}
+
+
+@pytest.mark.parametrize('hardware', ['1x-t4', '1x-v100-16', 'kaggle-2x-t4', 'p3dn'])
+@pytest.mark.parametrize('changes, words', [
+    (IN_BF16, 'no bf16 units; set it to float16.* or to float32 .bf16-needs-units'),
+    ({'model.attention': 'flash'}, 'T4 and RTX 20 have 7.5.*set it to sdpa .flash-needs-cap'),
+    ({'precision.master': 'bfloat16'}, 'precision.master = .*set it to float32'),
+    (IN_BF16 | {'precision.compute': 'fp8', 'method.kind': 'lora'}, 'to float16 .fp8-needs-units')])
+def test_what_an_old_gpu_cannot_do_is_refused_with_the_fix(hardware, changes, words):
+    recipe = draft('llama-3.1-8b', hardware)
+    assert estimate(recipe).step.tokens_per_s > 0
+    with pytest.raises(RecipeError, match=words): estimate(recipe.changed(changes))
+
+
+def test_a_t4_can_be_planned_in_float16_and_in_float32():
+    whole = IN_BF16 | {'precision.compute': 'float32', 'method.storage': 'float32'}
+    plans = estimate(OLD), estimate(OLD.changed(whole))
+    assert plans[0].step.tokens_per_s > 2 * plans[1].step.tokens_per_s
+    assert plan_facts(OLD)['plan.capability'] == 7.5
+    assert not any('does not run' in warning for plan in plans for warning in plan.warnings)
+
+
+@pytest.mark.parametrize('hardware, flash', [
+    ('1x-a100-80', True), ('1x-rtx-3060', True), ('1x-b300', True), ('1x-mi300x', True),
+    ('1x-t4', False)])
+def test_flash_attention_needs_capability_8(hardware, flash):
+    recipe = draft('qwen3-0.6b', hardware).changed({'model.attention': 'flash'})
+    if flash:
+        assert estimate(recipe).fits
+        return
+    with pytest.raises(RecipeError, match='flash-needs-capability-8'): estimate(recipe)
 
 
 def test_more_ranks_than_rows():

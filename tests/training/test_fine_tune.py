@@ -3,7 +3,9 @@ hang or diverge."""
 import json
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
 from contextlib import nullcontext
 
@@ -11,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trouble import disturb, losses, some_rows
+from trouble import disturb, losses, some_rows, wait_for
 
 from llm_workbook.parallel import load as loading
 
@@ -22,7 +24,9 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.training import rank_run
 from llm_workbook.training.data import load_rows
 from llm_workbook.files import asset
+from llm_workbook.parallel.fresh_process import run_fresh
 from llm_workbook.parallel.ranks import RankError, RankTimeout
+from llm_workbook.training.resume import Preempted
 from llm_workbook.config.recipe import Recipe
 
 
@@ -331,6 +335,35 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
     assert files(run) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
 
 
+@pytest.mark.parametrize('module, name', [(loading, '_read'), (training, 'payload_digest')])
+def test_a_slow_disk_before_the_first_step_is_no_hang(
+    recipe, tmp_path, monkeypatch, module, name
+):
+    "A base that arrives inside `train`, and its hash; rank 0 waits for rank 1 meanwhile."
+    work, slept = getattr(module, name), []
+    def slow(*args):
+        if os.environ['RANK'] == '1' and not slept:
+            slept.append(1)
+            time.sleep(8)
+            (tmp_path/'slept').touch()
+        return work(*args)
+    monkeypatch.setattr(module, name, slow)
+    arriving = recipe.changed({'sharding.loading': 'sharded', 'optimizer.steps': 2})
+    run = training.fine_tune(arriving, tmp_path/'run', 300, live=False, step_timeout_s=5.0)
+    assert (tmp_path/'slept').exists()
+    assert len(run.metrics) == 2
+    assert not (tmp_path/'run/stacks').exists()
+
+
+def test_after_a_slow_start_a_rank_that_hangs_is_named(recipe, tmp_path, monkeypatch):
+    disturb(monkeypatch, lambda: time.sleep(1000), passes=1)
+    arriving = recipe.changed({'sharding.loading': 'sharded'})
+    with pytest.raises(RankError) as caught:
+        training.fine_tune(arriving, tmp_path/'run', 300, live=False, step_timeout_s=5.0)
+    assert 'ranks [1] stuck, ranks [0] waiting for another' in caught.value.reason
+    assert caught.value.rank == 1
+
+
 def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_path):
     with pytest.raises(
         RankError,
@@ -456,3 +489,100 @@ def test_rows_whose_answers_come_too_late_are_refused():
     late = {'input_ids': [5] * 9, 'labels': [-100] * 8 + [5]}
     with pytest.raises(ValueError, match='no token trains in the first 8 of any row'):
         training._dataset([late], ('input_ids', 'labels'), 8)
+
+
+# A kernel whose forks could use no GPU; torch's Python side says that there is one
+
+@pytest.fixture
+def spoilt(monkeypatch, recipe):
+    "A recipe for GPUs, in a kernel that has asked CUDA for its devices."
+    import torch
+    kernel = os.getpid()
+    monkeypatch.setattr('accelerate.utils.is_cuda_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: False)
+    monkeypatch.setattr(torch.cuda, '_is_in_bad_fork', lambda: os.getpid() != kernel)
+    monkeypatch.delitem(sys.modules, 'bitsandbytes', raising=False)
+    return recipe.changed({'cluster.device': 'cuda'})
+
+
+def test_a_spoilt_kernel_starts_its_ranks_from_a_fresh_process(
+    spoilt, tmp_path, monkeypatch, capsys
+):
+    calls = []
+    def note(*call):
+        calls.append(call)
+        return ['a report', 'another']
+    monkeypatch.setattr(training, 'run_fresh', note)
+    run = training.fine_tune(spoilt, tmp_path/'run', 50, live=True, step_timeout_s=7)
+    assert (run.recipe, run.directory, run.ranks) == (
+        spoilt, tmp_path/'run', ['a report', 'another'])
+    assert 'CUDA was asked for its devices in this kernel' in capsys.readouterr().out
+    (function, (work, count, task, limit_s, env), curve), = calls
+    assert (function, work, count, limit_s) == (ranks.notebook_ranks, training.train_rank, 2, 50)
+    assert env == training.fsdp_env(spoilt)
+    asked, directory, rows, start, step_timeout_s, held = task
+    assert (asked, directory, start.step, step_timeout_s) == (spoilt, tmp_path/'run', 0, 7)
+    assert (rows, held) == training.check_recipe(spoilt)
+    assert isinstance(curve, training.LossCurve)
+
+
+def test_a_clean_kernel_forks_its_ranks(spoilt, tmp_path, monkeypatch):
+    import torch
+    monkeypatch.setattr(torch.cuda, '_is_in_bad_fork', lambda: False)
+    monkeypatch.setattr(training, 'run_fresh', lambda *call: pytest.fail('a fresh process'))
+    monkeypatch.setattr(training, 'notebook_ranks', lambda *call: ['here'])
+    assert training.fine_tune(spoilt, tmp_path/'run', live=False).ranks == ['here']
+
+
+def test_a_recipe_for_cpus_is_forked_from_a_spoilt_kernel(
+    spoilt, recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, 'run_fresh', lambda *call: pytest.fail('a fresh process'))
+    monkeypatch.setattr(training, 'notebook_ranks', lambda *call: ['here'])
+    assert training.fine_tune(recipe, tmp_path/'run', live=False).ranks == ['here']
+
+
+def on_cpus(recipe):
+    "Stand in for `run_fresh` where there is no GPU: the same call, for CPUs."
+    def start(function, call, watch):
+        work, count, (_, *task), limit_s, _ = call
+        cpu_call = work, count, (recipe, *task), limit_s, training.fsdp_env(recipe)
+        return run_fresh(function, cpu_call, watch)
+    return start
+
+
+@pytest.mark.slow
+def test_the_run_of_a_fresh_process_is_the_same(healthy, spoilt, recipe, tmp_path, monkeypatch):
+    "To the last digit, with the same reports; and it is preempted and goes on like any other."
+    monkeypatch.setattr(training, 'run_fresh', on_cpus(recipe))
+    run = training.fine_tune(spoilt, tmp_path/'run', 300, live=False)
+    expected = healthy[0]
+    def without_time(metrics):
+        return [{key: value for key, value in row.items() if key in ('step', 'loss', 'grad_norm')}
+                for row in metrics]
+    assert len(run.metrics) == 4
+    assert without_time(run.metrics) == without_time(expected.metrics)
+    for ours, theirs in zip(run.ranks, expected.ranks, strict=True):
+        for key in 'shards', 'payload', 'saved': assert ours[key] == theirs[key]
+
+
+@pytest.mark.slow
+def test_signals_and_errors_come_from_a_fresh_process(spoilt, recipe, tmp_path, monkeypatch):
+    long = {'optimizer.steps': 1000, 'batch.length': 64}
+    monkeypatch.setattr(training, 'run_fresh', on_cpus(recipe.changed(long)))
+    metrics = tmp_path/'run'/'metrics.jsonl'
+    def interrupt():
+        wait_for(lambda: metrics.exists() and metrics.read_text().count('loss') > 1, 120)
+        os.kill(os.getpid(), signal.SIGINT)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Preempted) as caught:
+        training.fine_tune(spoilt.changed(long), tmp_path/'run', 300, live=False)
+    thread.join()
+    assert caught.value.step >= 2
+    assert training.run_state(tmp_path/'run') == {'state': 'preempted', 'step': caught.value.step}
+    wild = {'optimizer.learning_rate': 1e30, 'optimizer.clip': 0.0,
+            'optimizer.schedule': 'constant'}
+    monkeypatch.setattr(training, 'run_fresh', on_cpus(recipe.changed(wild)))
+    with pytest.raises(RankError, match='nothing is saved'):
+        training.fine_tune(spoilt.changed(wild), tmp_path/'wild', 300, live=False)

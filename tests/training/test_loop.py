@@ -205,6 +205,21 @@ def test_a_rank_that_hangs_is_named(judge, tmp_path):
     assert not stacks['rank-1.json']['waits']
 
 
+def test_a_base_that_is_hashed_slowly_is_no_hang(judge, tmp_path):
+    def work(*args):
+        payload_digest = module.payload_digest
+        def slow(*args):
+            if os.environ['RANK'] == '1': time.sleep(8)
+            return payload_digest(*args)
+        module.payload_digest = slow
+        return module.train_loop(*args)
+    recipe = judge.changed({'optimizer.steps': 2})
+    task = recipe, tmp_path/'run', class_rows(recipe)[0], begin_run(recipe, tmp_path/'run'), 5.0
+    notebook_ranks(work, 2, task, 120, fsdp_env(recipe))
+    assert [line['step'] for line in lines(tmp_path/'run')] == [1, 2]
+    assert not (tmp_path/'run/stacks').exists()
+
+
 def test_accelerate_that_counts_too_few_ranks_is_refused(judge, tmp_path):
     wrong = judge.changed({'cluster.processes': 3})
     with pytest.raises(RankError, match='accelerate counts 2 ranks and the recipe 3'):

@@ -32,8 +32,6 @@ FAMILIES = {
     'meta-llama/Llama-2-7b-hf': (LLAMA_2, [], None),
     'meta-llama/Llama-2-70b-chat-hf': (LLAMA_2, [], LLAMA_2_CHAT)}
 LATER = {  # What this version plans and does not run yet, and what runs in its place
-    '7b-zero2-offload': {'precision.compute': 'bfloat16', 'precision.loss_scale': 'none'},
-    '7b-zero3-offload': {'precision.compute': 'bfloat16', 'precision.loss_scale': 'none'},
     '70b-2x8-a100-80-full': {'batch.packing': False}}
 NO_KERNELS_HERE = {'model.attention': 'sdpa'}  # flash-attn has kernels for CUDA only
 
