@@ -19,6 +19,13 @@ class Bytes:
     host_b: int = 0  # Resident set: pages in memory, shared with other processes or not
     private_b: int | None = None  # Pages that no other process maps; of these no peak is known
     gpu_b: int = 0  # Allocated by torch on the current CUDA device; 0 before CUDA is used
+    reserved_b: int = 0  # Taken by torch's allocator from that device, in use or not
+
+    def __str__(self):
+        text = f'host {self.host_b / 2**20:,.0f} MiB'
+        if not self.reserved_b: return text
+        gpu_mib, reserved_mib = self.gpu_b / 2**20, self.reserved_b / 2**20
+        return f'{text}, GPU {gpu_mib:,.0f} MiB ({reserved_mib:,.0f} reserved)'
 
 @dataclass
 class MemoryTrace:
@@ -49,21 +56,27 @@ def _bytes_now():
     return Bytes(
         host_b=_status_b('VmRSS'),
         private_b=sum(map(int, private_kb)) * 1024,
-        gpu_b=cuda.memory_allocated() if cuda else 0)
+        gpu_b=cuda.memory_allocated() if cuda else 0,
+        reserved_b=cuda.memory_reserved() if cuda else 0)
 
 def _take_peaks(trace):
     "Raise the peaks of a trace to what was seen since the marks were set back."
+    _take_host_peak(trace)
+    cuda = _cuda()
+    if not cuda: return
+    trace.peak.gpu_b = max(trace.peak.gpu_b, cuda.max_memory_allocated())
+    trace.peak.reserved_b = max(trace.peak.reserved_b, cuda.max_memory_reserved())
+
+def _take_host_peak(trace):
     host_b = _status_b('VmHWM' if trace.method == 'kernel' else 'VmRSS')
     trace.peak.host_b = max(trace.peak.host_b, host_b)
-    cuda = _cuda()
-    if cuda: trace.peak.gpu_b = max(trace.peak.gpu_b, cuda.max_memory_allocated())
 
 # %% ../../nbs/training/04_memory_trace.ipynb #a1ed95ff
 @contextmanager
 def memory_trace() -> Iterator[MemoryTrace]:  # Complete when the block has ended
     "Trace the host and GPU memory of this process over a `with` block; blocks may nest."
     begin = _bytes_now()
-    trace = MemoryTrace(begin, Bytes(begin.host_b, None, begin.gpu_b))
+    trace = MemoryTrace(begin, Bytes(begin.host_b, None, begin.gpu_b, begin.reserved_b))
     for outer in _open_traces: _take_peaks(outer)
     left = threading.Event()
     _set_marks_back(trace, left)
@@ -87,4 +100,5 @@ def _set_marks_back(trace, left):
         threading.Thread(target=_sample, args=(trace, left), daemon=True).start()
 
 def _sample(trace, left):
-    while not left.wait(0.002): _take_peaks(trace)
+    "Read the resident set alone: torch keeps the marks of the GPU by itself."
+    while not left.wait(0.002): _take_host_peak(trace)
