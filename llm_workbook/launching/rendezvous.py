@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, count
 from typing import NamedTuple
+from unittest.mock import patch
 
 # %% ../../nbs/launching/03_rendezvous.ipynb #5eb3c6b9
 class PreflightFinding(NamedTuple):
@@ -359,22 +360,28 @@ def _card():
     number = os.environ.get('LOCAL_RANK', os.environ.get('SLURM_LOCALID', 0))
     return int(number) % max(1, torch.cuda.device_count())
 
-def _pair_group(store, backend, pair, rank):
-    "A process group of two."
+_LINK_S = {'gloo': 4, 'nccl': 12}  # How long one call may take; NCCL is slow at first contact
+
+def _pair_group(store, backend, pair, rank, limit_s):
+    "A process group of two; its calls raise an error after `limit_s`."
     import torch.distributed as dist
-    kinds = {'gloo': 'ProcessGroupGloo', 'nccl': 'ProcessGroupNCCL'}
     own_store = dist.PrefixStore(f'{backend}/{pair[0]}-{pair[1]}', store)
-    kind = getattr(dist, kinds[backend])
-    return kind(own_store, pair.index(rank), 2, timedelta(seconds=_ANSWER_S))
+    place, limit = pair.index(rank), timedelta(seconds=limit_s)
+    if backend == 'gloo': return dist.ProcessGroupGloo(own_store, place, 2, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    # Without this a wait returns at once, and NCCL's watchdog ends the process at the limit
+    with patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT='1'):
+        return dist.ProcessGroupNCCL(own_store, place, 2, options)
 
 # %% ../../nbs/launching/03_rendezvous.ipynb #92e383a6
-def _timed_sums(store, backend, pair, rank):
+def _timed_sums(store, backend, pair, rank, limit_s):
     "Seconds of the best of four all-reduces between two processes, and how many sums are wrong."
     import torch
     on_gpu = backend == 'nccl'
     device = 'cuda' if on_gpu else 'cpu'
     if on_gpu: torch.cuda.set_device(_card())  # Else all take the first one, which NCCL refuses
-    group = _pair_group(store, backend, pair, rank)
+    group = _pair_group(store, backend, pair, rank, limit_s)
     addends = ((pair.index(rank) + 1) * _numbers()).to(device)
     right_sums = 3 * (torch.arange(NUMBERS, device=device) % 1021)
     seconds, wrong = [], 0
@@ -388,11 +395,12 @@ def _timed_sums(store, backend, pair, rank):
         wrong = max(wrong, int((tensor != right_sums).sum()))
     return min(seconds), wrong
 
-def _probe(store, backend, pair, rank):
+def _probe(store, backend, pair, rank, limit_s):
     "What one link carries: bytes/s, wrong sums, and an error where there is one."
-    try: best_s, wrong = _timed_sums(store, backend, pair, rank)
-    except (RuntimeError, AssertionError, AttributeError) as error:  # The last two: no CUDA
-        line = re.sub(r'\[/\S+\] ', '', str(error)).splitlines()[0]
+    try: best_s, wrong = _timed_sums(store, backend, pair, rank, limit_s)
+    except Exception as error:  # Whatever it is, it is a finding of this link
+        text = str(error) or type(error).__name__
+        line = re.sub(r'\[/\S+\] ', '', text).splitlines()[0]
         return {'bps': None, 'wrong': 0, 'error': line[:100]}
     return {'bps': 4 * NUMBERS / best_s, 'wrong': wrong, 'error': ''}
 
@@ -414,23 +422,30 @@ def time_links(
 def _time_round(talk, key, backend, pairs, members):
     "Time those links at once; on rank 0 give what their ends report."
     rank = talk.place.rank
-    if talk.leads: talk.publish(f'go/{key}', time.monotonic() < talk.until - 2 * _ANSWER_S)
-    go = talk.wait_for(f'go/{key}', talk.place.head, 'timing links')
+    if talk.leads: talk.publish(f'go/{key}', _link_limit_s(talk, backend))
+    limit_s = talk.wait_for(f'go/{key}', talk.place.head, 'timing links')
     for pair in pairs:
-        if go and rank in pair:
-            talk.publish(f'done/{key}/{rank}', _probe(talk.store, backend, pair, rank))
+        if limit_s and rank in pair:
+            report = _probe(talk.store, backend, pair, rank, limit_s)
+            talk.publish(f'done/{key}/{rank}', report)
     if not talk.leads: return []
     hosts = {i: members[str(i)]['host'] for pair in pairs for i in pair}
     links = []
     for pair in pairs:
         link = {'hosts': [hosts[i] for i in pair], 'backend': backend,
                 'bps': None, 'wrong': 0, 'error': ''}
-        if go: link |= _worse_report(talk, key, {i: hosts[i] for i in pair})
+        if limit_s: link |= _worse_report(talk, key, {i: hosts[i] for i in pair}, limit_s)
         links.append(link)
     return links
 
-def _worse_report(talk, key, ends):
+def _link_limit_s(talk, backend):
+    "Seconds that a call on a link may take; 0 where too little time is left for one."
+    left_s = talk.until - time.monotonic() - _ANSWER_S
+    return min(_LINK_S[backend], left_s) if left_s > _ANSWER_S else 0
+
+def _worse_report(talk, key, ends, limit_s):
     "Of the reports of both ends, that with an error, more wrong sums, or less speed."
-    reports = [talk.wait_for(f'done/{key}/{i}', host, 'timing links', 3 * _ANSWER_S)
+    wait_s = limit_s + 2 * _ANSWER_S
+    reports = [talk.wait_for(f'done/{key}/{i}', host, 'timing links', wait_s)
                for i, host in ends.items()]
     return min(reports, key=lambda end: (not end['error'], -end['wrong'], end['bps'] or 0))

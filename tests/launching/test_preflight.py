@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -627,7 +628,7 @@ def test_every_process_of_a_node_takes_its_own_card(monkeypatch, env, gpus, card
         taken.append(number)
         raise ZeroDivisionError
     monkeypatch.setattr(torch.cuda, 'set_device', take_and_fail)
-    with pytest.raises(ZeroDivisionError): talks._probe(None, 'nccl', (0, 1), 0)
+    assert talks._probe(None, 'nccl', (0, 1), 0, 12)['error'] == 'ZeroDivisionError'
     assert taken == [card]
 
 
@@ -635,8 +636,50 @@ def test_a_torch_without_cuda_is_a_finding_of_the_link(monkeypatch):
     import torch
     def refuse(card): raise AssertionError('Torch not compiled with CUDA enabled')
     monkeypatch.setattr(torch.cuda, 'set_device', refuse)
-    assert talks._probe(None, 'nccl', (0, 1), 0) == {
+    assert talks._probe(None, 'nccl', (0, 1), 0, 12) == {
         'bps': None, 'wrong': 0, 'error': 'Torch not compiled with CUDA enabled'}
+
+
+class FakeNccl:
+    "The only constructor that torch's stubs list: store, rank, size, options."
+    class Options:
+        _timeout = None
+
+    def __init__(self, store, rank, size, options):
+        if not isinstance(options, self.Options):
+            raise TypeError('__init__(): incompatible constructor arguments')
+        self.made = rank, size, options._timeout, os.environ.get('TORCH_NCCL_BLOCKING_WAIT')
+
+
+def test_nccl_gets_options_and_raises_at_its_limit_in_place_of_ending_the_process(monkeypatch):
+    import torch.distributed as dist
+    monkeypatch.setattr(dist, 'ProcessGroupNCCL', FakeNccl, raising=False)
+    monkeypatch.delenv('TORCH_NCCL_BLOCKING_WAIT', raising=False)
+    group = talks._pair_group(dist.HashStore(), 'nccl', (3, 5), 5, 12)
+    assert group.made == (1, 2, timedelta(seconds=12), '1')
+    assert 'TORCH_NCCL_BLOCKING_WAIT' not in os.environ  # The run that follows is not changed
+
+
+@pytest.mark.parametrize('error, words', [
+    (TypeError('__init__(): incompatible arguments\n 1. another'), '__init__(): incompatible arguments'),
+    (ValueError(), 'ValueError')])
+def test_any_error_of_a_probe_is_a_finding_of_that_link(monkeypatch, error, words):
+    def refuse(*args): raise error
+    monkeypatch.setattr(talks, '_pair_group', refuse)
+    report = talks._probe(None, 'gloo', (0, 1), 0, 4)
+    assert report == {'bps': None, 'wrong': 0, 'error': words}
+    finding = only(assess(TWO, [FACT, OTHER], [LINK | report]), 'links')
+    assert f'failed: {words}' in finding.what
+
+
+@pytest.mark.parametrize('left_s, gloo_s, nccl_s', [
+    (25, 4, 12), (13, 4, 9), (8.5, 4, 4.5), (8, 0, 0), (-3, 0, 0)])
+def test_a_link_gets_what_it_needs_or_what_is_left(monkeypatch, left_s, gloo_s, nccl_s):
+    monkeypatch.setattr(talks.time, 'monotonic', lambda: 100.0)
+    talk = Rendezvous(Place(0, 1, (), 'node1', 'localhost', 1))
+    talk.until = 100 + left_s
+    assert talks._link_limit_s(talk, 'gloo') == gloo_s
+    assert talks._link_limit_s(talk, 'nccl') == nccl_s
 
 
 def test_a_kernel_that_has_opened_the_gpus_is_told_what_to_run(tmp_path, monkeypatch):
