@@ -121,12 +121,10 @@ def _differing(values):
     return {value: ', '.join(names) for value, names in hosts.items()}
 
 def _in_words(differing):
-    parts = [f'{value} on {hosts}' for value, hosts in differing.items()]
-    return ' and '.join(parts)
+    return ' and '.join(f'{value} on {hosts}' for value, hosts in differing.items())
 
 def _hosts(reports):
-    hosts = [report['host'] for report in reports]
-    return ', '.join(dict.fromkeys(hosts))
+    return ', '.join(dict.fromkeys(report['host'] for report in reports))
 
 def _count(number, word):
     "As in '1 process' and '2 processes'."
@@ -195,6 +193,15 @@ def _recipes(recipe, reports):
     what = f'the recipes differ: {"; ".join(fields)}'
     hosts = ' and '.join(differing.values())
     yield PreflightFinding('recipe', hosts, what, 'Give every node the same file')
+
+# %% ../../nbs/launching/05_preflight.ipynb #5f7a10c2
+def _compilers(recipe, reports):
+    if recipe.cluster.device != 'cuda' or recipe.model.head != 'causal_lm': return
+    for report in reports:
+        if 'error' not in report['compiler']: continue
+        what = f'Triton compiles the loss head in the first step; {report["compiler"]["error"]}'
+        fix = 'Install them (apt install gcc python3-dev), or set CC to the compiler'
+        yield PreflightFinding('compiler', report['host'], what, fix)
 
 # %% ../../nbs/launching/05_preflight.ipynb #9ed2d3a7
 _CLOCK_S = 1.0  # The largest difference that is allowed
@@ -305,7 +312,7 @@ def _link_finding(link):
     return None
 
 # %% ../../nbs/launching/05_preflight.ipynb #4852999f
-_CHECKS = _world, _software, _recipes, _clocks, _files, _disk, _interfaces, _names
+_CHECKS = (_world, _software, _compilers, _recipes, _clocks, _files, _disk, _interfaces, _names)
 
 def assess(
     recipe: Recipe,  # As rank 0 has it
@@ -362,8 +369,7 @@ def _speakers(members):
     return sorted(first.values()) if len(first) > 1 else ranks
 
 def _backends(recipe):
-    if recipe.cluster.device == 'cuda': return 'gloo', 'nccl'
-    return 'gloo',
+    return ('gloo', 'nccl') if recipe.cluster.device == 'cuda' else ('gloo',)
 
 # %% ../../nbs/launching/05_preflight.ipynb #6ab0e002
 class _CheckedRows(threading.Thread):

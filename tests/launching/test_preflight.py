@@ -22,7 +22,7 @@ from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.launching.rendezvous import PreflightFinding, Place, Rendezvous, process_place
-from llm_workbook.launching.node_report import check_shared_directory, describe_source
+from llm_workbook.launching.node_report import check_shared_directory, describe_compiler, describe_source
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -426,6 +426,7 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 FACT = {
     'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
+    'compiler': {'content': '/usr/bin/gcc'},
     'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
     'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
@@ -475,6 +476,46 @@ def test_too_few_gpus():
     recipe = TWO.changed({'cluster.device': 'cuda', 'cluster.processes': 4})
     finding = only(assess(recipe, [FACT | {'gpus': 4}, OTHER | {'gpus': 3}]), 'GPUs')
     assert (finding.host, finding.what) == ('node2', 'torch sees 3 GPUs for 4 processes')
+
+
+@pytest.mark.parametrize('changes, stops', [
+    ({'cluster.device': 'cuda'}, True),
+    ({}, False),  # Triton has no part in a run on CPUs, and none in a classifier
+    ({'cluster.device': 'cuda', 'model.head': 'classification', 'data.format': 'classification'}, False)])
+def test_a_node_without_a_compiler_may_not_train_on_gpus(changes, stops):
+    recipe = TWO.changed(changes)
+    bare = OTHER | {'gpus': 1, 'compiler': {'error': 'there is no gcc, no clang and no CC'}}
+    found = assess(recipe, [FACT | {'gpus': 1}, bare])
+    assert [(f.check, f.host) for f in found] == ([('compiler', 'node2')] if stops else [])
+    for finding in found:
+        assert finding.stops
+        assert 'there is no gcc, no clang and no CC' in finding.what
+        assert 'apt install gcc' in finding.fix
+
+
+def test_a_compiler_is_looked_for_as_triton_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(witness.sysconfig, 'get_path', lambda name: str(tmp_path))
+    path = str(tmp_path)
+    (tmp_path/'cc').touch(0o755)
+    assert 'no gcc, no clang' in describe_compiler({'PATH': path})['error']  # Triton takes no cc
+    (tmp_path/'clang').touch(0o755)
+    assert describe_compiler({'PATH': path}) == {'error': f'there is no {tmp_path/"Python.h"}'}
+    (tmp_path/'Python.h').touch()
+    assert describe_compiler({'PATH': path}) == {'content': f'{tmp_path/"clang"}'}
+    (tmp_path/'gcc').touch(0o755)
+    assert describe_compiler({'PATH': path}) == {'content': f'{tmp_path/"gcc"}'}
+    assert describe_compiler({'PATH': path, 'CC': 'cc'}) == {'content': f'{tmp_path/"cc"}'}
+    for named in '', 'gcc-99':
+        assert f'CC is {named!r}' in describe_compiler({'PATH': path, 'CC': named})['error']
+
+
+def test_a_real_preflight_for_gpus_stops_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv('CC', 'no-such-compiler')
+    recipe = ONE.changed({'cluster.device': 'cuda', 'cluster.processes': 1})
+    found = {f.check: f for f in preflight(recipe, tmp_path/'run').problems}
+    assert "CC is 'no-such-compiler', which is no program here" in found['compiler'].what
+    monkeypatch.setenv('CC', sys.executable)  # Any program will do for a look
+    assert 'no program here' not in f'{preflight(recipe, tmp_path/"run")}'
 
 
 LINK = {
