@@ -22,7 +22,8 @@ from llm_workbook.launching.preflight import assess, preflight
 from llm_workbook.parallel.ranks import free_port, run_ranks
 from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.launching.rendezvous import PreflightFinding, Place, Rendezvous, process_place
-from llm_workbook.launching.node_report import check_shared_directory, describe_compiler, describe_source
+from llm_workbook.launching.node_report import (
+    check_shared_directory, describe_compiler, describe_source)
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -481,7 +482,8 @@ def test_too_few_gpus():
 @pytest.mark.parametrize('changes, stops', [
     ({'cluster.device': 'cuda'}, True),
     ({}, False),  # Triton has no part in a run on CPUs, and none in a classifier
-    ({'cluster.device': 'cuda', 'model.head': 'classification', 'data.format': 'classification'}, False)])
+    ({'cluster.device': 'cuda', 'model.head': 'classification',
+      'data.format': 'classification'}, False)])
 def test_a_node_without_a_compiler_may_not_train_on_gpus(changes, stops):
     recipe = TWO.changed(changes)
     bare = OTHER | {'gpus': 1, 'compiler': {'error': 'there is no gcc, no clang and no CC'}}
@@ -702,7 +704,7 @@ def test_nccl_gets_options_and_raises_at_its_limit_in_place_of_ending_the_proces
 
 
 @pytest.mark.parametrize('error, words', [
-    (TypeError('__init__(): incompatible arguments\n 1. another'), '__init__(): incompatible arguments'),
+    (TypeError('__init__(): wrong arguments\n 1. another'), '__init__(): wrong arguments'),
     (ValueError(), 'ValueError')])
 def test_any_error_of_a_probe_is_a_finding_of_that_link(monkeypatch, error, words):
     def refuse(*args): raise error
