@@ -57,8 +57,10 @@ def assert_parity(wide, half, method):
 
 # What it trains
 
-@pytest.mark.parametrize('strategy', ['none', 'ddp', 'fsdp2'])
-@pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
+@pytest.mark.parametrize('method, strategy', [
+    ('full', 'fsdp2'), ('lora', 'ddp'), ('qlora', 'none'),
+    slow_case('full', 'none'), slow_case('full', 'ddp'), slow_case('lora', 'none'),
+    slow_case('lora', 'fsdp2'), slow_case('qlora', 'ddp'), slow_case('qlora', 'fsdp2')])
 def test_float16_trains_as_float32_does(tmp_path, method, strategy):
     recipe = recipe_of(tmp_path, method, strategy)
     wide = fine_tune(recipe.changed(WIDE), tmp_path/'wide')
@@ -71,6 +73,7 @@ def test_float16_trains_as_float32_does(tmp_path, method, strategy):
     ) == ('float16', 'float32', 'dynamic')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('changes', [
     {'sharding.loading': 'sharded'},
     {'sharding.activation_checkpointing': 'full'},
@@ -197,6 +200,7 @@ def test_the_loop_skips_what_the_trainer_skips(tmp_path, monkeypatch):
             {key: b[key] for key in b if key != 'seconds'}, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_classifier_computes_in_float16(tmp_path):
     shrunk = shrink(Recipe.named('70b-2x4-h100-zero3-qlora-classifier'))
     recipe = shrunk.changed({
@@ -213,7 +217,7 @@ def test_a_classifier_computes_in_float16(tmp_path):
 FLOOR = 'FloatingPointError: the loss scale fell below 1 after 3 .*set precision.compute to bf'
 
 
-@pytest.mark.parametrize('strategy', ['none', 'ddp', 'fsdp2'])
+@pytest.mark.parametrize('strategy', [slow_case('none'), slow_case('ddp'), 'fsdp2'])
 def test_a_scale_that_falls_to_its_floor_ends_the_run(tmp_path, monkeypatch, strategy):
     far_too_large(monkeypatch, 4.0)
     recipe = recipe_of(tmp_path, 'lora', strategy, **HALF)
