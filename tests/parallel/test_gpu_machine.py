@@ -59,8 +59,8 @@ def test_the_emulation_is_one(gpu_machine):
     def ask():
         with torch.random.fork_rng(): return torch.cuda.device_count()
 
-    with pytest.raises(AssertionError, match='touches CUDA'): torch.zeros(1, device='cpu').cuda()
-    with pytest.raises(module.RankError, match='re-initialize CUDA|has no attribute'):
+    with pytest.raises(AssertionError, match='touches CUDA'): torch.zeros(1).cuda()
+    with pytest.raises(module.RankError, match='re-initialize CUDA'):
         notebook_ranks(ask, 1, env={'ACCELERATE_USE_CPU': 'true'})
 
 
