@@ -26,7 +26,7 @@ from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import base_config, load_tokenizer
 from ..parallel.backends import (
-    check_transport, cpu_fsdp, fsdp_env, mixed_precision, zero_config)
+    check_transport, cpu_fsdp, fsdp_env, mixed_precision, set_offload, zero_config)
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
@@ -147,13 +147,14 @@ def sft_config(
     "Say `recipe` in TRL's words."
     from trl import SFTConfig
     batch, optimizer, sharding = recipe.batch, recipe.optimizer, recipe.sharding
+    on_gpu = recipe.cluster.device != 'cpu'
     zero = zero_config(recipe) if sharding.strategy.startswith('zero') else None
     schedule, warmup_steps = rate_schedule(recipe)
     recompute = sharding.activation_checkpointing == 'full' and sharding.strategy != 'fsdp2'
     return SFTConfig(
         output_dir=str(directory),
         seed=recipe.seed, data_seed=recipe.seed,
-        use_cpu=recipe.cluster.device == 'cpu',
+        use_cpu=not on_gpu,
         deepspeed=zero,
         bf16=mixed_precision(recipe) == 'bf16', fp16=mixed_precision(recipe) == 'fp16',
         gradient_checkpointing=recompute,
@@ -162,19 +163,17 @@ def sft_config(
         per_device_train_batch_size=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         max_length=batch.length,
+        pad_to_multiple_of=math.gcd(batch.length, 8) if on_gpu and batch.micro > 1 else None,
         average_tokens_across_devices=True,
         assistant_only_loss=True,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=recipe.cluster.device != 'cpu',
+        dataloader_num_workers=0, dataloader_pin_memory=on_gpu,
         remove_unused_columns=False,
 
         max_steps=optimizer.steps,
         optim=_OPTIM[optimizer.kind],
-        learning_rate=optimizer.learning_rate,
-        lr_scheduler_type=schedule,
+        learning_rate=optimizer.learning_rate, lr_scheduler_type=schedule,
         warmup_steps=warmup_steps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.clip,
+        weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.clip,
 
         save_strategy='steps' if recipe.intervals.saving else 'no',
         save_steps=recipe.intervals.saving or 1,
@@ -298,6 +297,7 @@ def make_trainer(
     trainer = resumable(SFTTrainer)(
         model, args, train_dataset=_dataset(rows, keys, longest),
         eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)
+    set_offload(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
@@ -433,12 +433,12 @@ class Run:
 
     def _repr_html_(self):
         heads = ('rank', 'bytes of parameters held', '4-bit payload, before and after',
-                 'host memory, peak')
+                 'memory, peak')
         rows = []
         for number, rank in enumerate(self.ranks):
             shards, memory = rank['shards'], rank['memory']
             rows.append((number, f'{shards.here_b:,} of {shards.total_b:,}',
-                         rank['payload'] or 'none', f'{memory.peak.host_b / 2**20:,.0f} MiB'))
+                         rank['payload'] or 'none', str(memory.peak)))
         return f'<p>{escape(self.recipe.name)}: {self._summary()}</p>' + html_table(heads, rows)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #a661f0de

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEPT_CHECKPOINTS', 'set_up_device', 'RunLog', 'RankRun', 'commit_step', 'load_step', 'read_converted', 'check_shards',
-           'payload_digest', 'check_payload']
+           'payload_digest', 'check_payload', 'bring_head']
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c104
 import os
@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from ..checkpoint.manifest import check_checkpoint, prune
 from ..checkpoint.save_load import finish_saving, load_checkpoint, save_checkpoint
@@ -227,11 +229,13 @@ def check_shards(
     recipe: Recipe,  # Its sharding and cluster are read
     model: 'torch.nn.Module',  # As it was prepared
 ) -> 'ShardReport':  # What this rank holds
-    "Ask every rank whether the model is sharded as asked."
-    sharding, ranks = recipe.sharding, recipe.cluster.ranks
+    "Ask every rank whether the model is sharded as asked, and bring its head to the loss."
+    sharding, cluster = recipe.sharding, recipe.cluster
     def check_here():
-        return assert_sharding(model, sharding.strategy, ranks, sharding.group)
-    return on_every_rank(check_here)[run.rank] if run.votes else check_here()
+        return assert_sharding(model, sharding.strategy, cluster.ranks, sharding.group)
+    report = on_every_rank(check_here)[run.rank] if run.votes else check_here()
+    if run.votes and recipe.model.head == 'causal_lm': bring_head(model, cluster.device)
+    return report
 
 def payload_digest(
     recipe: Recipe,  # Its method and strategy are read
@@ -251,3 +255,41 @@ def check_payload(
     payload = payload_digest(recipe, model)
     if payload == before: return payload
     raise RuntimeError(f'training changed the 4-bit payload: {before} became {payload}')
+
+# %% ../../nbs/training/06_rank_run.ipynb #3b8d20e2
+def bring_head(
+    model: 'torch.nn.Module',  # As it was prepared; its forward pass is changed
+    device: str,  # Of the run: 'cpu' or 'cuda'
+) -> bool:  # Whether the head waits somewhere else, and is brought from there
+    "Let the loss read the output head on `device`, where FSDP2 would leave it in host memory."
+    bare = getattr(model, 'module', model)  # Inside of DDP or DeepSpeed
+    base = bare.get_base_model() if hasattr(bare, 'get_base_model') else bare
+    head, forward = base.get_output_embeddings(), base.forward
+    place = _place(head)
+    if place == device or _is_gathered(head): return False
+    if not hasattr(head.weight, 'full_tensor'):
+        names = [name for name, module in base.named_modules() if module is head]
+        raise ValueError(f'the output head {names[0]} is on {place} and the run on {device}, so '
+                         'its loss would be there too: set sharding.offload_parameters to none')
+
+    def read_head():
+        bias = getattr(head, 'bias', None)
+        return SimpleNamespace(weight=head.weight.to(device),
+                               bias=bias if bias is None else bias.to(device))
+
+    def forward_with_head(*inputs, **options):
+        with patch.object(base, 'get_output_embeddings', read_head):
+            return forward(*inputs, **options)
+
+    base.forward = forward_with_head
+    return True
+
+def _place(head): return head.weight.device.type
+
+def _is_gathered(head):
+    "Whether FSDP2 gathers the head with a module that is called: a norm, an embedding or the root."
+    from torch.distributed.fsdp import FSDPModule
+    if not hasattr(head.weight, 'full_tensor'): return False
+    if not isinstance(head, FSDPModule): return True
+    group = head._get_fsdp_state()._fsdp_param_group
+    return any(module is not head for module in group.modules)

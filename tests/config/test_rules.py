@@ -244,6 +244,7 @@ def test_offload_of_fsdp2_pins_memory():
     assert env['FSDP_OFFLOAD_PARAMS'] == 'true'
     assert planned_only(recipe)
     assert not planned_only(recipe.changed({'cluster.device': 'cuda'}))
+    assert not planned_only(recipe.changed({'sharding.pin_memory': False}))
     with pytest.raises(RankError, match='Cannot access accelerator device when none is available'):
         notebook_ranks(run, 2, env=env, timeout_s=120)
 

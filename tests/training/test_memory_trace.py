@@ -1,12 +1,16 @@
-"""Memory of the GPU: what tensors use and what torch holds; no GPU is asked 500 times a second."""
+"""Memory of the GPU: what tensors use and what torch holds; samples read the host alone."""
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llm_workbook.config.recipe import Recipe
 from llm_workbook.training import memory_trace as module
-from llm_workbook.training.memory_trace import Bytes, memory_trace
+from llm_workbook.training.fine_tune import Run
+from llm_workbook.training.memory_trace import Bytes, MemoryTrace, memory_trace
+from llm_workbook.training.run_directory import RunFiles, write_line
 
 
 class FakeCuda:
@@ -68,5 +72,16 @@ def test_without_a_gpu_the_host_is_shown_alone():
     with memory_trace() as trace: pass
     assert (trace.peak.gpu_b, trace.peak.reserved_b) == (0, 0)
     assert 'GPU' not in str(trace.peak)
-    found = str(Bytes(2**31, None, 2**30, 3 * 2**29))
-    assert found == 'host 2,048 MiB, GPU 1,024 MiB (1,536 reserved)'
+    both = Bytes(2**31, None, 2**30, 3 * 2**29)
+    assert str(both) == 'host 2,048 MiB, GPU 1,024 MiB (1,536 reserved)'
+
+
+def test_the_table_of_a_run_shows_both_figures_of_a_gpu(tmp_path):
+    write_line(RunFiles(tmp_path).metrics, {'step': 1, 'seconds': 1.0, 'loss': 2.0})
+    shards = SimpleNamespace(here_b=1, total_b=2)
+    def table(peak):
+        rank = {'shards': shards, 'payload': None, 'memory': MemoryTrace(Bytes(), peak)}
+        return Run(Recipe.named('reviews-qlora'), tmp_path, [rank])._repr_html_()
+    both = table(Bytes(2**30, None, 2**31, 3 * 2**30))
+    assert 'host 1,024 MiB, GPU 2,048 MiB (3,072 reserved)' in both
+    assert 'GPU' not in table(Bytes(2**30))
