@@ -8,6 +8,8 @@ FLAGS ?=
 LINE ?=
 ONLY ?=
 JOBS ?= 2
+TORCH ?= torch
+CUDA_VENV := .venv-cuda
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true  # On all cores, as pip cannot; some files are templates
@@ -20,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-cluster mutants cluster-up cluster-down book lab bench docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-cluster test-cuda-wheel mutants cluster-up cluster-down book lab bench docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -43,6 +45,11 @@ test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on rea
 
 test-cluster: $(VENV)/.dev $(VENV)/.compiler ## Train, preempt, cut and resume on a real SLURM of two nodes (needs root and slurm-wlm)
 	@$(BIN)/python tools/suite.py cluster
+
+# `===` asks for this very name: an index may also have a build for CPUs, whose name says so, and pip would prefer it.
+test-cuda-wheel: ## Run recipes on CPU ranks with torch's CUDA build (5 GB, in .venv-cuda), on an emulated GPU machine
+	@$(MAKE) --no-print-directory VENV=$(CUDA_VENV) TORCH="$$(sed -n 's/^\(torch\)==/\1===/p' constraints.txt)" $(CUDA_VENV)/.dev
+	@$(CUDA_VENV)/bin/python tools/suite.py cuda-wheel
 
 mutants: $(VENV)/.dev $(VENV)/.compiler ## Plant known mistakes in a copy and see that the tests catch them (ONLY=name for one, JOBS=2)
 	@ONLY="$(ONLY)" JOBS="$(JOBS)" $(BIN)/python tools/mutants.py
@@ -79,10 +86,10 @@ hooks: $(VENV)/.hooks ## Let git merge and Jupyter save notebooks without noise
 
 clean: ## Remove what the other commands made, except the environment
 	@rm -rf _proc _docs build dist runs *.egg-info .pytest_cache .last_checked nbs/.last_checked
-	@find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -print0 | xargs -0 rm -rf
+	@find . \( -path ./$(VENV) -o -path ./$(CUDA_VENV) \) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## Remove the environment too
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) $(CUDA_VENV)
 
 # Set-up: one stamp for each extra; a stamp is made anew when what it was installed from has changed.
 
@@ -95,8 +102,8 @@ $(VENV)/.python:
 
 # torch first and alone, so that a CPU build is never replaced by another package's wish.
 $(VENV)/.torch: constraints.txt | $(VENV)/.python
-	@echo "Installing torch $(if $(TORCH_INDEX),from $(TORCH_INDEX),as pip is configured)"
-	@$(PIP) torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "Installing $(TORCH) $(if $(TORCH_INDEX),from $(TORCH_INDEX),as pip is configured)"
+	@$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
 $(VENV)/.run $(VENV)/.lab $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: $(HOUSE) | $(VENV)/.torch

@@ -1,4 +1,4 @@
-"""What `make test`, `make test-fault` and `make test-cluster` do; each part prints its time.
+"""What `make test`, `test-fault`, `test-cluster` and `test-cuda-wheel` do; each part prints its time.
 
 `make test` runs `nbdev_test` and pytest side by side, with two processes each on two cores: a page
 or a test often waits for others.
@@ -164,7 +164,7 @@ def checks() -> None:
 
 def faults() -> None:
     "Run all tests of faults, and the pages and slow tests that `make test` leaves out."
-    chosen = '(fault or slow) and not (cluster or cuda or net)'
+    chosen = '(fault or slow) and not (cluster or cuda or net or wheel)'
     pages_and_tests('long pages, faults and slow tests',
                     nbdev_command(max(1, CORES // 4), '--file_re', LONG),
                     pytest_command(max(3, CORES // 2), '-m', chosen))
@@ -173,6 +173,17 @@ def faults() -> None:
 def cluster() -> None:
     "Run what needs a SLURM of two nodes, which the tests bring up; they say why where they cannot."
     run(sys.executable, '-m', 'pytest', '-q', '--durations=8', '-m', 'cluster', 'tests/cluster')
+
+
+def cuda_wheel() -> None:
+    """Run recipes on CPU ranks with torch's build for CUDA, on an emulated machine with a GPU.
+
+    This program runs in the environment that has this build.
+    """
+    os.environ.update(QUIET)
+    with part('CPU runs with the CUDA build'):
+        run(sys.executable, '-m', 'pytest', '-q', '--durations=8', '-n', str(max(2, CORES // 2)),
+            '-m', 'not cuda', 'tests/parallel/test_gpu_machine.py')
 
 
 def test() -> None:
@@ -184,4 +195,5 @@ def test() -> None:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    {'faults': faults, 'cluster': cluster}.get(' '.join(sys.argv[1:]), test)()
+    commands = {'faults': faults, 'cluster': cluster, 'cuda-wheel': cuda_wheel}
+    commands.get(' '.join(sys.argv[1:]), test)()

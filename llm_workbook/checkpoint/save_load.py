@@ -6,16 +6,16 @@
 __all__ = ['random_state', 'set_random_state', 'Saving', 'finish_saving', 'save_checkpoint', 'load_checkpoint', 'to_universal']
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #07e3b3e0
-import hashlib, json, random, re, shlex, shutil, subprocess, sys, threading, time, warnings
+import hashlib, json, math, random, re, shlex, shutil, subprocess, sys, threading, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from .disk import disk_errors
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest
 from .manifest import begin_save, check_checkpoint, commit_checkpoint
-from llm_workbook.checkpoint.sharded_files import (
-    CheckpointError, base_digest, checkpoint_tensors, local_slices, read_slices, stored_tensors,
-    unwrapped_parameters, write_slices)
+from .sharded_files import (
+    CheckpointError, checkpoint_tensors, describe_base, local_slices, read_slices,
+    stored_tensors, unwrapped_parameters, write_slices)
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #19876009
@@ -256,10 +256,10 @@ def _strategy(model):
     _, ranks = rank_and_world()
     return 'ddp' if ranks > 1 else 'none'
 
-def _frozen_digest(model):
-    "`base_digest`, taken once: what is frozen stays as it is."
+def _frozen_base(model):
+    "`describe_base`, called once: what is frozen stays as it is."
     inner = _inner(model, 'module')
-    if '_llmw_base' not in vars(inner): inner._llmw_base = base_digest(model)
+    if '_llmw_base' not in vars(inner): inner._llmw_base = describe_base(model)
     return inner._llmw_base
 
 def _step(folder):
@@ -275,7 +275,7 @@ def save_checkpoint(
     optimizer: 'torch.optim.Optimizer | None' = None,  # Or accelerate's around it; not DeepSpeed's
     scheduler: 'LRScheduler | None' = None,  # Of the learning rate
     facts: dict | None = None,  # All else that JSON keeps: data position, method, recipe_hash
-    wait: bool = True,  # False returns when all is copied to the host, and a thread writes
+    wait: bool = True,  # False returns when all is copied to the host, while a thread writes on
 ) -> Saving:  # Committed if `wait`; else its `result()` tells
     "Save together with the other ranks, each its part; nothing is gathered."
     begin_s = time.monotonic()
@@ -285,7 +285,7 @@ def save_checkpoint(
     if _is_engine(model) and not wait:
         raise ValueError('DeepSpeed writes its own files: pass wait=True')
     finish_saving()
-    payload = _frozen_digest(model)
+    base = _frozen_base(model)
     files = _files(model, optimizer, scheduler, facts, copy=not wait)
     slices = [part for value in files.values() if isinstance(value, list) for part in value]
     size_b = sum(tensor.nbytes for _, tensor, _ in slices)
@@ -295,10 +295,11 @@ def save_checkpoint(
         if rank == 0: begin_save(folder.parent, step, needed_b)
 
     on_every_rank(begin)
-    if _is_engine(model): _save_zero(folder, model, adapted=bool(payload))
+    if _is_engine(model): _save_zero(folder, model, adapted=bool(base.digest))
     manifest_facts = {
-        'step': step, 'ranks': ranks, 'strategy': _strategy(model), 'payload': payload or None,
-        'method': facts.get('method') or ('adapters' if payload else 'full'),
+        'step': step, 'ranks': ranks, 'strategy': _strategy(model),
+        'payload': base.digest or None, 'extra': {'base': base._asdict()} if base.digest else {},
+        'method': facts.get('method') or ('adapters' if base.digest else 'full'),
         'recipe_hash': facts.get('recipe_hash') or ''}
     saving = Saving(folder, size_b)
     saving._thread = threading.Thread(
@@ -343,11 +344,22 @@ def _check_parts(folder, manifest, optimizer, scheduler):
 
 def _check_base(folder, manifest, model):
     "Raise unless what is frozen in `model` is what the checkpoint was trained on."
-    payload = _frozen_digest(model) or None
-    if payload != manifest.payload:
+    base = _frozen_base(model)
+    if (base.digest or None) == manifest.payload: return
+    if not _is_rounded(base, manifest.extra.get('base')):
         raise CheckpointError(
             f'{folder.name} was trained on a base with digest {manifest.payload}, and this one has '
-            f'{payload}: load the base that was trained on, in the same precision')
+            f'{base.digest or None}: load the base that was trained on, in the same precision')
+    warnings.warn(f'{folder.name} was trained on this base as another device packs it: the 4-bit '
+                  'codes are the same, and its scales differ in their last bits', stacklevel=3)
+
+_SAME_SCALES = 1e-3  # Relative difference: a few 8-bit codes of a small layer may differ too
+
+def _is_rounded(base, saved):
+    "Whether two bases differ in nothing but how a device rounds the mean of the scales."
+    if not saved or base.bits != saved['bits']: return False
+    pairs = zip(base.scales, saved['scales'], strict=True)
+    return all(math.isclose(*pair, rel_tol=_SAME_SCALES) for pair in pairs)
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #b2cec68e
 def load_checkpoint(
@@ -451,6 +463,7 @@ def to_universal(
         if name.startswith('zero/'): continue
         (converted / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, converted / name)
-    same = manifest.model_dump(include={'step', 'ranks', 'method', 'recipe_hash', 'payload'})
+    same = manifest.model_dump(include={'step', 'ranks', 'method', 'recipe_hash', 'payload',
+                                        'extra'})
     commit_checkpoint(converted, same | {'strategy': f'{manifest.strategy}-universal'})
     return converted

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CheckpointError', 'unwrapped_parameters', 'checkpoint_tensors', 'local_slices', 'write_slices', 'stored_tensors',
-           'fill_slices', 'read_slices', 'base_digest']
+           'fill_slices', 'read_slices', 'Base', 'describe_base', 'base_digest']
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #3d1cd461
 import hashlib, json, math, os, warnings
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..model.architecture import in_tower, towers
+from ..model.nf4 import scales
 from ..model.weight_files import header_bytes, tensor_bytes, tensor_entry
 from ..parallel.agreement import on_every_rank, rank_and_world
 
@@ -95,8 +96,8 @@ def _part(tensor):
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #d8c793d4
 def local_slices(
     tensors: dict,  # Name -> tensor, the same names on all ranks; name@r is rank r's own
-    copy: bool = False,  # Whether the parts must outlive a change of `tensors`
-) -> list[tuple]:  # (name, this rank's part on the host, its offset in each dimension)
+    copy: bool = False,  # Whether the parts must outlive a change of `tensors`: all on the host
+) -> list[tuple]:  # (name, this rank's part, its offset in each dimension)
     "Say what this rank writes: its slices, and its share of what all ranks hold whole."
     rank, ranks = rank_and_world()
     for name, tensor in tensors.items():
@@ -112,9 +113,8 @@ def local_slices(
             writes = writer == rank
         empty = tensor.numel() and not part.local.numel()
         if not writes or empty: continue
-        host = part.local.cpu()
-        if copy and host.data_ptr() == part.local.data_ptr(): host = host.clone()
-        slices.append((name, host, part.offset))
+        local = part.local.to('cpu', copy=True) if copy else part.local
+        slices.append((name, local, part.offset))
     return slices
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #28eb0176
@@ -122,7 +122,7 @@ def write_slices(
     path: 'str | Path',  # One file for this rank
     parts: list[tuple],  # As `local_slices` gives them
 ) -> int:  # Bytes of the file
-    "Write `parts` as safetensors, straight from memory, with offsets where torch looks for them."
+    "Write `parts` as safetensors, one after another, with offsets where torch looks for them."
     parts = sorted(parts, key=lambda part: (-part[1].element_size(), part[0]))
     offsets = {name: {'saved_offsets': offset} for name, _, offset in parts}
     entries, end_b = {}, 0
@@ -132,7 +132,7 @@ def write_slices(
         end_b += tensor.nbytes
     with open(path, 'wb') as file:
         file.write(header_bytes(entries, {'DCP_SHARDING_INFO': json.dumps(offsets)}))
-        for _, tensor, _ in parts: file.write(tensor_bytes(tensor))
+        for _, tensor, _ in parts: file.write(tensor_bytes(tensor.cpu()))  # One on the host
         file.flush()
         os.fsync(file.fileno())  # On the disk of this node; rank 0 cannot see to that
         return file.tell()
@@ -210,19 +210,22 @@ def _mixed_sum(name, words, start):
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #b17bcdb8
 def _frozen(model):
-    "Yield (name, tensor) of what no checkpoint holds: parameters, and statistics of 4-bit layers."
+    """Yield (name, tensor, whether its last bits depend on the device) of what no checkpoint holds.
+
+    These are parameters, and the statistics of 4-bit layers.
+    """
     kept = _frozen_towers(model)
     for name, p in unwrapped_parameters(model).items():
-        if not p.requires_grad and name not in kept: yield name, p
+        if not p.requires_grad and name not in kept: yield name, p, False
     for module_name, module in _unwrapped(model).named_modules():
         state, name = getattr(module, 'quant_state', None), _plain_name(module_name)
         if state is None: continue
-        yield f'{name}.absmax', state.absmax
-        yield f'{name}.code', state.code
+        yield f'{name}.absmax', state.absmax, state.nested
+        yield f'{name}.code', state.code, False
         if not state.nested: continue
-        yield f'{name}.offset', state.offset
-        yield f'{name}.absmax2', state.state2.absmax
-        yield f'{name}.code2', state.state2.code
+        yield f'{name}.offset', state.offset, True
+        yield f'{name}.absmax2', state.state2.absmax, True
+        yield f'{name}.code2', state.state2.code, False
 
 class _Words(NamedTuple):
     "The words of a frozen tensor that this rank adds to its sum."
@@ -245,22 +248,49 @@ def _words(name, tensor):
     return _Words(words, start, part.whole)
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #99a3b788
-def base_digest(
+class Base(NamedTuple):
+    "What tells one frozen base from another."
+    digest: str  # 16 hex digits of all that is frozen; '' where nothing is
+    bits: str  # Of all but the statistics of double quantisation
+    scales: list[float]  # Of each 4-bit layer: mean of its scales, and their mean distance from it
+
+def describe_base(
     model: 'torch.nn.Module',  # As `unwrapped_parameters` takes it; all ranks call this together
-) -> str:  # 16 hex digits, the same on any number of ranks; '' where all trains but towers
-    "Hash all that is frozen in `model`; nothing is gathered but one number per tensor."
-    parts = {name: _words(name, tensor) for name, tensor in _frozen(model)}
+) -> Base:  # The same on any number of ranks
+    "Describe what is frozen in `model`; nothing is gathered but one number per tensor."
+    frozen = {name: (_words(name, tensor), rounds) for name, tensor, rounds in _frozen(model)}
 
     def local_sums():
-        return {name: _mixed_sum(name, part.words, part.start) for name, part in parts.items()}
+        return {name: _mixed_sum(name, part.words, part.start)
+                for name, (part, _) in frozen.items()}
 
     sums = on_every_rank(local_sums)
     totals = {}
-    for name, part in parts.items():
+    for name, (part, _) in frozen.items():
         by_rank = [rank_sums[name] for rank_sums in sums]
         if part.whole and len(set(by_rank)) > 1:
             raise CheckpointError(f'{name} is not the same on all ranks, '
                                   'though each holds it whole')
         totals[name] = by_rank[0] if part.whole else sum(by_rank) % 2**64
+    exact = {name: total for name, total in totals.items() if not frozen[name][1]}
+    return Base(_hex(totals), _hex(exact), _mean_scales(model))
+
+def _hex(totals):
     if not totals: return ''
     return hashlib.sha256(repr(sorted(totals.items())).encode()).hexdigest()[:16]
+
+def _mean_scales(model):
+    states = [getattr(module, 'quant_state', None) for module in _unwrapped(model).modules()]
+    values = []
+    for state in filter(None, states):
+        of_blocks = scales(state).double()
+        mean = of_blocks.mean()
+        values += [mean.item(), (of_blocks - mean).abs().mean().item()]
+    return values
+
+# %% ../../nbs/checkpoint/03_sharded_files.ipynb #99a3b789
+def base_digest(
+    model: 'torch.nn.Module',  # As `unwrapped_parameters` takes it; all ranks call this together
+) -> str:  # 16 hex digits, the same on any number of ranks; '' where all trains but towers
+    "Hash all that is frozen in `model`."
+    return describe_base(model).digest

@@ -350,7 +350,9 @@ def load_adapters(
     is_name = isinstance(source, (str, Path))
     base = load_base(source, method, precision, device, revision) if is_name else source
     tensors = load_file(file)
-    with _without_peft_warning(): model = PeftModel.from_pretrained(base, str(directory)).eval()
+    options = {'torch_device': str(base.device)}  # By default they come by way of a GPU
+    with _without_peft_warning():
+        model = PeftModel.from_pretrained(base, str(directory), **options).eval()
     _check_shapes(model, tensors, file)
     loaded = {_name_in_file(name): parameter for name, parameter in model.named_parameters()}
     lost = [name for name, tensor in tensors.items() if not loaded[name].cpu().equal(tensor)]

@@ -1,13 +1,15 @@
 """CPU ranks on a machine with a GPU: nothing touches it, neither in the kernel nor in a rank.
 
-The GPU is emulated. Torch's Python side answers as a CUDA build does where one GPU is visible and a
-library has opened it, as bitsandbytes does when it is imported: it has counted one device, a forked
-process can open none, and FSDP2's default device is CUDA.
+The GPU is emulated. The tests marked `wheel` are for the CUDA build of torch, which make
+test-cuda-wheel installs: on it, the pages of recipes and the quickstart run on that machine too.
 """
-import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from emulated_gpu import emulate
+from page import ROOT
 from trouble import fine_tune, losses, slow_case, small_recipe
 
 from llm_workbook import Recipe, rehearse
@@ -26,32 +28,7 @@ ZERO = {
 @pytest.fixture
 def gpu_machine(monkeypatch):
     "Let torch say that there is a GPU, and that this process has opened it."
-    # Imported before CUDA says that it is there
-    import datasets, peft, transformers.trainer, trl.trainer.sft_trainer  # noqa: E401, F401
-    kernel = os.getpid()
-
-    def open_cuda():
-        if os.getpid() != kernel:
-            raise RuntimeError('Cannot re-initialize CUDA in forked subprocess')
-        raise AssertionError('the kernel touches CUDA')
-
-    def device_count():
-        known = torch.cuda._cached_device_count
-        if known is not None: return known
-        return 0 if os.environ.get('CUDA_VISIBLE_DEVICES') == '' else 1
-
-    changes = {
-        '_lazy_init': open_cuda,
-        'set_device': lambda device: open_cuda(),
-        'current_device': open_cuda,
-        'device_count': device_count,
-        'is_available': lambda: device_count() > 0,
-        '_is_in_bad_fork': lambda: os.getpid() != kernel,
-        'manual_seed_all': lambda seed: None,  # Of a kernel that has opened CUDA, harmless
-        '_cached_device_count': 1}
-    for name, value in changes.items(): monkeypatch.setattr(torch.cuda, name, value)
-    accelerator = torch.device('cuda')
-    monkeypatch.setattr(torch._C, '_get_accelerator', lambda *args: accelerator)
+    emulate(monkeypatch.setattr)
 
 
 def test_the_emulation_is_one(gpu_machine):
@@ -108,3 +85,22 @@ def test_a_rehearsal_leaves_it_alone(request):
     request.getfixturevalue('gpu_machine')
     found = rehearse(recipe)
     assert (found.peak_b, len(found.messages)) == (plain.peak_b, len(plain.messages))
+
+
+# On the CUDA build
+
+PAGES = sorted((ROOT/'nbs/recipes').glob('*.ipynb'))
+
+
+@pytest.mark.wheel
+def test_this_torch_is_a_build_with_cuda():
+    assert torch.version.cuda
+    assert not torch.cuda.is_available()  # Else the emulation would hide a real GPU
+
+
+@pytest.mark.wheel
+@pytest.mark.parametrize('page', [ROOT/'nbs/book/00_quickstart.ipynb', *PAGES], ids=lambda p: p.stem)
+def test_the_cells_of_recipes_leave_it_alone(page):
+    program = ROOT/'tests/emulated_gpu.py'
+    done = subprocess.run([sys.executable, program, page], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

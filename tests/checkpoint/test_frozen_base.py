@@ -1,0 +1,83 @@
+"""The frozen base of a checkpoint: the same on another kind of GPU, and never another one."""
+import weakref
+
+import pytest
+import torch
+
+from llm_workbook.checkpoint.manifest import MANIFEST, Manifest
+from llm_workbook.checkpoint.save_load import load_checkpoint, save_checkpoint
+from llm_workbook.checkpoint.sharded_files import (
+    CheckpointError, local_slices, read_slices, write_slices)
+from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.quantize import load_nf4
+
+
+def packed(change):
+    "The tiny base with adapters, the statistics of its first packed layer changed."
+    model = add_adapters(load_nf4('tiny-base', device='cpu'))
+    layer = next(m for m in model.modules() if getattr(m, 'quant_state', None) is not None)
+    change(layer.quant_state)
+    return model
+
+
+def round_mean(state): state.offset = torch.nextafter(state.offset, state.offset.new_tensor(1.))
+def round_scales(state): state.state2.absmax *= 1 + 2**-23
+def another_code(state): state.absmax[5] += 1
+def another_scale(state): state.state2.absmax *= 1.01
+def another_mean(state): state.offset += 1e-3
+
+
+@pytest.mark.parametrize('change', [round_mean, round_scales, another_code])
+def test_a_base_that_another_device_has_packed_is_the_same_base(tmp_path, change):
+    save_checkpoint(tmp_path / 'checkpoint-1', packed(lambda state: None))
+    with pytest.warns(UserWarning, match='as another device packs it'):
+        load_checkpoint(tmp_path / 'checkpoint-1', packed(change), weights_only=True)
+
+
+@pytest.mark.parametrize('change', [another_scale, another_mean])
+def test_a_base_with_other_scales_is_another_base(tmp_path, change):
+    save_checkpoint(tmp_path / 'checkpoint-1', packed(lambda state: None))
+    with pytest.raises(CheckpointError, match='was trained on a base with digest'):
+        load_checkpoint(tmp_path / 'checkpoint-1', packed(change), weights_only=True)
+
+
+def test_a_checkpoint_of_a_version_that_kept_one_digest_is_compared_by_it(tmp_path):
+    folder = tmp_path / 'checkpoint-1'
+    save_checkpoint(folder, packed(lambda state: None))
+    manifest = Manifest.parse((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(manifest.model_copy(update={'extra': {}}).dump())
+    load_checkpoint(folder, packed(lambda state: None), weights_only=True)
+    with pytest.raises(CheckpointError, match='was trained on a base with digest'):
+        load_checkpoint(folder, packed(round_mean), weights_only=True)
+
+
+# Parts of tensors
+
+class Elsewhere(torch.Tensor):
+    "A tensor that counts how many of its copies on the host live at once."
+    alive, most = [], 0
+
+    def cpu(self):
+        copy = self.as_subclass(torch.Tensor).clone()
+        weakref.finalize(copy, Elsewhere.alive.pop)
+        Elsewhere.alive.append(1)
+        Elsewhere.most = max(Elsewhere.most, len(Elsewhere.alive))
+        return copy
+
+
+def test_parts_come_to_the_host_one_at_a_time(tmp_path):
+    tensors = {str(i): torch.full((1000,), float(i)).as_subclass(Elsewhere) for i in range(8)}
+    parts = [(name, tensor.data.as_subclass(Elsewhere), (0,)) for name, tensor in tensors.items()]
+    write_slices(tmp_path / 'rank-00000-of-00001.safetensors', parts)
+    assert Elsewhere.most <= 2 and not Elsewhere.alive  # One is freed when the next has come
+    found = {name: torch.zeros(1000) for name in tensors}
+    read_slices(tmp_path, found)
+    assert all((found[name] == float(name)).all() for name in tensors)
+
+
+def test_parts_stay_where_they_are_unless_they_must_outlive_a_change():
+    weight = torch.ones(4)
+    (_, here, _), = local_slices({'weight': weight})
+    (_, copied, _), = local_slices({'weight': weight}, copy=True)
+    weight += 1
+    assert here.tolist() == [2.0] * 4 and copied.tolist() == [1.0] * 4
