@@ -26,7 +26,7 @@ from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import base_config, load_tokenizer
 from ..parallel.backends import (
-    check_transport, cpu_fsdp, fsdp_env, mixed_precision, set_offload, zero_config)
+    check_transport, cpu_fsdp, fsdp_env, mixed_precision, set_fsdp, zero_config)
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
@@ -297,7 +297,7 @@ def make_trainer(
     trainer = resumable(SFTTrainer)(
         model, args, train_dataset=_dataset(rows, keys, longest),
         eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)
-    set_offload(trainer.accelerator, recipe)
+    set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)

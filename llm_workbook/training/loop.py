@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters
-from ..parallel.backends import cpu_fsdp, set_offload, zero_config
+from ..parallel.backends import cpu_fsdp, set_fsdp, zero_config
 from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
@@ -50,7 +50,7 @@ def make_accelerator(
     accelerator = Accelerator(
         deepspeed_plugin=plugin, gradient_accumulation_steps=recipe.batch.accumulation,
         step_scheduler_with_optimizer=False, dataloader_config=sampler)
-    set_offload(accelerator, recipe)
+    set_fsdp(accelerator, recipe)
     if accelerator.num_processes != recipe.cluster.ranks:
         raise RuntimeError(
             f'accelerate counts {accelerator.num_processes} ranks '
