@@ -38,7 +38,7 @@ def names_of_a_gpu() -> dict:
 
 
 def emulate(patch) -> None:
-    "Let torch say that there is a GPU, and that this process has opened it; `patch` is a `setattr`."
+    "Let torch say that there is a GPU and that this process has opened it; `patch` is a `setattr`."
     # Imported before CUDA says that it is there
     import datasets, peft, transformers.trainer, trl.trainer.sft_trainer  # noqa: E401, F401
     import torch

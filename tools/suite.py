@@ -1,4 +1,4 @@
-"""What `make test`, `test-fault`, `test-cluster` and `test-cuda-wheel` do; each part prints its time.
+"""What `make test`, `test-fault`, `test-cluster` and `test-cuda-wheel` do; parts print their times.
 
 `make test` runs `nbdev_test` and pytest side by side, with two processes each on two cores: a page
 or a test often waits for others.

@@ -262,6 +262,13 @@ def _frozen_base(model):
     if '_llmw_base' not in vars(inner): inner._llmw_base = describe_base(model)
     return inner._llmw_base
 
+def _base_facts(base, facts):
+    "What a manifest says of the frozen base and of what trains on it."
+    method = facts.get('method')
+    if not base.digest: return {'method': method or 'full'}
+    return {'method': method or 'adapters', 'payload': base.digest,
+            'extra': {'base': base._asdict()}}
+
 def _step(folder):
     "N of a folder that is named checkpoint-N."
     match = re.fullmatch(r'checkpoint-(0|[1-9]\d*)', folder.name)
@@ -296,10 +303,8 @@ def save_checkpoint(
 
     on_every_rank(begin)
     if _is_engine(model): _save_zero(folder, model, adapted=bool(base.digest))
-    manifest_facts = {
+    manifest_facts = _base_facts(base, facts) | {
         'step': step, 'ranks': ranks, 'strategy': _strategy(model),
-        'payload': base.digest or None, 'extra': {'base': base._asdict()} if base.digest else {},
-        'method': facts.get('method') or ('adapters' if base.digest else 'full'),
         'recipe_hash': facts.get('recipe_hash') or ''}
     saving = Saving(folder, size_b)
     saving._thread = threading.Thread(

@@ -169,8 +169,9 @@ def cpu_fsdp() -> Iterator[None]:  # For as long as the block lasts
         self.distributed_type = DistributedType.FSDP
         PartialState._shared_state['distributed_type'] = DistributedType.FSDP
 
-    def accelerator_in_use(*args):  # Private: `fully_shard` asks nothing else for its device
-        on_cpu = os.environ.get('ACCELERATE_USE_CPU') == 'true'
+    def accelerator_in_use(*args):  # Private: `fully_shard` and Adam ask nothing else
+        names = 'ACCELERATE_USE_CPU', 'DS_ACCELERATOR'  # ZeRO on CPU ranks sets the second alone
+        on_cpu = not {'true', 'cpu'}.isdisjoint(map(os.environ.get, names))
         return torch.device('cpu') if on_cpu else accelerator_of_build(*args)
 
     with (

@@ -79,8 +79,9 @@ def test_a_classifier_leaves_it_alone(gpu_machine, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rehearsal_leaves_it_alone(request):
-    recipe = Recipe.named('70b-2x24gb-qlora')
+@pytest.mark.parametrize('name', ['70b-2x24gb-qlora', '7b-zero3-offload'])
+def test_a_rehearsal_leaves_it_alone(request, name):
+    recipe = Recipe.named(name)
     plain = rehearse(recipe)
     request.getfixturevalue('gpu_machine')
     found = rehearse(recipe)
@@ -89,7 +90,7 @@ def test_a_rehearsal_leaves_it_alone(request):
 
 # On the CUDA build
 
-PAGES = sorted((ROOT/'nbs/recipes').glob('*.ipynb'))
+PAGES = [ROOT/'nbs/book/00_quickstart.ipynb', *sorted((ROOT/'nbs/recipes').glob('*.ipynb'))]
 
 
 @pytest.mark.wheel
@@ -99,7 +100,7 @@ def test_this_torch_is_a_build_with_cuda():
 
 
 @pytest.mark.wheel
-@pytest.mark.parametrize('page', [ROOT/'nbs/book/00_quickstart.ipynb', *PAGES], ids=lambda p: p.stem)
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
 def test_the_cells_of_recipes_leave_it_alone(page):
     program = ROOT/'tests/emulated_gpu.py'
     done = subprocess.run([sys.executable, program, page], capture_output=True, text=True)
