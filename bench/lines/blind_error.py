@@ -119,7 +119,14 @@ def summary(rows, name: str) -> dict:
     for source in dict.fromkeys(row['source'] for row in rows if row['judged']):
         own = [row for row in rows if row['source'] == source]
         sources[source] = {what: middles(errors(own, name, what)) for what in ('memory', 'time')}
-    return said | {'sources': sources, 'refused': refused(rows, name)}
+    return said | {'sources': sources, 'refused': refused(rows, name),
+                   'each source once': {what: each_once(sources, what)
+                                        for what in ('memory', 'time')}}
+
+
+def each_once(sources: dict, what: str) -> dict:
+    "Give the median over sources of their medians: no source counts more for having more rows."
+    return middle([said[what]['median'] for said in sources.values() if said[what]['figures']])
 
 
 def measure() -> dict:
