@@ -54,8 +54,8 @@ def test_every_row_is_a_recipe_on_a_machine():
 @pytest.mark.slow
 @pytest.mark.parametrize('model, billions', [
     ('qwen-1.8b', 1.84), ('qwen-7b', 7.72), ('qwen-14b', 14.17), ('qwen-72b', 72.29),
-    ('yi-6b', 6.06), ('phi-3-mini', 3.82)])
-def test_a_model_of_the_table_has_the_parameters_that_its_card_says(model, billions):
+    ('yi-6b', 6.06), ('phi-3-mini', 3.82), ('qwen3-8b-wide', 9.10)])
+def test_a_model_of_the_table_has_the_parameters_that_its_source_says(model, billions):
     row = next(row['id'] for row in ROWS.values() if row['changes'].get('model.source') == model)
     spec = spec_of(recipe_of(row, 'blind'), 'blind')
     assert spec.parameters / 1e9 == pytest.approx(billions, abs=.01)
@@ -149,7 +149,7 @@ def test_how_close_plans_are_today():
 
 
 # What is reached today, as (median, worst) of the sizes of errors in percent; no goal
-CLOSE = {'memory': (10, 51), 'time': (27, 69), 'time of small passes': (19, 85)}
+CLOSE = {'memory': (9, 51), 'time': (31, 69), 'time of small passes': (22, 85)}
 
 
 def test_no_row_has_a_term_of_its_own():
