@@ -45,6 +45,7 @@ def emulate(patch) -> None:
     for name, value in names_of_a_gpu().items(): patch(torch.cuda, name, value)
     accelerator = torch.device('cuda')
     patch(torch._C, '_get_accelerator', lambda *args: accelerator)
+    patch(torch.accelerator, 'current_accelerator', lambda check_available=False: accelerator)
 
 
 def run_page(page: Path) -> bool:

@@ -159,6 +159,7 @@ def cpu_fsdp() -> Iterator[None]:  # For as long as the block lasts
     from accelerate.utils import DistributedType
     original = AcceleratorState.__init__
     accelerator_of_build = torch._C._get_accelerator
+    current_accelerator = torch.accelerator.current_accelerator
 
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -169,14 +170,20 @@ def cpu_fsdp() -> Iterator[None]:  # For as long as the block lasts
         self.distributed_type = DistributedType.FSDP
         PartialState._shared_state['distributed_type'] = DistributedType.FSDP
 
-    def accelerator_in_use(*args):  # Private: `fully_shard` and Adam ask nothing else
-        names = 'ACCELERATE_USE_CPU', 'DS_ACCELERATOR'  # ZeRO on CPU ranks sets the second alone
-        on_cpu = not {'true', 'cpu'}.isdisjoint(map(os.environ.get, names))
-        return torch.device('cpu') if on_cpu else accelerator_of_build(*args)
+    def on_cpu():  # ZeRO on CPU ranks sets the second variable alone
+        names = 'ACCELERATE_USE_CPU', 'DS_ACCELERATOR'
+        return not {'true', 'cpu'}.isdisjoint(map(os.environ.get, names))
+
+    def accelerator_in_use(*args):  # Private: `fully_shard` asks nothing else for its device
+        return torch.device('cpu') if on_cpu() else accelerator_of_build(*args)
+
+    def accelerator_or_none(*args, **options):  # Adam would ask a GPU whether it records a graph
+        return None if on_cpu() else current_accelerator(*args, **options)
 
     with (
         patch.object(AcceleratorState, '__init__', init),
         patch.object(torch._C, '_get_accelerator', accelerator_in_use),
+        patch.object(torch.accelerator, 'current_accelerator', accelerator_or_none),
     ):
         yield
 
