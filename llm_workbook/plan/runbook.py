@@ -9,6 +9,7 @@ __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_l
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..config.hardware import Node
 from ..config.recipe import Recipe
 from ..display import binary_size, gib, html_table
@@ -143,7 +144,8 @@ def memory_ladder(
     "List what to change when a GPU runs out of memory in a step, the harmless changes first."
     plan = estimate(recipe, node)
     if recipe.cluster.device != 'cuda':
-        raise ValueError(f'cluster.device is {recipe.cluster.device!r}: the ladder is for GPUs')
+        reason = 'the ladder is for GPUs; set it to cuda'
+        raise RecipeError([Problem('cluster.device', repr(recipe.cluster.device), reason)])
     changes = _expandable(recipe)
     wasted_b = sum(line.size_b for line in plan.ledger.lines
                    if (line.phase, line.kind) == ('step', 'allocator'))
