@@ -407,11 +407,12 @@ class SearchResult:
 def _running(result) -> tuple[Plan, ...]:
     "Give the plans that run, or raise with the nearest miss."
     if result.accepted: return result.accepted
-    if not result.planned: raise ValueError(f'none of {len(result):,} plans fits. {result.why()}')
-    near = min(result.planned, key=lambda plan: len(plan.not_run))
-    raise ValueError(f'this version runs none of {len(result):,} plans: {len(result.planned):,} fit '
-                     'and can only be planned. The nearest, '
-                     f'{_settings_text(result, near.settings)}: {"; ".join(near.not_run)}')
+    tried, planned = len(result), result.planned
+    if not planned: raise ValueError(f'none of {tried:,} plans fits. {result.why()}')
+    near = min(planned, key=lambda plan: len(plan.not_run))
+    settings, reasons = _settings_text(result, near.settings), '; '.join(near.not_run)
+    raise ValueError(f'this version runs none of {tried:,} plans: {len(planned):,} fit and can '
+                     f'only be planned. The nearest, {settings}: {reasons}')
 
 def _front(plans) -> list[Plan]:
     front = []
@@ -420,8 +421,9 @@ def _front(plans) -> list[Plan]:
     return front
 
 def _counts(accepted, planned, refused) -> str:
-    count = f'{len(accepted) + len(planned) + len(refused):,} plans, {len(accepted):,} fit'
-    return f'{count} and run, {len(planned):,} fit and are planned only.' if planned else f'{count}.'
+    tried = len(accepted) + len(planned) + len(refused)
+    fit = f'{tried:,} plans, {len(accepted):,} fit'
+    return f'{fit} and run, {len(planned):,} fit and are planned only.' if planned else f'{fit}.'
 
 
 # %% ../../nbs/plan/12_search.ipynb #c3a0d0e3
