@@ -9,7 +9,9 @@ from llm_workbook import (
 from llm_workbook.config.recipe import planned_only
 from llm_workbook.plan.estimate import plan_facts
 
-QUICK = {'optimizer.kind': ['adamw_fused', 'adamw_8bit'], 'batch.loss_head': 'chunked'}
+QUICK = {
+    'optimizer.kind': ['adamw_fused', 'adamw_8bit'], 'batch.loss_head': 'chunked',
+    'sharding.reshard_after_forward': True}
 QLORA, LORA, FULL = ({'method.kind': kind} | QUICK for kind in ('qlora', 'lora', 'full'))
 QUESTIONS = [  # Model, machine, machines, more for `draft`, axes
     ('llama-3.1-8b', '1x-t4', 1, {}, QLORA),
