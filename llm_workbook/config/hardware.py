@@ -128,18 +128,26 @@ def _is_slip(word, name) -> bool:
         if not _within(one, other) and not _within(other, one): return False
     return True
 
+def _may_slip(word, name) -> bool:
+    "Say whether other digits can be a slip: with letters, or in another order."
+    return not word.isdigit() or sorted(sub('[^0-9]', '', name)) == sorted(word)
+
 def _meant(word, names) -> str:
     "Suggest the cards or machines that can have been meant, or list all."
     slips = [name for name in names if _is_slip(word, name)]
     numbers = set(findall('[0-9]+', word))
     same_numbers = [name for name in slips if numbers <= set(findall('[0-9]+', name))]
+    if not same_numbers: slips = [name for name in slips if _may_slip(word, name)]
     near = get_close_matches(word, same_numbers or slips)
+    if numbers and not near: near = get_close_matches(word, same_numbers, cutoff=0)
     if near: return f'did you mean {" or ".join(map(repr, near))}?'
     return f'known: {", ".join(names)}'
 
+def _key(name) -> str: return sub(r'[\s_]+', '-', str(name).strip().lower())
+
 def _find(kind, name):
     known = _tables()[kind]
-    key = sub(r'[\s_]+', '-', str(name).strip().lower())
+    key = _key(name)
     if key in known: return known[key]
     suggest = _meant if kind == 'gpus' else nearest
     raise ValueError(f'no figures for {name!r} among the {kind} (a YAML file can give yours); '
@@ -299,7 +307,7 @@ def nodes() -> list[str]:  # Names for `node`, beside any '4x-rtx-4090'
     return list(_tables()['nodes'])
 
 def _counted(text) -> Node:  # From a text such as '2x-rtx-3090', or the name of one GPU
-    count, card = fullmatch(r'(?:(\d+)x-)?(.*)', text, DOTALL).groups()
+    count, card = fullmatch(r'(?:(\d+)x-?(?=.))?(.*)', text, DOTALL).groups()
     if count is None and card not in gpus():
         raise ValueError(f'no machine {text!r}, no count as in 2x-rtx-3090, no .yaml file; '
                          f'{_meant(text, [*nodes(), *gpus()])}')
@@ -315,6 +323,7 @@ def node(
     "Find or put together a machine."
     text = str(source)
     if text.endswith(('.yaml', '.yml')): return Node.load(source)
+    text = _key(text)
     if text in nodes(): return Node(**_tables()['nodes'][text])
     machine, at, network = text.partition('@')
     if at: return node(machine).changed(name=text, network=network)

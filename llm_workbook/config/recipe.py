@@ -351,9 +351,10 @@ def _runnable_values(): return _read('runs.yaml')  # Field -> the values that th
 
 def planned_only(
     recipe: Recipe,  # Any recipe
+    facts: dict | None = None,  # With those that only a plan knows, as `plan_facts` gives them
 ) -> list[Problem]:  # With what to set instead; empty when training carries everything out
     "List the settings of `recipe` that can be planned and that this version does not run."
-    facts, problems = recipe.facts(), []
+    facts, problems = facts or recipe.facts(), []
     for field, values in _runnable_values().items():
         if facts[field] in values: continue
         usable = ' or '.join('nothing' if value is None else str(value) for value in values)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_KINDS', 'Preset', 'presets', 'configuration', 'load_tokenizer', 'base_config', 'parsed_config', 'config_value',
-           'auto_class', 'towers', 'in_tower', 'freeze_towers', 'correct_names', 'skeleton', 'in_modules',
+           'auto_class', 'towers', 'in_tower', 'freeze_towers', 'correct_names', 'skeleton', 'in_modules', 'attentions',
            'check_attention', 'usual_attention', 'WeightUse', 'weight_use', 'materialise', 'Weight', 'inventory']
 
 # %% ../../nbs/model/01_architecture.ipynb #d5b9305e
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import yaml
 
+from ..config.document import Problem, RecipeError
 from ..display import nearest
 from ..files import asset, resolve
 
@@ -285,7 +286,8 @@ def _check_model(config, name, classes):
         reason = f'{type(config).__name__} does not predict the next token'
         raise ValueError(f'{name} is no causal language model: {reason} (model_type {kind!r})')
     if type(config) not in classes:
-        raise ValueError(f'{name}: transformers has no classification head for {kind!r}')
+        reason = f'{name}: transformers has no classification head for {kind!r}; use causal_lm'
+        raise RecipeError([Problem('model.head', "'classification'", reason)])
 
 def _check_numbers(config, name):
     "Raise unless the numbers of heads and experts go together."
@@ -366,6 +368,13 @@ def in_modules(
 # %% ../../nbs/model/01_architecture.ipynb #092d911e
 _HAS_ATTENTION = {'sdpa': '_supports_sdpa', 'flash': '_supports_flash_attn'}
 
+def attentions(
+    kind: type,  # A class of transformers
+) -> tuple[str, ...]:  # Values of a recipe's `model.attention`
+    "List the attentions that a class has."
+    found = [name for name, flag in _HAS_ATTENTION.items() if getattr(kind, flag)]
+    return ('eager', *found)
+
 def check_attention(
     source: 'str | Path | dict',  # As for `configuration`
     attention: str,  # As a recipe's `Model.attention` says it
@@ -377,12 +386,12 @@ def check_attention(
     causal = auto_class(config)._model_mapping
     if attention not in _HAS_ATTENTION or type(config) not in causal: return attention
     kind = _model_class(config, causal)
-    if getattr(kind, _HAS_ATTENTION[attention]): return attention
+    if attention in attentions(kind): return attention
     usable = _plain_attention(kind)
     raise ValueError(f'model.attention {attention!r}: {kind.__name__} of {name} has none in '
                      f'transformers; set model.attention to {usable!r}')
 
-def _plain_attention(kind): return 'sdpa' if kind._supports_sdpa else 'eager'
+def _plain_attention(kind): return 'sdpa' if 'sdpa' in attentions(kind) else 'eager'
 
 def usual_attention(
     source: 'str | Path | dict',  # As for `configuration`

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBER_B', 'is_new_head', 'role', 'packed_shape', 'statistics_b', 'Row', 'Pair', 'Coverage', 'coverage',
-           'check_packing', 'Stored', 'layout', 'NumberSizes', 'number_sizes', 'part_shape']
+           'unpacked_share', 'check_packing', 'Stored', 'layout', 'NumberSizes', 'number_sizes', 'part_shape']
 
 # %% ../../nbs/model/03_layout.ipynb #b776595e
 import re
@@ -14,6 +14,7 @@ from html import escape
 from math import ceil, prod
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..config.recipe import Method, Model, Precision
 from ..display import binary_size, html_table, nearest
 from .architecture import (
@@ -203,7 +204,8 @@ def _fused(spec, targets) -> dict[str, int]:
     for olds in old_names.values():
         if 0 < len(asked & olds) < len(olds):
             parts = ' and '.join(sorted(olds))
-            raise ValueError(f'{spec.name}: {parts} are one parameter here; target both or neither')
+            reason = f'{parts} are one parameter in {spec.name}; target both or neither'
+            raise RecipeError([Problem('method.targets', repr(sorted(asked & olds)), reason)])
     return {new: len(olds) for new, olds in old_names.items() if olds <= asked}
 
 # %% ../../nbs/model/03_layout.ipynb #993bc434
@@ -234,7 +236,8 @@ def _refuse_unknown(spec, names, pairs, known) -> None:
     unknown = [name for name in sorted(names) if not any(_ends(path, name) for path in adapted)]
     if not unknown: return
     hints = '; '.join(f'{name!r}, {nearest(name, sorted(known))}' for name in unknown)
-    raise ValueError(f'{spec.name} has no linear layer {hints}')
+    reason = f'{spec.name} has no linear layer {hints}'
+    raise RecipeError([Problem('method.targets', repr(unknown), reason)])
 
 def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     "The LoRA pairs of `method`, and a remark where PEFT leaves out what you may have meant."
@@ -251,7 +254,8 @@ def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     pairs = tuple(pair for pair in candidates if pair)
     _refuse_unknown(spec, names, pairs, modules | old)
     if targets.fused and method.dropout:
-        raise ValueError(f'dropout {method.dropout}: PEFT adapts experts without it; set it to 0')
+        reason = f'PEFT adapts the experts of {spec.name} without it; set it to 0'
+        raise RecipeError([Problem('method.dropout', repr(method.dropout), reason)])
     redirected = {weight.path for weight in linear if weight.module in wanted - names}
     left = ', '.join(sorted(redirected - {pair.target for pair in pairs}))
     note = f'PEFT takes these names for the experts and leaves {left} without an adapter.'
@@ -290,6 +294,17 @@ def _left_in_16_bit(weights, method) -> dict[str, int]:
         path = re.sub(r'\.\d+\.', '.*.', weight.path)
         counts[path] = counts.get(path, 0) + weight.numel
     return counts
+
+@cache
+def unpacked_share(
+    spec: ModelSpec,  # Of the model
+    method: Method,  # Its kind is read
+) -> float:  # 0 to 1; 0 without packing
+    "Give the share of the weights that are in layers and that a QLoRA leaves in 16 bit."
+    if method.kind != 'qlora': return 0.0
+    left = sum(unit.count * weight.numel for unit in spec.units for weight in unit.weights
+               if weight.kind not in _NEVER_PACKED and role(weight, method) != 'packed')
+    return left / spec.parameters
 
 def _check_packs(model, paths):
     "Refuse a model with nothing to pack, or one that computes with a weight that would be packed."

@@ -12,9 +12,10 @@ from functools import cache, cached_property
 from html import escape
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..display import PALETTE, canvas, html_table
 from .architecture import (
-    WEIGHT_KINDS, Weight, config_value, configuration, inventory, presets, skeleton)
+    WEIGHT_KINDS, Weight, attentions, config_value, configuration, inventory, presets, skeleton)
 
 # %% ../../nbs/model/02_spec.ipynb #fd1d7585
 class Unit(NamedTuple):
@@ -74,6 +75,7 @@ class ModelSpec:
     norm_fp32: bool  # Norms compute in float32, whatever their weights are
     softcap: bool  # Logits pass through a scaled tanh before the loss
     renamed: tuple[tuple[str, str], ...]  # LoRA target -> parameter of the experts it means
+    attentions: tuple[str, ...]  # Values of `model.attention` that its class has
 
     def __hash__(self): return hash((self.name, self.architecture, self.parameters, self.context))
 
@@ -159,7 +161,8 @@ def _stack(model, count) -> str:
     stacks = [name for name, module in model.named_modules()
               if isinstance(module, ModuleList) and module in inside and len(module) == count]
     if not stacks:
-        raise ValueError(f'{type(model).__name__} has no plain stack of {count} decoder layers')
+        raise ValueError(f'{type(model).__name__} has no plain stack of {count} decoder layers: '
+                         'take a model that has one')
     return f'{stacks[0]}.'
 
 # %% ../../nbs/model/02_spec.ipynb #87b6548d
@@ -286,6 +289,7 @@ def _build(raw, name, head, classes) -> ModelSpec:
         tied=output is not None and output.weight is model.get_input_embeddings().weight,
         buffers_b=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         renamed=_renamed(model.config.model_type) if has_experts else (),
+        attentions=attentions(type(model)),
         **_facts(text, [weight for unit in units for weight in unit.weights]))
 
 # %% ../../nbs/model/02_spec.ipynb #c4a0d0f1
@@ -294,7 +298,10 @@ def spec_of(
 ) -> ModelSpec:  # The same object for equal models
     "Build the model of `recipe`."
     model = recipe.model
-    return spec(model.source, model.revision, model.head, model.classes)
+    try: return spec(model.source, model.revision, model.head, model.classes)
+    except RecipeError: raise
+    except ValueError as error:
+        raise RecipeError([Problem('model.source', repr(model.source), str(error))]) from error
 
 # %% ../../nbs/model/02_spec.ipynb #9e7ba14b
 _COLOURS = ('blue', 'orange', 'green', 'purple', 'yellow', 'vermilion', 'sky', 'green', 'grey')

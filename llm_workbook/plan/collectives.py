@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import ceil, log2, prod
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..config.this_machine import detect
 from ..config.hardware import node as find_node
 from ..model.layout import NUMBER_B, layout, number_sizes, part_shape
@@ -418,9 +419,15 @@ def node_of(
     node: 'Node | str | None' = None,  # Another machine, or its name
 ) -> 'Node':  # With its processor divided, where there is no GPU
     "Find the machine a recipe runs on, and check that it has enough GPUs."
-    node = node or recipe.cluster.hardware or detect()
-    if isinstance(node, str): node = _named_node(node)
-    return node.using(recipe.cluster.processes)
+    cluster = recipe.cluster
+    node, path, value = node or cluster.hardware or detect(), 'cluster.hardware', cluster.hardware
+    try:
+        if isinstance(node, str): node = _named_node(node)
+        path, value = 'cluster.processes', cluster.processes
+        return node.using(cluster.processes)
+    except RecipeError: raise
+    except ValueError as error:
+        raise RecipeError([Problem(path, repr(value), str(error))]) from error
 
 # %% ../../nbs/plan/09_collectives.ipynb #80231947
 @lru_cache(64)

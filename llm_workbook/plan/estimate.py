@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
 from ..config.hardware import Node, node as find_node
-from ..config.recipe import Recipe, broken, planned_only, recipe_names
+from ..config.recipe import Method, Recipe, broken, planned_only, recipe_names
 from ..display import PALETTE, binary_size, gib, html_table, nearest
 from ..model.architecture import presets
-from ..model.layout import coverage
-from ..model.spec import ModelSpec, spec_of
+from ..model.layout import coverage, unpacked_share
+from ..model.spec import ModelSpec, spec as model_spec, spec_of
 from .collectives import node_of
 from .ledger import Ledger, memory
 from .step_time import StepEstimate, estimate_step
@@ -34,7 +34,7 @@ def draft(
     length: int = 2048,  # Tokens per row
     rows: int = 16,  # Rows per optimizer step, over all ranks
     tokens: int = 10_000_000,  # Tokens of the whole run; two epochs count twice
-) -> Recipe:  # QLoRA, full checkpointing, one row in a pass
+) -> Recipe:  # QLoRA, or LoRA of what does not pack; one row in a pass
     "Write a careful first recipe for `model` on `hardware`."
     counts = {'nodes': nodes, 'length': length, 'rows': rows, 'tokens': tokens}
     for name, count in counts.items():
@@ -43,13 +43,10 @@ def draft(
     node = find_node(hardware)
     ranks = nodes * node.gpus
     half = node.gpu.half
-    preset = presets().get(model)
-    source = preset.hub if preset and preset.hub else model
     return Recipe(
         name=_recipe_name(model),
-        model={'source': source},
         data={'source': 'sample-conversations'},
-        method={'storage': half},
+        **_model_parts(model, half),
         cluster={
             'nodes': nodes, 'processes': node.gpus, 'hardware': str(hardware),
             'device': 'cpu' if node.backend == 'gloo' else 'cuda'},
@@ -78,6 +75,17 @@ def _passes(rows, ranks) -> int:
         raise ValueError(f'{uneven}: take {rows // ranks * ranks}')
     return rows // ranks
 
+def _model_parts(model, half) -> dict:
+    "Write what depends on the model: attention that its class has, and QLoRA where layers pack."
+    preset = presets().get(model)
+    source = preset.hub if preset and preset.hub else model
+    spec = model_spec(source)
+    packed = Method(storage=half)
+    packs = unpacked_share(spec, packed) <= packed.unpacked
+    return {
+        'model': {'source': source, 'attention': 'sdpa' if 'sdpa' in spec.attentions else 'eager'},
+        'method': {'kind': 'qlora' if packs else 'lora', 'storage': half}}
+
 # %% ../../nbs/plan/11_estimate.ipynb #61eaf7cb
 def plan_facts(
     recipe: Recipe,  # Any recipe
@@ -97,7 +105,11 @@ def plan_facts(
         'plan.fp8': node.gpu.fp8_flops is not None,
         'plan.bf16': node.gpu.bf16,
         'plan.capability': node.gpu.capability,
+        'plan.network': node.network is not None,
         'plan.rows': rows,
+        'plan.sdpa': 'sdpa' in spec.attentions,
+        'plan.flash': 'flash' in spec.attentions,
+        'plan.unpacked': unpacked_share(spec, recipe.method),
         'plan.context': spec.context,
         'plan.vocab': spec.vocab}
 
@@ -294,7 +306,8 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     if tight_b:
         terms = 'context, NCCL and allocator'
         yield f'tight: {terms} have been seen to take a GPU up to {gib(tight_b, 1)}'
-    later = ', '.join(f'{problem.path} {problem.value}' for problem in planned_only(ledger.recipe))
+    not_run = planned_only(ledger.recipe, facts)
+    later = ', '.join(f'{problem.path} {problem.value}' for problem in not_run)
     if later: yield f'this version plans but does not run: {later}'
 
 def _logits_b(ledger) -> int:

@@ -8,6 +8,7 @@ __all__ = ['Setting', 'has_adapter', 'layer_tape', 'head_tape']
 # %% ../../nbs/plan/03_layer_tape.ipynb #acab0bf3
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..model.architecture import Weight
 from ..model.spec import ModelSpec, Unit
 from .tape import Tape, Tensor
@@ -410,8 +411,8 @@ def layer_tape(
 ) -> tuple[Tape, Tensor]:  # The tape, and the layer's input
     "Write down one decoder layer."
     if not any(weight.linear and weight.module == 'o_proj' for weight in unit.weights):
-        unknown = f'{unit.name!r} of {spec.name!r} has no o_proj'
-        raise ValueError(f'{unknown}: no decoder layer of a known kind')
+        reason = f'{unit.name!r} has no o_proj: no decoder layer of a kind that can be planned'
+        raise RecipeError([Problem('model.source', repr(spec.name), f'{reason}; take another')])
     if unit.window and unit.window < setting.length: setting = setting._replace(masked=True)
     tape = Tape(setting.rows, setting.fresh)
     norms = {weight.module for weight in unit.weights if weight.kind == 'norm'}

@@ -145,7 +145,8 @@ def panel_state(
         raise ValueError(f'{path!r} is no control; {nearest(path, list(_LABELS))}')
     chosen = _settings(base) | settings
     try:
-        recipe = base.changed(_changes(chosen, base.cluster.device))
+        changes = _changes(chosen, base.cluster.device) | _attention(chosen, base)
+        recipe = base.changed(changes)
         return PanelState(chosen, recipe, estimate(recipe), ())
     except RecipeError as error:
         return PanelState(chosen, None, None, tuple(str(problem) for problem in error.problems))
@@ -164,6 +165,12 @@ def _changes(chosen, device) -> dict:
     if hardware: device = 'cpu' if node(hardware).backend == 'gloo' else 'cuda'
     fields = {path: value for path, value in chosen.items() if path != 'network'}
     return fields | {'cluster.hardware': hardware, 'cluster.device': device}
+
+def _attention(chosen, base) -> dict:
+    "Keep the attention of the base where the class of the chosen model has it."
+    has = spec(chosen['model.source'], base.model.revision).attentions
+    if base.model.attention in has: return {}
+    return {'model.attention': 'sdpa' if 'sdpa' in has else 'eager'}
 
 # %% ../../nbs/plan/13_panel.ipynb #9d06933c
 class _Group(NamedTuple):  # What some classes of the ledger are to a reader

@@ -9,10 +9,11 @@ __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_l
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..config.hardware import Node
-from ..config.recipe import Recipe
+from ..config.recipe import Recipe, planned_only
 from ..display import binary_size, gib, html_table
-from .estimate import Estimate, estimate
+from .estimate import Estimate, estimate, plan_facts
 from .loading import read_b
 from .model_states import rank_of
 
@@ -143,7 +144,8 @@ def memory_ladder(
     "List what to change when a GPU runs out of memory in a step, the harmless changes first."
     plan = estimate(recipe, node)
     if recipe.cluster.device != 'cuda':
-        raise ValueError(f'cluster.device is {recipe.cluster.device!r}: the ladder is for GPUs')
+        reason = 'the ladder is for GPUs; set it to cuda'
+        raise RecipeError([Problem('cluster.device', repr(recipe.cluster.device), reason)])
     changes = _expandable(recipe)
     wasted_b = sum(line.size_b for line in plan.ledger.lines
                    if (line.phase, line.kind) == ('step', 'allocator'))
@@ -164,12 +166,17 @@ def _rung(what, changes, plan, saved_b) -> Rung:
 _WORTH_B = 2**30 // 20
 
 def _better(recipe, changes, plan, node) -> Estimate | None:
-    "Plan a change; None where a rule refuses it, or where it saves next to nothing."
+    "Plan a change; None where a rule refuses it, this version does not run it, or it saves little."
     try: better = estimate(recipe.changed(changes), node)
-    except ValueError: return None
+    except RecipeError: return None
+    if not _not_run(better.recipe, node) <= _not_run(recipe, node): return None
     saved_b = plan.ledger.total('step') - better.ledger.total('step')
     others_fit = all(room.spare_b >= 0 for room in better.rooms if room.place != 'gpu')
     return better if saved_b >= _WORTH_B and others_fit else None
+
+def _not_run(recipe, node) -> set[str]:
+    "Name the fields that can be planned and that this version does not run."
+    return {problem.path for problem in planned_only(recipe, plan_facts(recipe, node))}
 
 def _expandable(recipe) -> dict:
     variables = dict(recipe.cluster.variables)
@@ -178,9 +185,16 @@ def _expandable(recipe) -> dict:
 # %% ../../nbs/plan/14_runbook.ipynb #ea867e06
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
 
+def _recomputed(recipe) -> dict:
+    "Recompute all layers, reentrant where TRL turns that on."
+    adapts = recipe.method.kind != 'full' and recipe.model.head == 'causal_lm'
+    reentrant = recipe.sharding.strategy == 'zero3' and adapts
+    changes = {'sharding.activation_checkpointing': 'full'}
+    return changes | {'sharding.reentrant': True} if reentrant else changes
+
 def _ways(recipe) -> Iterator[tuple[str, dict]]:
     "Changes that may save memory, each in words and as fields."
-    yield 'all layers recomputed', {'sharding.activation_checkpointing': 'full'}
+    yield 'all layers recomputed', _recomputed(recipe)
     micro, passes = recipe.batch.micro, recipe.batch.accumulation
     while micro > 1:
         factor = 2 if micro % 2 == 0 else micro

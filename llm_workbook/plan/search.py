@@ -16,9 +16,10 @@ from typing import NamedTuple
 from ..config.document import Part, RecipeError
 from ..config.hardware import Node, node as find_node
 from ..config.this_machine import detect
-from ..config.recipe import Recipe, broken, rules
+from ..config.recipe import Recipe, broken, differences, planned_only, rules
 from ..display import PALETTE, binary_size, canvas, gib, html_table, nearest
 from ..model.spec import spec_of
+from .collectives import node_of
 from .estimate import Room, estimate, plan_facts
 from .ledger import memory
 from .step_time import estimate_step
@@ -33,7 +34,8 @@ class Plan(NamedTuple):
     tight: bool  # Context, NCCL and allocator have been seen to take more than is free
     tokens_per_s: float  # Of all ranks together
     hours: float  # For all steps
-    usd: float  # For all steps, at the price of the machines
+    usd: float  # For all steps, at the price of the machines; 0: nobody gave a price
+    not_run: tuple[str, ...] = ()  # Why this version can only plan it, in words; empty: it runs
 
     @property
     def recipe(self) -> Recipe:  # Checked like any other
@@ -43,7 +45,7 @@ class Plan(NamedTuple):
 class Refusal(NamedTuple):
     "One combination of settings that cannot run."
     settings: dict  # Dotted field -> value, for every axis
-    kind: str  # 'rule', 'rows' or 'memory'
+    kind: str  # 'rule', 'rows', 'memory', or 'model': no model or machine for it
     reasons: tuple[str, ...]  # In words; one for each rule that is broken
     short_b: int = 0  # Bytes missing where most are missing (memory)
     proved: bool = False  # Not counted itself: a lighter plan lacks `short_b` already
@@ -115,7 +117,7 @@ class _Trial:  # What all combinations of one search share: axes, and what was w
         self.specs = {}  # Model, as in a recipe -> ModelSpec
         self.nodes = {}  # Hardware and processes -> machine, processes on it
         self.failures = {}  # Family -> its combinations that lack memory
-        self.broken_rules = {}  # Settings that a rule may read -> rules that they break
+        self.judged = {}  # Settings that a rule may read -> rules that they break, what is not run
         self.unread = _unread_axes()
         axes = _usual_axes(base) | given
         lighter_first = [path for path in axes if path not in _GROWING] + list(_GROWING)
@@ -149,7 +151,8 @@ class _Trial:  # What all combinations of one search share: axes, and what was w
         if (hardware, count) not in self.nodes:
             node = find_node(hardware) if hardware else detect()
             processes = count or node.gpus
-            self.nodes[hardware, count] = node.using(processes), processes
+            if node.backend == 'gloo': node = node.using(processes)  # A rule counts GPUs
+            self.nodes[hardware, count] = node, processes
         node, processes = self.nodes[hardware, count]
         ranks = processes * settings.get('cluster.nodes', cluster.nodes)
         return _Placement(node, processes, ranks)
@@ -168,12 +171,19 @@ def _combinations(trial) -> Iterator[dict]:
         at_first = [settings[path] == axes[path][0] for path in unread]
         if all(at_first): yield settings
 
+def _turns_reentrant(base, settings) -> bool:
+    "Say whether TRL turns reentrant checkpointing on, so that a recipe that runs says so."
+    return (settings['sharding.strategy'] == 'zero3' and settings['method.kind'] != 'full'
+            and settings['sharding.activation_checkpointing'] == 'full'
+            and base.model.head == 'causal_lm')
+
 def _completed(trial, settings, placement) -> dict:
     "Add to the settings of a combination what follows from them."
     strategy, method = settings['sharding.strategy'], settings['method.kind']
     in_parts = strategy in _FSDP or (strategy == 'zero3' and method != 'qlora')
     rows = settings['batch.micro'] * placement.ranks
     loading = {'sharding.loading': 'sharded' if in_parts else 'every_rank'}
+    if _turns_reentrant(trial.base, settings): loading['sharding.reentrant'] = True
     return loading | settings | {
         'cluster.processes': placement.processes,
         'batch.accumulation': trial.base.global_batch // rows}
@@ -201,6 +211,11 @@ class _Failure(NamedTuple):  # A combination that lacks memory
         return all(mine <= other for mine, other in zip(self.weight, weight))
 
 def _judge(trial, settings) -> Plan | Refusal:
+    try: return _tried(trial, settings)
+    except RecipeError as error:  # What only the model or the machine shows
+        return Refusal(settings, 'model', tuple(map(str, error.problems)))
+
+def _tried(trial, settings) -> Plan | Refusal:
     placement = trial.placement(settings)
     rows = trial.base.global_batch
     if rows % (settings['batch.micro'] * placement.ranks):
@@ -208,21 +223,20 @@ def _judge(trial, settings) -> Plan | Refusal:
         return Refusal(settings, 'rows', (uneven,))
     changes = _completed(trial, settings, placement)
     draft = _assembled(trial, changes)
-    broken_rules = _broken_rules(trial, draft, changes, placement.node)
+    broken_rules, not_run = _ruled(trial, draft, changes, placement.node)
     if broken_rules: return Refusal(settings, 'rule', broken_rules)
     family, weight = _family_and_weight(trial, changes)
     failures = trial.failures.setdefault(family, [])
     for failure in failures:
         if failure.proves(weight):
             return Refusal(settings, 'memory', failure.reasons, failure.short_b, True, draft)
-    result = _count(trial, settings, draft, placement.node)
-    if isinstance(result, Refusal):
-        failures.append(_Failure(weight, result.reasons, result.short_b))
+    result = _count(settings, draft, trial.spec(draft), placement.node)
+    if isinstance(result, Plan): return result._replace(not_run=not_run)
+    failures.append(_Failure(weight, result.reasons, result.short_b))
     return result
 
-def _count(trial, settings, draft, node) -> Plan | Refusal:
+def _count(settings, draft, spec, node) -> Plan | Refusal:
     "Ask the ledger, and for the seconds of what fits."
-    spec = trial.spec(draft)
     ledger = memory(draft, spec, node)
     rooms = [Room(*row) for row in ledger.rooms(node)]
     fullest = min(rooms, key=lambda room: room.spare_b)
@@ -249,18 +263,19 @@ def _family_and_weight(trial, changes) -> tuple[tuple, tuple[int, ...]]:
     weight = tuple(order.index(changes[path]) for path, order in _GROWING.items())
     return (*fixed, several_passes), weight
 
-def _broken_rules(trial, draft, changes, node) -> tuple[str, ...]:
+def _ruled(trial, draft, changes, node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    "Give the rules that a combination breaks, and what of it this version does not run."
     key = tuple(value for path, value in changes.items() if path not in trial.unread)
-    if key not in trial.broken_rules:
-        reasons = []
-        for rule in broken(plan_facts(draft, node)):
-            reasons.append(f'{rule.reason}; {rule.fix} [{rule.id}]')
-        trial.broken_rules[key] = tuple(reasons)
-    return trial.broken_rules[key]
+    if key not in trial.judged:
+        facts = plan_facts(draft, node)
+        reasons = [f'{rule.reason}; {rule.fix} [{rule.id}]' for rule in broken(facts)]
+        not_run = [] if reasons else map(str, planned_only(draft, facts))
+        trial.judged[key] = tuple(reasons), tuple(not_run)
+    return trial.judged[key]
 
 def _unread_axes() -> set[str]:
-    "Name the axes of the batch that no refusing rule mentions."
-    conditions = repr([rule.when for rule in rules() if rule.level == 'refuse'])
+    "Name the axes of the batch that no rule mentions but those that warn."
+    conditions = repr([rule.when for rule in rules() if rule.level != 'warn'])
     return {path for path in ('batch.micro', 'batch.accumulation') if path not in conditions}
 
 # %% ../../nbs/plan/12_search.ipynb #79188d8b
@@ -283,8 +298,23 @@ def search(
             if isinstance(result, Plan): plans.append(result)
             else: refusals.append(result)
     finally: gc.unfreeze()
-    plans.sort(key=lambda plan: (plan.tight, getattr(plan, by), -plan.spare_b))
-    return SearchResult(base, trial.axes, by, tuple(plans), tuple(refusals))
+    plans.sort(key=lambda plan: _rank(plan, by))
+    accepted = tuple(plan for plan in plans if not plan.not_run)
+    planned = tuple(plan for plan in plans if plan.not_run)
+    if by == 'usd' and plans: _priced(accepted or planned)
+    return SearchResult(base, trial.axes, by, accepted, planned, tuple(refusals))
+
+def _rank(plan, by) -> tuple:
+    unknown = by == 'usd' and not plan.usd
+    return unknown, plan.tight, getattr(plan, by), -plan.spare_b
+
+def _priced(plans) -> list[Plan]:
+    "Leave out the plans whose cost nobody knows, or raise where nothing is left."
+    priced = [plan for plan in plans if plan.usd]
+    if priced: return priced
+    machines = ', '.join(sorted({str(plan.draft.cluster.hardware) for plan in plans}))
+    raise ValueError(f'no price is known for {machines}: give one in a YAML file of the machine, '
+                     "as `rent_hour`, or use by='hours'")
 
 # %% ../../nbs/plan/12_search.ipynb #cc7ce937
 @dataclass(frozen=True, repr=False)
@@ -293,16 +323,38 @@ class SearchResult:
     base: Recipe  # What was asked
     axes: dict  # Dotted field -> values tried
     by: str  # What the first plan has least of: 'hours' or 'usd'
-    accepted: tuple[Plan, ...]  # Best first, but tight ones after all others
+    accepted: tuple[Plan, ...]  # They fit and run; best first, but tight ones after all others
+    planned: tuple[Plan, ...]  # They fit, and this version does not run them; in the same order
     refused: tuple[Refusal, ...]  # In the order they were tried
 
-    def __len__(self): return len(self.accepted) + len(self.refused)
+    def __len__(self): return len(self.accepted) + len(self.planned) + len(self.refused)
 
     @property
     def best(self) -> Plan:  # The first of `accepted`
-        "Give the best plan, or raise with the nearest miss."
-        if self.accepted: return self.accepted[0]
-        raise ValueError(f'none of {len(self):,} plans fits. {self.why()}')
+        "Give the best plan that runs, or raise with the nearest miss."
+        return _running(self)[0]
+
+    @property
+    def fastest(self) -> Plan:  # A tight one only where all are
+        "Give the plan that takes the fewest hours."
+        return min(_running(self), key=lambda plan: _rank(plan, 'hours'))
+
+    @property
+    def cheapest(self) -> Plan:  # Of those that have a price
+        "Give the plan that costs least, or raise where nobody knows a price."
+        return min(_priced(_running(self)), key=lambda plan: _rank(plan, 'usd'))
+
+    @property
+    def longest_context(self) -> Plan:  # With another `batch.length`, and never tight
+        "Give the plan that can take the longest rows, counted with them."
+        longest, *others = _running(self)
+        return _lengthened(longest, [longest, *others])
+
+    @property
+    def fewest_changes(self) -> Plan:  # `differences` from `base` lists them
+        "Give the plan that changes the fewest fields of the recipe asked about."
+        def changes(plan): return plan.tight, len(differences(self.base, plan.draft))
+        return min(_running(self), key=changes)
 
     def front(
         self,
@@ -312,12 +364,7 @@ class SearchResult:
         tried = self.axes['method.kind']
         if method not in tried:
             raise ValueError(f'method {method!r} was not tried; tried: {", ".join(tried)}')
-        plans = [plan for plan in self.accepted if plan.draft.method.kind == method]
-        plans.sort(key=lambda plan: (plan.gpu_b, -plan.tokens_per_s))
-        front = []
-        for plan in plans:
-            if not front or plan.tokens_per_s > front[-1].tokens_per_s: front.append(plan)
-        return tuple(front)
+        return tuple(_front(plan for plan in self.accepted if plan.draft.method.kind == method))
 
     def why(
         self,
@@ -326,11 +373,12 @@ class SearchResult:
         "Say what became of the plans with these settings."
         settings = settings or {}
         _check_tried(self, settings)
-        fit = sum(settings.items() <= plan.settings.items() for plan in self.accepted)
-        refused = [r for r in self.refused if settings.items() <= r.settings.items()]
-        counts = f'{fit + len(refused):,} plans, {fit:,} fit.'
-        lines = [_reason_line(self, *row) for row in _reasons(refused)]
-        return '\n'.join([counts, *lines])
+        groups = [[row for row in rows if settings.items() <= row.settings.items()]
+                  for rows in (self.accepted, self.planned, self.refused)]
+        lines = [f'{len(rows):,}: fit, and planned only: {reason}.'
+                 for reason, rows in _by_reason(groups[1], 'not_run').items()]
+        lines += [_reason_line(self, *row) for row in _reasons(groups[2])]
+        return '\n'.join([_counts(*groups), *lines])
 
     def plot(
         self,
@@ -346,14 +394,66 @@ class SearchResult:
         return {
             'base': self.base.model_dump(mode='json'), 'axes': self.axes, 'by': self.by,
             'accepted': [_plain(plan) for plan in self.accepted],
+            'planned': [_plain(plan) for plan in self.planned],
             'refused': [_plain(refusal) for refusal in self.refused]}
 
     def __repr__(self):
-        counts = f'{len(self):,} plans, {len(self.accepted):,} fit'
-        return f'{_work(self)}: {counts}'
+        return f'{_work(self)}: {_counts(self.accepted, self.planned, self.refused)}'
 
     def _repr_html_(self):
-        return f'<b>{escape(repr(self))}</b>{_accepted_table(self)}{_refused_table(self)}'
+        return f'<b>{escape(repr(self))}</b>{"".join(_tables(self))}'
+
+# %% ../../nbs/plan/12_search.ipynb #c3a0d0e2
+def _running(result) -> tuple[Plan, ...]:
+    "Give the plans that run, or raise with the nearest miss."
+    if result.accepted: return result.accepted
+    tried, planned = len(result), result.planned
+    if not planned: raise ValueError(f'none of {tried:,} plans fits. {result.why()}')
+    near = min(planned, key=lambda plan: len(plan.not_run))
+    settings, reasons = _settings_text(result, near.settings), '; '.join(near.not_run)
+    raise ValueError(f'this version runs none of {tried:,} plans: {len(planned):,} fit and can '
+                     f'only be planned. The nearest, {settings}: {reasons}')
+
+def _front(plans) -> list[Plan]:
+    front = []
+    for plan in sorted(plans, key=lambda plan: (plan.gpu_b, -plan.tokens_per_s)):
+        if not front or plan.tokens_per_s > front[-1].tokens_per_s: front.append(plan)
+    return front
+
+def _counts(accepted, planned, refused) -> str:
+    tried = len(accepted) + len(planned) + len(refused)
+    fit = f'{tried:,} plans, {len(accepted):,} fit'
+    return f'{fit} and run, {len(planned):,} fit and are planned only.' if planned else f'{fit}.'
+
+
+# %% ../../nbs/plan/12_search.ipynb #c3a0d0e3
+_STEP = 128  # Tokens; longer rows are tried in multiples of it
+
+def _of_length(plan, steps) -> Plan | None:
+    "Count a plan again with other rows; None where they do not fit, or fit tightly."
+    batch = plan.draft.batch.model_copy(update={'length': steps * _STEP})
+    draft = plan.draft.model_copy(update={'batch': batch})
+    result = _count(plan.settings, draft, spec_of(draft), node_of(draft))
+    return result if isinstance(result, Plan) and not result.tight else None
+
+def _longest(plan, steps, limit) -> Plan | None:
+    "Count a plan with the longest rows, of so many steps or more; None where these do not fit."
+    found = _of_length(plan, steps) if steps <= limit else None
+    low, high = steps, limit + 1  # The first fits
+    while found and high - low > 1:
+        middle = (low + high) // 2
+        longer = _of_length(plan, middle)
+        if longer: low, found = middle, longer
+        else: high = middle
+    return found
+
+def _lengthened(longest, plans) -> Plan:
+    for plan in plans:
+        limit = (spec_of(plan.draft).context or 2**20) // _STEP
+        steps = longest.draft.batch.length // _STEP + 1
+        longest = _longest(plan, steps, limit) or longest
+    return longest
+
 
 # %% ../../nbs/plan/12_search.ipynb #40889b08
 def _plain(row) -> dict:
@@ -371,16 +471,20 @@ def _settings_text(plans, settings) -> str:
         items.append(f'{name} {settings[path]}')
     return ', '.join(items)
 
+def _by_reason(rows, field) -> dict[str, list]:
+    "Collect plans or refusals under each of their reasons, the most frequent first."
+    groups = {}
+    for row in rows:
+        for reason in getattr(row, field): groups.setdefault(reason, []).append(row)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
 def _reasons(refused) -> list[tuple[str, int, Refusal]]:
     "Give each reason, how many combinations have it, and which of them is nearest to fitting."
-    by_reason = {}
-    for refusal in refused:
-        for reason in refusal.reasons: by_reason.setdefault(reason, []).append(refusal)
     rows = []
-    for reason, refusals in by_reason.items():
+    for reason, refusals in _by_reason(refused, 'reasons').items():
         near = min(refusals, key=lambda refusal: (refusal.proved, refusal.short_b))
         rows.append((reason, len(refusals), near))
-    return sorted(rows, key=lambda row: -row[1])
+    return rows
 
 def _reason_line(plans, reason, count, near) -> str:
     text = f'{count:,}: {reason}.'
@@ -424,8 +528,9 @@ def _scatter(plans, axis):
     view = _VIEWS[axis]
     figure = canvas(3.6)
     axes = figure.subplots()
+    drawn = _priced(plans.accepted) if axis == 'money' else plans.accepted
     for i, value in enumerate(plans.axes[view.path]):
-        points = [view.point(p) for p in plans.accepted if p.settings[view.path] == value]
+        points = [view.point(p) for p in drawn if p.settings[view.path] == value]
         if not points: continue
         name, marker = _MARKS[i % len(_MARKS)]
         label = f'{value} ({len(points):,} plans)'
@@ -453,6 +558,19 @@ def _accepted_table(plans) -> str:
     heads = (f'{first} of each method', 'GPU', 'free', 'tokens/s', 'hours', 'USD')
     return html_table(heads, [_plan_row(plans, plan) for plan in best.values()])
 
+def _planned_table(plans) -> str:
+    "Write for each setting that is not run how many plans it keeps from running, and the best."
+    if not plans.planned: return ''
+    rows = []
+    for reason, group in _by_reason(plans.planned, 'not_run').items():
+        settings, gpu, *_, hours, _ = _plan_row(plans, group[0])
+        rows.append((f'{len(group):,}', reason, settings, gpu, hours))
+    heads = ('fit, planned only', 'because', 'the best of them', 'GPU', 'hours')
+    return html_table(heads, rows)
+
+def _tables(plans) -> tuple[str, ...]:
+    return _accepted_table(plans), _planned_table(plans), _refused_table(plans)
+
 def _plan_row(plans, plan) -> tuple:
     free = gib(plan.spare_b, 1)
     return (
@@ -461,7 +579,7 @@ def _plan_row(plans, plan) -> tuple:
         f'{free}, tight' if plan.tight else free,
         f'{plan.tokens_per_s:,.0f}',
         f'{plan.hours:,.2f}',
-        f'{plan.usd:,.2f}')
+        f'{plan.usd:,.2f}' if plan.usd else 'unknown')
 
 def _refused_table(plans) -> str:
     if not plans.refused: return ''

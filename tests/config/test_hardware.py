@@ -117,6 +117,11 @@ def test_old_files_without_a_capability_are_read_as_before():
         ('rtx-6000', "'rtx-a6000' or 'rtx-pro-6000' or 'rtx-6000-ada'"),
         ('rtx 4060 ti', "'rtx-4060-ti-16'"),
         ('3090', "'rtx-3090'"),
+        ('3060', "'rtx-3060'"),
+        ('4060', "'rtx-4060-ti-16'"),
+        ('5060', "'rtx-5060-ti-16'"),
+        ('a6000', "'rtx-a6000'"),
+        ('2080', None),
         ('rtx5070ti', "'rtx-5070-ti' or 'rtx-5070'"),
         ('h1000', "'h100'"),
         ('p100', None),
@@ -133,6 +138,13 @@ def test_another_letter_or_digit_is_another_card(name, meant):
 @pytest.mark.parametrize('name', ['a10', 'l4', 'h20', 't4', 'l40'])
 def test_a_name_that_another_begins_with_is_itself(name):
     assert gpu(name.upper()).name == node(f'2x-{name}').gpu.name == name
+
+
+@pytest.mark.parametrize('name, same', [
+    ('T4', 't4'), ('2x RTX 4090', '2x-rtx-4090'), ('8xH100', '8x-h100'), ('P5', 'p5'),
+    ('2x_rtx_3090@ethernet-10', '2x-rtx-3090@ethernet-10')])
+def test_a_machine_is_found_however_it_is_written(name, same):
+    assert node(name).changed(name='it') == node(same).changed(name='it')
 
 
 @pytest.mark.parametrize('way', [link(name) for name in links()], ids=lambda way: way.name)

@@ -78,7 +78,7 @@ def test_the_host_holds_the_lines_of_every_rank():
     ({'cluster.processes': 3}, 'at most one each'),
     ({'cluster.hardware': '2x-rtx-3900'}, "did you mean 'rtx-3090'"),
     ({'batch.length': 200_000}, 'length-in-context'),
-    ({'cluster.nodes': 2}, 'no network'),
+    ({'cluster.nodes': 2}, 'cluster.nodes = 2: this machine has no network.*machines-have-a-net'),
     ({'model.source': 'llama-3.1-71b'}, 'did you mean')])
 def test_what_cannot_be_planned_says_why(changes, words):
     with pytest.raises(ValueError, match=words): estimate(PAIR.changed(changes))
@@ -141,8 +141,9 @@ def test_warnings_are_rules_and_coverage():
     assert any('logits-are-large' in w for w in dense.warnings)
     chunked = estimate(dense.recipe.changed({'batch.loss_head': 'chunked'}))
     assert not any('logits-are-large' in w for w in chunked.warnings)
-    experts = estimate(draft('mixtral-8x7b', '8x-h100'))
+    experts = estimate(draft('mixtral-8x7b', '8x-h100').changed({'method.kind': 'qlora'}))
     assert any('16 bit' in w for w in experts.warnings)
+    assert 'this version plans but does not run: method.unpacked 0.1' in experts.warnings
 
 
 # Questions of every day
@@ -234,7 +235,7 @@ def test_pruning_loses_no_plan(monkeypatch):
 
 
 def test_no_combination_is_tried_twice(found):
-    counts = Counter(map(key, found.accepted + found.refused))
+    counts = Counter(map(key, found.accepted + found.planned + found.refused))
     assert max(counts.values()) == 1
     assert len(found) == len(counts)
 
