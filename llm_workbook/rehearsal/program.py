@@ -225,7 +225,9 @@ def _adapted_libraries(recipe, gpu):
         stack.enter_context(cpu_fsdp())
         stack.enter_context(_ddp_without_peers())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
-        if gpu: stack.enter_context(_trl_kernels_of_gpus())
+        if gpu:
+            stack.enter_context(_trl_kernels_of_gpus())
+            stack.enter_context(_dropout_of_gpus())
         if gpu and recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
         yield
 
@@ -312,6 +314,20 @@ def _add_product(total, a, b):
     room = total
     if a.dtype != total.dtype: room = total.view(a.dtype)[..., :b.shape[1]]
     torch.mm(a, b, out=room)
+
+# %% ../../nbs/rehearsal/04_program.ipynb #5d0c7a12
+def _dropout_of_gpus():
+    "Dropout that keeps a mask of one byte for each number, as the kernel of a GPU does."
+    import torch
+    of_cpu = torch.nn.functional.dropout
+
+    def dropout(input, p=.5, training=True, inplace=False):
+        fused = training and 0 < p < 1 and not inplace and input.numel()
+        if not fused: return of_cpu(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    return patch.object(torch.nn.functional, 'dropout', dropout)
+
 
 # %% ../../nbs/rehearsal/04_program.ipynb #5913a97a
 @contextmanager
