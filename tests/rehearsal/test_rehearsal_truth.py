@@ -24,8 +24,12 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
+HALF = FULL | {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
+
+
 @pytest.mark.parametrize(
-    'changes', [slow_case(FULL), slow_case(QLORA | AGAIN)], ids=['full', 'qlora'])
+    'changes', [slow_case(FULL), slow_case(QLORA | AGAIN), slow_case(HALF)],
+    ids=['full', 'qlora', 'float16'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
     saw = real(made)
