@@ -52,7 +52,6 @@ _REFUSALS = [
         'optimizer.kind', ['adamw_bf16'], "torch's trainer has no such optimizer", 'adamw'),
 ]
 
-# %% ../../nbs/rehearsal/04_program.ipynb #5d0c7a16
 def _refuse(recipe, facts):
     "Raise what cannot be rehearsed, and names of layers that the model does not have."
     problems = []
@@ -334,8 +333,6 @@ def _dropout_of_gpus():
 
     return patch.object(torch.nn.functional, 'dropout', dropout)
 
-
-# %% ../../nbs/rehearsal/04_program.ipynb #5d0c7a15
 def _finite_gradients():
     "A loss scaler that finds no infinite gradient."
     import torch
@@ -348,7 +345,6 @@ def _finite_gradients():
         for device in found: found[device] = torch.tensor(0.)
 
     return patch.object(GradScaler, 'unscale_', unscale_)
-
 
 # %% ../../nbs/rehearsal/04_program.ipynb #5913a97a
 @contextmanager
