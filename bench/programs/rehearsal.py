@@ -2,16 +2,17 @@
 
 The caller starts this program with the variables of `heap.COUNTING`, so that every tensor is an
 mmapped block, and gives a recipe as JSON; its `model.source` is a folder with a config.json.
-Nothing watches the first two steps, whose most bytes count; the third tells its collectives and
-its FLOP. Prints one JSON line: what each rank measured.
+Nothing watches the operations of the first two steps, whose most bytes count; the third tells its
+collectives and its FLOP. Prints one JSON line: what each rank measured.
 """
 import json
 import sys
 import tempfile
 import time
 import warnings
+from contextlib import ExitStack, contextmanager
 
-from bench.shared.heap import held_b, highest_b, mapped_b
+from bench.shared.heap import held_b, highest_b, mapped_b, wait_for_release
 from bench.shared.models import build, rows
 from bench.shared.real_ranks import recorded
 from bench.shared.small_rehearsals import QUIET, STEPS
@@ -20,6 +21,37 @@ from bench.shared.small_rehearsals import QUIET, STEPS
 def multiply(A, B, shape, *args, out_shape=None, **kwargs) -> int:
     "FLOP of bitsandbytes' product with a packed matrix, 2 M N K: torch's counter has no formula."
     return 2 * A[:-1].numel() * shape[0] * shape[1]
+
+
+LARGE_B = 2**20  # Smaller copies than this do not decide a peak
+OF_FSDP2 = 'all_gather_single', 'reduce_scatter_single'  # In torch.distributed
+OF_OLDER = 'all_gather_into_tensor', 'reduce_scatter_tensor'  # Their names in an older torch
+
+
+@contextmanager
+def no_late_copies():
+    """Let each large collective of FSDP2 return only when gloo has freed its copy of the tensor.
+
+    Else the copy is sometimes still there when the next tensor is made, and the peak is that of a
+    race between two threads.
+    """
+    from unittest.mock import patch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    def waiting(collective):
+        def run(*args, **kwargs):
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            before_b, size_b = mapped_b(), max(tensor.nbytes for tensor in tensors)
+            work = collective(*args, **kwargs)
+            if work is None and size_b >= LARGE_B: wait_for_release(before_b, size_b)
+            return work
+        return run
+
+    with ExitStack() as stack:
+        for name in OF_FSDP2 if hasattr(dist, OF_FSDP2[0]) else OF_OLDER:
+            stack.enter_context(patch.object(dist, name, waiting(getattr(dist, name))))
+        yield
 
 
 class Phase:
@@ -80,7 +112,7 @@ def rank(job: dict) -> dict:
         built_b = highest_b()
         trainer.began = time.monotonic()
         ready_s = trainer.began - began
-        trainer.train()
+        with no_late_copies(): trainer.train()
     first_b, peak_b = measured.pop('highest')
     other_b = measured['other_b']
     return measured | {

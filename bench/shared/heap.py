@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import tempfile
+import time
 
 COUNTING = {
     'GLIBC_TUNABLES': 'glibc.malloc.mmap_threshold=16384',
@@ -43,6 +44,21 @@ def highest_b() -> int:
         os.close(stderr)
         file.seek(0)
         return int(re.search(rb'max mmap bytes\s*=\s*(\d+)', file.read())[1])
+
+
+def wait_for_release(before_b: int, size_b: int, seconds: float = 30) -> None:
+    """Wait until less than `size_b` is mapped beyond `before_b`.
+
+    A thread of gloo wakes the one that waits for a collective, and only then frees its copy of
+    the tensor: on a busy machine that comes milliseconds later, or after the next allocation.
+    """
+    deadline = time.monotonic() + seconds
+    while mapped_b() - before_b >= size_b:
+        if time.monotonic() > deadline:
+            more_b = mapped_b() - before_b
+            raise RuntimeError(f'{more_b:,} bytes more than before are mapped after {seconds} s: '
+                               f'a copy of {size_b:,} bytes was not freed')
+        time.sleep(0)
 
 
 def held_b(model, optimizer) -> int:

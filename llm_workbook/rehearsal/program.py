@@ -29,6 +29,7 @@ from ..parallel.shard import assert_sharding
 from .recorder import Recorder, recorded
 from .timeline import Irregular
 from ..training.fine_tune import make_trainer, sft_config
+from ..training.float16 import attach_scaler
 
 # %% ../../nbs/rehearsal/04_program.ipynb #0f6493be
 class _Refusal(NamedTuple):
@@ -50,6 +51,18 @@ _REFUSALS = [
     _Refusal(
         'optimizer.kind', ['adamw_bf16'], "torch's trainer has no such optimizer", 'adamw'),
 ]
+
+def _refuse(recipe, facts):
+    "Raise what cannot be rehearsed, and names of layers that the model does not have."
+    problems = []
+    for field, values, reason, instead in _REFUSALS:
+        if facts[field] not in values: continue
+        text = f'cannot be rehearsed: {reason}; take {instead!r}, or trust the ledger'
+        problems.append(Problem(field, repr(facts[field]), text))
+    if problems: raise RecipeError(problems, recipe.name)
+    model, method = recipe.model, recipe.method
+    if method.kind != 'full' and method.targets != 'all-linear':
+        check_targets(model.source, method.targets, model.revision)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #8f60a61e
 class _StandIn(NamedTuple):
@@ -87,13 +100,13 @@ _STAND_INS = [
         'precision.compute', ['float16'],
         {'precision.compute': 'bfloat16', 'precision.loss_scale': 'none',
          'precision.reduce': None},
-        'float16 runs as bfloat16: the same bytes, and no loss scale'),
+        'float16 runs as bfloat16, and without a loss scale: numbers of the same size'),
     _StandIn(
         'optimizer.kind', ['paged_adamw', 'paged_adamw_8bit'],
         {'optimizer.kind': 'adamw'},
         'paged states play as those of AdamW, and count as if all were on the GPU'),
     _StandIn(
-        'precision.reduce', ['float32', 'float16'],
+        'precision.reduce', ['float16', 'bfloat16'],
         {'precision.reduce': None},
         'gradients travel as accelerate sends them'),
 ]
@@ -122,8 +135,8 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
         {'model.head': ['causal_lm'], 'batch.loss_head': ['full']},
     'DDP reduces its buckets in a hook, in the order that it would itself':
         {'sharding.strategy': ['ddp']},
-    'a payload stored as float16 runs as bfloat16: the same bytes':
-        {'method.storage': ['float16']},
+    'float16 has its loss scale, and no gradient is infinite: no step is skipped':
+        {'precision.compute': ['float16'], 'sharding.strategy': ['none', 'ddp', 'fsdp2']},
     "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet":
         {'cluster.device': ['cuda']},
     'TRL computes the head where its weight lies, with offload and adapters on the CPU: '
@@ -145,6 +158,8 @@ def rehearsable(
     changes, notes = dict(_ALWAYS), list(_NOTES)
     for stand_in in _STAND_INS:
         if facts[stand_in.field] not in stand_in.values: continue
+        plays = stand_in.field == 'precision.compute' and 'sharding.strategy' not in changes
+        if plays: continue  # With torch's strategies float16 needs no stand-in
         changes |= stand_in.changes
         notes.append(stand_in.note)
     notes += [str(problem) for problem in planned_only(recipe)]
@@ -159,19 +174,8 @@ def rehearsable(
     changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)
     if 'precision.compute' in changes and recipe.method.storage == 'float16':
         changes['method.storage'] = 'bfloat16'
+        notes.append('a payload stored as float16 runs as bfloat16: the same bytes')
     return recipe.changed(changes), notes
-
-def _refuse(recipe, facts):
-    "Raise what cannot be rehearsed, and names of layers that the model does not have."
-    problems = []
-    for field, values, reason, instead in _REFUSALS:
-        if facts[field] not in values: continue
-        text = f'cannot be rehearsed: {reason}; take {instead!r}, or trust the ledger'
-        problems.append(Problem(field, repr(facts[field]), text))
-    if problems: raise RecipeError(problems, recipe.name)
-    model, method = recipe.model, recipe.method
-    if method.kind != 'full' and method.targets != 'all-linear':
-        check_targets(model.source, method.targets, model.revision)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #308ca6ce
 class RecordedStep(NamedTuple):
@@ -224,8 +228,11 @@ def _adapted_libraries(recipe, gpu):
     with ExitStack() as stack:
         stack.enter_context(cpu_fsdp())
         stack.enter_context(_ddp_without_peers())
+        if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
-        if gpu: stack.enter_context(_trl_kernels_of_gpus())
+        if gpu:
+            stack.enter_context(_trl_kernels_of_gpus())
+            stack.enter_context(_dropout_of_gpus())
         if gpu and recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
         yield
 
@@ -312,6 +319,32 @@ def _add_product(total, a, b):
     room = total
     if a.dtype != total.dtype: room = total.view(a.dtype)[..., :b.shape[1]]
     torch.mm(a, b, out=room)
+
+# %% ../../nbs/rehearsal/04_program.ipynb #5d0c7a12
+def _dropout_of_gpus():
+    "Dropout that keeps a mask of one byte for each number, as the kernel of a GPU does."
+    import torch
+    of_cpu = torch.nn.functional.dropout
+
+    def dropout(input, p=.5, training=True, inplace=False):
+        fused = training and 0 < p < 1 and not inplace and input.numel()
+        if not fused: return of_cpu(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    return patch.object(torch.nn.functional, 'dropout', dropout)
+
+def _finite_gradients():
+    "A loss scaler that finds no infinite gradient."
+    import torch
+    from torch.amp import GradScaler
+    look = GradScaler.unscale_
+
+    def unscale_(self, optimizer):
+        look(self, optimizer)
+        found = self._per_optimizer_states[id(optimizer)]['found_inf_per_device']
+        for device in found: found[device] = torch.tensor(0.)
+
+    return patch.object(GradScaler, 'unscale_', unscale_)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #5913a97a
 @contextmanager
@@ -469,6 +502,7 @@ def _plain_trainer(recipe, folder, row, model):
     adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method)
     trainer = Trainer(model, sft_config(recipe, folder), train_dataset=[row])
+    attach_scaler(recipe, trainer.accelerator)
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer

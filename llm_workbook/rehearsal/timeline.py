@@ -254,7 +254,7 @@ def _extrapolated_phase(short, long, period, periods):
     "The spans of one phase, from those of both models; `periods` more than in the short one."
     extra = len(long) - len(short)
     if not extra: return _on_lines(short, long, periods)
-    half = len(short) // 2
+    half = _middle(short)
     if extra < 0 or half < extra:
         raise Irregular(f'{len(short)} parts and {len(long)} parts do not show a period')
     rising = short[0].phase != 'backward'
@@ -268,6 +268,12 @@ def _extrapolated_phase(short, long, period, periods):
             span = _on_copy(long[index], short[repeated], long[repeated], periods, copy)
             parts.append(span._replace(where=_renumbered(span.where, moved_by)))
     return parts + _on_lines(short[half:], long[half + extra:], periods, tail_shift)
+
+def _middle(parts):
+    "Index of the span in the middle of the layers, or of all spans where none is a layer's."
+    numbered = [index for index, span in enumerate(parts) if _LAYER.match(span.where)]
+    if not numbered: return len(parts) // 2
+    return (numbered[0] + numbered[-1] + 1) // 2
 
 def _on_lines(short, long, periods, shift=0):
     return [_on_line(few, more, periods, shift) for few, more in zip(short, long)]
@@ -334,7 +340,7 @@ def shallow_depths(
         for period in range(1, 9):
             repeats = all(sorts[i] == sorts[i + period] for i in range(start, full - period))
             if not repeats: continue
-            short = max(6, 2 * (start + period))
+            short = max(6, 2 * (start + period + 1))
             short += (full - short) % period  # A whole number of periods is missing
             return (short, short + period, full) if short + period < full else None
 

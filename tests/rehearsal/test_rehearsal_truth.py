@@ -1,11 +1,15 @@
 """The rehearsal against real ranks: two small recipes run here, and what was measured of larger
 ones stands in the records."""
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from bench.lines import gpu_memory
 from bench.lines.rehearsal_error import real
 from bench.record import ROOT
+from bench.shared.heap import COUNTING
 from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
 from trouble import slow_case
 
@@ -20,8 +24,12 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
+HALF = FULL | {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
+
+
 @pytest.mark.parametrize(
-    'changes', [slow_case(FULL), slow_case(QLORA | AGAIN)], ids=['full', 'qlora'])
+    'changes', [slow_case(FULL), slow_case(QLORA | AGAIN), slow_case(HALF)],
+    ids=['full', 'qlora', 'float16'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
     saw = real(made)
@@ -30,6 +38,27 @@ def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     assert [tuple(message) for message in saw['collectives']] == [
         ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
     assert ours.flops == saw['flops']
+
+
+LATE = """
+import threading
+from bench.shared.heap import mapped_b, wait_for_release
+before_b = mapped_b()
+copies = [bytearray(4_000_000)]
+threading.Timer(.2, copies.clear).start()
+assert mapped_b() - before_b >= 4_000_000
+wait_for_release(before_b, 4_000_000)
+assert not copies
+copies.append(bytearray(4_000_000))
+try: wait_for_release(before_b, 4_000_000, seconds=.01)
+except RuntimeError as error: print(error)
+"""
+
+
+def test_a_copy_that_another_thread_frees_late_is_waited_for():
+    done = subprocess.run([sys.executable, '-c', LATE], env=os.environ | COUNTING, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert 'a copy of 4,000,000 bytes was not freed' in done.stdout, done.stderr
 
 
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))

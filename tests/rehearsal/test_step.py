@@ -93,6 +93,42 @@ def test_every_rank_can_be_played(rank, model, request):
     assert abs(planned / played.peak_b - 1) < .03
 
 
+@pytest.mark.parametrize(
+    'device, mask_b', [(GPU, 1), slow_case({}, 4)], ids=['gpu', 'cpu'])
+def test_a_mask_of_dropout_is_a_byte_a_number_on_a_gpu_and_float32_on_a_cpu(
+        shallow, device, mask_b):
+    kept = shallow.changed(LORA | device | {'batch.length': 512})
+    dropped = kept.changed({'method.dropout': .1})
+    played_b, without_b = rehearse(dropped).peak_b, rehearse(kept).peak_b
+    planned_b = memory(dropped).total('step', level='allocated')
+    assert played_b == pytest.approx(planned_b, rel=.005)
+    widths = 6 * SHAPE['hidden_size'] + SHAPE['intermediate_size']  # Of what seven adapters get
+    masks_b = 3 * widths * kept.batch.micro * kept.batch.length * mask_b
+    assert played_b - without_b == pytest.approx(masks_b, rel=.2)
+
+
+HALF = {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
+
+
+def test_float16_is_played_with_its_loss_scale_and_skips_no_step(shallow):
+    bfloat, half = (shallow.changed(FULL | changes) for changes in (
+        {'precision.compute': 'bfloat16'}, HALF))
+    of_bfloat, of_half = rehearse(bfloat), rehearse(half)
+    assert of_half.flops == of_bfloat.flops
+    assert 'optimizer' in of_half.timeline.phases()
+    assert of_half.timeline.phases()['forward'] > of_bfloat.timeline.phases()['forward']
+    assert any('no gradient is infinite' in note for note in of_half.notes)
+
+
+@pytest.mark.parametrize('strategy, compute', [('zero3', 'bfloat16'), ('fsdp2', 'float16')])
+def test_float16_is_replaced_where_the_strategy_is_and_the_notes_say_which(
+        plain, strategy, compute):
+    made, notes = rehearsable(plain.changed(FULL | HALF | {'sharding.strategy': strategy}))
+    assert made.precision.compute == compute
+    assert ['float16 runs as bfloat16' in note for note in notes].count(True) == (
+        compute == 'bfloat16')
+
+
 @pytest.mark.parametrize('name', recipe_names())
 def test_every_recipe_of_the_package_can_be_scripted_or_says_why_not(name):
     try: made, notes = rehearsable(Recipe.named(name))

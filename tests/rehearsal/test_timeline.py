@@ -1,6 +1,9 @@
-"""Spans of a program that was written by hand: what is alive at each operation, to the byte."""
+"""Spans of programs that were written by hand: what is alive at each operation, to the byte."""
+import pytest
+
+from llm_workbook.model.spec import spec
 from llm_workbook.rehearsal.recorder import Block, Event, Recorder
-from llm_workbook.rehearsal.timeline import Timeline, spans
+from llm_workbook.rehearsal.timeline import Span, Timeline, extrapolated, shallow_depths, spans
 
 
 def block(size_b, born, died, kind='weights', host=False):
@@ -36,3 +39,32 @@ def test_a_block_is_there_from_its_first_operation_to_its_last():
 def test_what_lies_in_host_memory_is_counted_apart():
     layer, _ = spans(program(block(100, 0, None), block(40, 1, None, 'optimizer', True)), begin=2)
     assert (layer.size_b, layer.host_b) == (100, 40)
+
+
+def step_of(layers):
+    """A forward and a backward pass whose layers come in pairs, a narrow and a wide one.
+
+    While a layer gathers, the unit before it is still there; that before the first is no layer.
+    """
+    sizes = [1000 if layer % 2 else 700 for layer in range(layers)]
+    before = zip([55, *sizes], sizes)
+    up = [('forward', f'model.layers.{i}', a + b, 10 * i) for i, (a, b) in enumerate(before)]
+    after = zip([77, *reversed(sizes)], reversed(sizes))
+    down = [('backward', f'model.layers.{layers - 1 - i}', a + b, 10 * (layers - i))
+            for i, (a, b) in enumerate(after)]
+    parts = [('forward', 'model.embed_tokens', 55, 0), *up, ('forward', 'lm_head', 77, 10 * layers),
+             ('backward', 'lm_head', 77, 10 * layers), *down]
+    return Timeline(tuple(
+        Span(phase, where, {'collective': gathered, 'activations': kept}, 0, 'op', 1, ())
+        for phase, where, gathered, kept in parts), layers)
+
+
+@pytest.mark.parametrize('short', [6, 8])
+def test_the_layer_behind_the_embedding_is_not_repeated(short):
+    assert extrapolated(step_of(short), step_of(short + 2), 24) == step_of(24)
+
+
+@pytest.mark.parametrize('source, depths', [
+    ('gpt-oss-20b', (6, 8, 24)), ('gemma-3-1b', (14, 20, 26)), ('llama-3.2-1b', (6, 7, 16))])
+def test_a_short_model_has_a_layer_more_than_it_repeats(source, depths):
+    assert shallow_depths(spec(source)) == depths
