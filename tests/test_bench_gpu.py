@@ -11,10 +11,11 @@ import torch
 from bench.gpu import __main__ as program
 from bench.gpu import ceilings, checks, lines, memory, part
 from bench.gpu.parts import PARTS, Part
-from bench.gpu.place import Missing, Place, plain
+from bench.gpu.place import Missing, Place, plain, recipe_folder
 from bench.record import ROOT
 from bench.shared import gpu_rows
-from bench.shared.models import fill, one_block
+from bench.shared.models import build, fill, one_block
+from bench.shared.small_rehearsals import SHAPES
 from trouble import slow_case
 
 TOY = Place('cpu', toy=True)
@@ -193,6 +194,25 @@ def test_a_model_that_is_sharded_is_built_in_one_block():
         assert first.data_ptr() != second.data_ptr()
         assert torch.equal(first.flatten(), block[:16])
         assert torch.equal(second.flatten(), block[:32])
+
+
+@pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
+def test_a_model_is_built_on_its_device(method, tmp_path):
+    "The device is the processor by another name, so that it is treated as a GPU is."
+    config = SHAPES['quick'] | {
+        'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2,
+        'num_attention_heads': 4, 'vocab_size': 512}
+    made = gpu_rows.plain_recipe(
+        recipe_folder(str(tmp_path), config), 1,
+        {'method.kind': method, 'cluster.device': 'cpu'})
+    model = build(made, 'cpu:0')
+    parameters = list(model.parameters())
+    assert len({p.data_ptr() for p in parameters}) == len(parameters)
+    packed = [p for p in parameters if p.dtype == torch.bfloat16 and p.shape[-1] == 1]
+    assert len(packed) == (14 if method == 'qlora' else 0)
+    ids = torch.arange(16)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    assert 4 < loss.item() < 10
 
 
 # Lines

@@ -24,7 +24,8 @@ CONFIGURATIONS = [  # Preset, method, tokens a row, rows, ranks, more
     (MID, LORA, 1024, 1, 1, AGAIN), (MID, LORA, 2048, 2, 1, AGAIN | WHOLE),
     (MID, QLORA, 1024, 1, 1, {}), (MID, QLORA, 2048, 1, 1, AGAIN), (MID, QLORA, 2048, 8, 1, AGAIN),
     (MID, QLORA, 8192, 1, 1, AGAIN),
-    (SMALL, FULL, 2048, 1, 2, AGAIN), (MID, LORA, 2048, 1, 2, AGAIN), (MID, QLORA, 2048, 1, 2, AGAIN)]
+    (SMALL, FULL, 2048, 1, 2, AGAIN), (MID, LORA, 2048, 1, 2, AGAIN),
+    (MID, QLORA, 2048, 1, 2, AGAIN)]
 QUICK = 1, 3, 8, 10, 18, 19  # Of them
 WHOLE_CARD = '8b-1x24gb-qlora', '70b-1xh200-qlora'  # Recipes of this package for one GPU
 CPU_REASONS = {
@@ -64,12 +65,13 @@ def recipe(number: int, place: Place, folder: str):
 def planned(made) -> dict:
     "What the plan says of a step: bytes, and seconds where it knows this machine."
     from llm_workbook import detect, estimate_step, memory
-    ledger = memory(made)
+    try: node, missing = detect(), {}
+    except ImportError as error: node, missing = None, {'planned_s': str(error)}
+    ledger = memory(made, node=node)
     found = {f'planned_{level}_b': ledger.total('step', 'gpu', level)
              for level in ('allocated', 'reserved', 'device')}
-    try: node = detect()
-    except ImportError as error: return found | {'missing': {'planned_s': str(error)}}
-    return found | {'planned_s': estimate_step(made, node=node).step_s}
+    if node: found['planned_s'] = estimate_step(made, node=node).step_s
+    return found | {'missing': missing}
 
 
 def beside(plan: dict, seen: dict) -> dict:

@@ -41,7 +41,7 @@ class Place:
             taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 
-    def gpu_alone(self, names: list[str], reason: str) -> dict:
+    def gpu_alone(self, names, reason: str) -> dict:
         "Say of figures that only a GPU has that they were not measured, and why."
         if self.on_gpu: return {}
         return {'missing': dict.fromkeys(names, reason)}

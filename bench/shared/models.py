@@ -49,14 +49,16 @@ def build(recipe, device: str = 'cpu', blank: bool = False):
     model.set_attn_implementation(recipe.model.attention)
     model.config.dtype = dtype
     make, own = place(recipe, model, dtype, device)
-    # What is packed away need not be counted as memory of a step
-    fill(model, outside if packed and device == 'cpu' else make, dtype)
+    staged = make
+    if packed and own:  # What is packed away is no memory of a step, and may not fit the device
+        staged = outside if device == 'cpu' else one_block(model, dtype, device)
+    fill(model, staged, dtype)
     torch.manual_seed(0)
-    if own and not blank:
+    if own and not blank and (staged is make or device == 'cpu'):
         with torch.no_grad(): model.apply(model._init_weights)
     if packed: pack(model, recipe, device)
-    if packed and device == 'cpu':
-        for parameter in model.parameters():  # The payloads have been made where malloc counts
+    if packed and own:
+        for parameter in model.parameters():
             parameter.data = make(parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
     return model.train()
 
