@@ -7,6 +7,7 @@ PAGE ?=
 FLAGS ?=
 LINE ?=
 ONLY ?=
+QUICK ?=
 JOBS ?= 2
 TORCH ?= torch
 CUDA_VENV := .venv-cuda
@@ -22,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-cluster test-cuda-wheel mutants cluster-up cluster-down book lab bench docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-cluster test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -68,6 +69,9 @@ lab: $(VENV)/.lab ## Open JupyterLab on the index
 
 bench: $(VENV)/.dev ## Run the benchmarks (LINE=name for one)
 	@$(BIN)/python -m bench.run $(LINE)
+
+bench-gpu: $(VENV)/.dev ## Measure this machine's GPU, part by part, and go on where it was cut off (QUICK=1: 8 minutes; ONLY=part)
+	@$(BIN)/python -m bench.gpu $(if $(QUICK),--quick) $(ONLY)
 
 docs: _docs/index.html ## Build the pages as a site in _docs (with Quarto if it is there, else with Sphinx)
 

@@ -11,7 +11,7 @@ import time
 import warnings
 
 from bench.shared.heap import held_b, highest_b, mapped_b
-from bench.shared.models import fuse, pack
+from bench.shared.models import fuse, pack, step
 
 
 def build(job: dict, recipe):
@@ -36,24 +36,6 @@ def build(job: dict, recipe):
     return model.train()
 
 
-def step(model, optimizer, accelerator, job, recipe) -> None:
-    "Forward and backward as often as the recipe accumulates, clip, update."
-    import contextlib
-    import torch
-    batch, vocab = recipe.batch, job['config']['vocab_size']
-    for i in range(batch.accumulation):
-        ids = torch.randint(0, vocab, (batch.micro, batch.length))
-        count = torch.tensor(ids.numel() * batch.accumulation)
-        last = i == batch.accumulation - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, use_cache=False).loss
-            accelerator.backward(loss)
-        del loss
-    if recipe.optimizer.clip: accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def rank(job: dict) -> dict:
     "What this process saw: bytes held between steps, and the most in one step and in two."
     import torch
@@ -71,7 +53,7 @@ def rank(job: dict) -> dict:
         model, optimizer = accelerator.prepare(model, optimizer)
         built, highest, ready = highest_b(), [], time.monotonic() - began
         for _ in range(2):
-            step(model, optimizer, accelerator, job, recipe)
+            step(model, optimizer, accelerator, job['config']['vocab_size'], recipe)
             highest.append(highest_b())
         held = held_b(model, optimizer)
         other = mapped_b() - held

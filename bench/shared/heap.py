@@ -5,6 +5,7 @@ A process started with the variables in COUNTING has every tensor in an mmapped 
 import ctypes
 import os
 import re
+import sys
 import tempfile
 import time
 
@@ -76,7 +77,10 @@ def held_b(model, optimizer) -> int:
         local = getattr(tensor, '_local_tensor', tensor)  # This rank's part of a sharded tensor
         storage = local.untyped_storage()
         storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values()) + payload_bytes(model)['absmax'] + buckets_b(model)
+    # No layer is packed before bitsandbytes is imported
+    packed = 'bitsandbytes' in sys.modules
+    absmax_b = payload_bytes(model)['absmax'] if packed else 0
+    return sum(storages.values()) + absmax_b + buckets_b(model)
 
 
 def buckets_b(model) -> int:

@@ -1,5 +1,6 @@
 """Random models as a recipe wants them: packed, fused, in memory that is not counted; and rows."""
 import mmap
+from functools import partial
 
 
 def outside(shape, dtype):
@@ -11,28 +12,53 @@ def outside(shape, dtype):
     return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
 
 
-def build(recipe, device: str = 'cpu', blank: bool = False):
-    """A random model, or one of zeros, packed as `recipe` wants it.
+def one_block(model, dtype, device: str):
+    """Make memory on `device` that every parameter of `model` is given the first part of.
 
-    Where it will be sharded it waits in memory that is not counted.
+    It is as large as the largest of them. What is sharded is copied out of it, so a model that
+    fits no device is built there without a copy on the host.
+    """
+    import torch
+    largest = max(parameter.numel() for parameter in model.parameters())
+    block = torch.empty(largest, dtype=dtype, device=device).normal_(0, 0.02)
+
+    def make(shape, dtype): return block[:torch.Size(shape).numel()].view(shape)
+    return make
+
+
+def place(recipe, model, dtype, device: str):
+    "Say where the parameters of a recipe's model are made, and whether each has its own numbers."
+    import torch
+    sharded = recipe.sharding.strategy == 'fsdp2'
+    if device == 'cpu': return (outside if sharded else torch.empty), True
+    if sharded: return one_block(model, dtype, device), False
+    return partial(torch.empty, device=device), True
+
+
+def build(recipe, device: str = 'cpu', blank: bool = False):
+    """A random model, or one of zeros, packed as `recipe` wants it; on `device` from the start.
+
+    On a CPU, where it will be sharded it waits in memory that is not counted.
     """
     import torch
     from llm_workbook.model.architecture import configuration, skeleton
     full, packed = recipe.method.kind == 'full', recipe.method.kind == 'qlora'
-    sharded = recipe.sharding.strategy == 'fsdp2'
-    make = outside if sharded else torch.empty
     dtype = getattr(torch, recipe.precision.master if full else recipe.precision.compute)
     name, raw = configuration(recipe.model.source, recipe.model.revision)
     model = skeleton(raw, name)
     model.set_attn_implementation(recipe.model.attention)
     model.config.dtype = dtype
-    fill(model, make, dtype)
+    make, own = place(recipe, model, dtype, device)
+    staged = make
+    if packed and own:  # What is packed away is no memory of a step, and may not fit the device
+        staged = outside if device == 'cpu' else one_block(model, dtype, device)
+    fill(model, staged, dtype)
     torch.manual_seed(0)
-    if not blank:
+    if own and not blank and (staged is make or device == 'cpu'):
         with torch.no_grad(): model.apply(model._init_weights)
     if packed: pack(model, recipe, device)
-    if packed and sharded and device == 'cpu':
-        for parameter in model.parameters():  # The payloads have been made where malloc counts
+    if packed and own:
+        for parameter in model.parameters():
             parameter.data = make(parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
     return model.train()
 
@@ -66,6 +92,24 @@ def fuse(model) -> None:
     add_fused_lm_head(model, outputs=('log_probs', 'entropy', 'is_top1'))
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
+
+
+def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
+    "Forward and backward as often as the recipe accumulates, clip, update."
+    import contextlib
+    import torch
+    batch, device = recipe.batch, accelerator.device
+    for i in range(batch.accumulation):
+        ids = torch.randint(0, vocab, (batch.micro, batch.length)).to(device)
+        count = torch.tensor(ids.numel() * batch.accumulation, device=device)
+        last = i == batch.accumulation - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, use_cache=False).loss
+            accelerator.backward(loss)
+        del loss
+    if recipe.optimizer.clip: accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def pack(model, recipe, device: str = 'cpu') -> None:

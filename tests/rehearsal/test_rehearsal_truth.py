@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from bench.lines import gpu_memory
 from bench.lines.rehearsal_error import real
 from bench.record import ROOT
+from bench.shared import gpu_rows
 from bench.shared.heap import COUNTING
 from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
 from trouble import slow_case
@@ -92,12 +92,12 @@ def test_the_record_covers_what_was_promised():
 @pytest.mark.slow
 def test_one_rank_alone_with_real_tensors_holds_what_was_rehearsed(tmp_path):
     made = recipe('quick', QLORA | SHORT | {'cluster.processes': 16}, tmp_path)
-    assert abs(percent(rehearsed(made).peak_b, gpu_memory.measured(made)['peak_b'])) < 1
+    assert abs(percent(rehearsed(made).peak_b, gpu_rows.measured(made)['peak_b'])) < 1
 
 
 def test_what_no_gpu_measured_is_not_said():
     record = RECORDS['gpu_memory']
-    planned = list(gpu_memory.gpu_recipes())
+    planned = list(gpu_rows.gpu_recipes())
     far = [row for row in record['rows'] if row['device'] == 'cuda']
     assert [row['recipe'] for row in far] == [name for name, _, _ in planned]
     assert (
@@ -105,6 +105,6 @@ def test_what_no_gpu_measured_is_not_said():
         == {row['driver_b'] for row in far}
         == {record['gpu']}
         == {'not measured'})
-    assert len([name for name, _, _ in planned if name in dict(gpu_memory.NAMED)]) >= 3
-    assert len(gpu_memory.PLAIN) >= 8
-    assert {c['method.kind'] for _, _, c in gpu_memory.PLAIN} == {'full', 'lora', 'qlora'}
+    assert len([name for name, _, _ in planned if name in dict(gpu_rows.NAMED)]) >= 3
+    assert len(gpu_rows.PLAIN) >= 8
+    assert {c['method.kind'] for _, _, c in gpu_rows.PLAIN} == {'full', 'lora', 'qlora'}
