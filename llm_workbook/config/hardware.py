@@ -209,8 +209,16 @@ def _with_defaults(values: dict) -> dict:
     backend = 'gloo' if card.name == 'cpu' else 'nccl'
     memory_b = max(2 * card.memory_b * count, 64 * 2**30)
     usual = {'link': card.link, 'host_link': card.host_link,
-             'backend': backend, 'memory_b': memory_b}
-    return usual | values
+             'backend': backend, 'memory_b': memory_b, 'disk_b': _DISK_B}
+    return usual | values | {'assumed': _assumed(usual, values)}
+
+_DISK_B = 10**12
+
+def _assumed(usual, values) -> tuple[str, ...]:
+    "Name the sizes that nobody has given; a copy remembers them while they stay as they were."
+    before = values.get('assumed') or ()
+    return tuple(field for field in ('memory_b', 'disk_b')
+                 if field not in values or field in before and values[field] == usual[field])
 
 # %% ../../nbs/config/02_hardware.ipynb #d4a4454b
 class Node(Document):
@@ -224,9 +232,10 @@ class Node(Document):
     network: _AnyLink | None = None  # Between machines, of the whole machine; None: it stands alone
     memory_b: Annotated[int, Field(gt=0, le=10**14)]  # Host memory, bytes
     disk_bps: _Rate = 3e9  # Reading from disk, bytes/s
-    disk_b: Annotated[int, Field(ge=0, le=10**16)] = 10**12  # Room on disk, bytes
+    disk_b: Annotated[int, Field(ge=0, le=10**16)] = _DISK_B  # Room on disk, bytes
     backend: Literal['nccl', 'gloo']  # Who runs the collectives; gloo: the processor computes
     rent_hour: Annotated[Real, Field(le=10**5)] | None = None  # USD; None: that of the GPUs
+    assumed: _Texts = ()  # Sizes that nobody has given, found by itself: memory_b, disk_b
     notes: _Texts = ()  # What is derived, assumed or particular
 
     @model_validator(mode='before')
@@ -321,7 +330,8 @@ def node(
     return _counted(text)
 
 # %% ../../nbs/config/02_hardware.ipynb #7bab7b1a
-_FREE_TO_DIFFER = {'name': True, 'notes': True, 'disk_b': True, 'gpu': {'sources', 'driver_names'}}
+_FREE_TO_DIFFER = {'name': True, 'notes': True, 'disk_b': True, 'assumed': True,
+                    'gpu': {'sources', 'driver_names'}}
 
 def _figures(machine: Node) -> dict:  # Dotted field -> value, of all that must be equal
     flat = {}
