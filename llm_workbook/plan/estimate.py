@@ -24,7 +24,8 @@ from ..model.layout import coverage
 from ..model.spec import ModelSpec, spec_of
 from .collectives import node_of
 from .ledger import Ledger, memory
-from .ranges import Condition, Range, condition_of, doubt_of, range_of, squeezed
+from .ranges import (
+    Condition, Range, card_range, condition_of, doubt_of, range_of, squeezed)
 from .step_time import StepEstimate, estimate_step
 
 # %% ../../nbs/plan/11_estimate.ipynb #c0f24259
@@ -159,7 +160,7 @@ class Estimate:
     @cached_property
     def ranges(self) -> dict[str, Range]:  # Bytes of each place, tokens_per_s, step_s, hours, usd
         "Put the range of published runs around every figure."
-        return _ranges(self)
+        return _size_ranges(self) | _time_ranges(self)
 
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:  # One for each of `rooms`
@@ -209,7 +210,7 @@ class Estimate:
     def __str__(self):
         verdict = self.verdict
         if self.outcome == 'fits': verdict = 'Fits.'  # The table has the rest
-        notes = [f'- {line}' for line in (*self.warnings, *_assumed_lines(self))]
+        notes = [f'- {line}' for line in (*self.warnings, *_doubt_lines(self))]
         lines = [_title(self), verdict, *_memory_lines(self), _speed_line(self), *notes]
         return '\n'.join(lines)
 
@@ -245,14 +246,20 @@ def _is_assumed(plan, room) -> bool:
 
 _SIZE_FIELDS = {'host': 'memory_b', 'disk': 'disk_b'}
 
-def _ranges(plan) -> dict[str, Range]:
-    size, time = (doubt_of(what, plan.recipe) for what in ('memory', 'time'))
-    step = plan.step
-    found = {room.place: range_of(room.need_b, None if room.place == 'disk' else size)
-             for room in plan.rooms}
-    found['tokens_per_s'] = range_of(step.tokens_per_s, time, rate=True)
-    figures = ('step_s', step.step_s), ('hours', step.hours), ('usd', step.cost)
-    return found | {name: range_of(figure, time) for name, figure in figures}
+def _size_ranges(plan) -> dict[str, Range]:
+    doubt = doubt_of('memory', plan.recipe)
+    found = {}
+    for room in plan.rooms:
+        if room.place == 'gpu':
+            found['gpu'] = card_range(room, squeezed(plan.ledger, room.phase), doubt)
+        else: found[room.place] = range_of(room.need_b, None if room.place == 'disk' else doubt)
+    return found
+
+def _time_ranges(plan) -> dict[str, Range]:
+    doubt, step = doubt_of('time', plan.recipe), plan.step
+    figures = {'step_s': step.step_s, 'hours': step.hours, 'usd': step.cost}
+    found = {name: range_of(figure, doubt) for name, figure in figures.items()}
+    return found | {'tokens_per_s': range_of(step.tokens_per_s, doubt, rate=True)}
 
 def _condition(plan, room) -> Condition:
     squeezed_b = squeezed(plan.ledger, room.phase) if room.place == 'gpu' else None
@@ -305,19 +312,19 @@ def _speed_line(plan) -> str:
                   for name, unit in (('step_s', ' s per step'), ('usd', ' USD')))
     return f'{speed}, {step}; {steps:,} steps: {ranges["hours"].text(" hours")}, {cost}'
 
-def _assumed_lines(plan) -> Iterator[str]:
-    "Say which sizes nobody has given."
-    for room in plan.rooms:
-        if not _is_assumed(plan, room): continue
-        field = _SIZE_FIELDS[room.place]
-        size = gib(room.have_b, 1)
-        yield f'{_PLACES[room.place]} assumed: {size}; give {field} of the machine in a YAML file'
+def _doubt_lines(plan) -> Iterator[str]:
+    "Say which sizes nobody has given, and which figures have no range."
+    sizes = [f'{_PLACES[room.place].removeprefix("the ")} assumed: {gib(room.have_b, 1)}'
+             for room in plan.rooms if _is_assumed(plan, room)]
+    if sizes: yield f'{", ".join(sizes)}; a YAML file of the machine can give them'
+    if plan.recipe.cluster.device == 'cuda' and doubt_of('time', plan.recipe) is None:
+        yield 'the seconds have no range: no published run has so few tokens in a pass'
 
 def _verdict_html(plan) -> str:
     colour = PALETTE[_COLOURS[plan.outcome]]
     style = f'border-left:5px solid {colour};padding-left:8px'
     text = f'<p style="{style}">{escape(plan.verdict)}</p><p>{escape(_speed_line(plan))}</p>'
-    lines = [*plan.warnings, *_assumed_lines(plan)]
+    lines = [*plan.warnings, *_doubt_lines(plan)]
     if not lines: return text
     notes = ''.join(f'<li>{escape(line)}</li>' for line in lines)
     return f'{text}<ul>{notes}</ul>'
@@ -391,7 +398,7 @@ class PackagedPlans(Mapping):
 
     def _repr_html_(self):
         heads = ('recipe', 'hardware', 'model', 'method', 'sharding', 'peak of each GPU',
-                 'peak of each host', 'fits')
+                 'peak of each host', 'verdict')
         return html_table(heads, [_shelf_row(name, row) for name, row in self.to_dict().items()])
 
 # %% ../../nbs/plan/11_estimate.ipynb #c811b13b
@@ -410,15 +417,15 @@ def _summary(plan) -> dict:
     return {
         'hardware': f'{cluster.nodes} x {cluster.processes} x {plan.node.gpu.name}',
         'model': recipe.model.source, 'head': recipe.model.head, 'method': recipe.method.kind,
-        'strategy': recipe.sharding.strategy, **sizes, 'fits': plan.fits}
+        'strategy': recipe.sharding.strategy, **sizes, 'fits': plan.fits,
+        'outcome': plan.outcome}
 
 # %% ../../nbs/plan/11_estimate.ipynb #ddfb4602
 def _shelf_row(name, row) -> tuple:
     method = row['method'] if row['head'] == 'causal_lm' else f'{row["method"]}, classifier'
     peaks = [_share_text(row[f'{place}_need_b'], row[f'{place}_have_b'])
              for place in ('gpu', 'host')]
-    fits = 'yes' if row['fits'] else 'no'
-    return (name, row['hardware'], row['model'], method, row['strategy'], *peaks, fits)
+    return (name, row['hardware'], row['model'], method, row['strategy'], *peaks, row['outcome'])
 
 def _share_text(need_b, have_b) -> str:
     return '' if need_b is None else f'{gib(need_b, 1)} of {gib(have_b, 1)}'

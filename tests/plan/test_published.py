@@ -7,12 +7,14 @@ from functools import cache
 import pytest
 from bench.lines import published_error as published
 from bench.record import RESULTS, ROOT
+from bench.shared.published import failures, merged
 
 TABLE = published.table()
 ROWS = {row['id']: row for row in TABLE['rows']}
 PREDICTORS = [
     ROOT/'bench'/file
     for file in ('lines/published_error.py', 'shared/estimators.py', 'shared/published.py')]
+OUTCOMES = {'fits', 'fits if', 'does not fit'}
 KINDS = {'allocated', 'reserved', 'device', 'bound'}
 
 
@@ -102,6 +104,48 @@ def test_how_close_the_ledger_is():
 def test_how_close_the_seconds_are():
     summary = committed()['summary']['time']
     for group, (median, worst) in TIME.items(): check(summary[group], median, worst)
+
+
+def test_no_run_that_ran_is_refused():
+    "The verdicts are those of the library, on every row, judged or not."
+    made = committed()
+    ruled = {row['id']: row['outcome'] for row in made['ruled'] if not row['failed']}
+    assert set(ruled) == set(ROWS)
+    assert published.counted(made['ruled']) == made['verdicts']
+    assert made['verdicts']['false refusals'] == []
+    assert sum(made['verdicts']['ran'].values()) == len(ROWS)
+    assert made['verdicts']['ran']['fits'] >= 60
+    for row in published.verdicts(): assert row['outcome'] == ruled[row['id']], row['id']
+
+
+def test_ranges_are_fitted_on_calibration_rows_alone_and_hold_held_out_ones():
+    made = committed()
+    assert published.ranges(made['rows']) == made['ranges']
+    changed = [row | {'memory': [], 'judged': False} if row['half'] == 'held out' else row
+               for row in made['rows']]
+    assert published.ranges(changed) == made['ranges']
+    covered = made['summary']['covered']
+    assert covered['memory']['share'] >= .9
+    assert covered['time']['share'] >= .9
+    assert covered['memory']['figures'] >= 40
+    assert covered['time']['figures'] >= 35
+
+
+def test_a_run_that_failed_is_judged_too():
+    """The same run on a card of a third of the size cannot have fitted; on its own it is a false
+    promise."""
+    row = ROWS['70b-4xh100']
+    small = row | {'id': 'small', 'failed': True, 'changes': row['changes'] | {
+        'cluster.hardware': '4x-rtx-3090'}}
+    own = row | {'id': 'own', 'failed': True}
+    def rows(): return merged({'rows': [small, own]})
+    said = {one['id']: one for one in published.verdicts(rows)}
+    assert said['small']['outcome'] == 'does not fit'
+    assert {one['outcome'] for one in said.values()} <= OUTCOMES
+    found = published.counted(said.values())
+    assert (found['ran'], found['false refusals'], found['false promises']) == ({}, [], ['own'])
+    with pytest.raises(ValueError, match='without failed: true'): merged({'rows': [row]})
+    for one in failures()['rows']: assert one['failed'] is True
 
 
 def check(errors: dict, median: float, worst: float):
