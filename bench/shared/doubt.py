@@ -8,8 +8,9 @@ from bench.record import ROOT
 
 RANGES = ROOT/'llm_workbook'/'assets'/'ranges.yaml'
 SHARE, CONFIDENCE = .9, .95
-HEAD = '''# How far published runs were from the plan: natural logarithms of measured over planned. Written by
-# `make bench LINE=published_error` from its calibration rows; bench/results/cpu/published_error.json is the record.
+HEAD = '''# How far published runs were from the plan: natural logarithms of measured over planned.
+# Written by `make bench LINE=published_error` from its calibration rows; its record is
+# bench/results/cpu/published_error.json.
 '''
 
 

@@ -25,6 +25,7 @@ def _as_pairs(value): return tuple(value.items()) if isinstance(value, dict) els
 def _as_tuple(value): return tuple(value) if isinstance(value, list) else value
 
 _Sources = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_as_pairs), PlainSerializer(dict)]
+_Sizes = Annotated[tuple[tuple[str, int], ...], BeforeValidator(_as_pairs), PlainSerializer(dict)]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 _Flops = Annotated[Real, Field(gt=0, le=1e17)]
 _Rate = Annotated[Real, Field(gt=0, le=1e14)]
@@ -214,11 +215,12 @@ def _with_defaults(values: dict) -> dict:
 
 _DISK_B = 10**12
 
-def _assumed(usual, values) -> tuple[str, ...]:
-    "Name the sizes that nobody has given; a copy remembers them while they stay as they were."
-    before = values.get('assumed') or ()
-    return tuple(field for field in ('memory_b', 'disk_b')
-                 if field not in values or field in before and values[field] == usual[field])
+def _assumed(usual, values) -> dict[str, int]:
+    "List the sizes that nobody has given; a copy remembers them while they stay as they were."
+    before = dict(values.get('assumed') or {})
+    sizes = {field: values.get(field, usual[field]) for field in ('memory_b', 'disk_b')}
+    return {field: size_b for field, size_b in sizes.items()
+            if field not in values or before.get(field) == size_b}
 
 # %% ../../nbs/config/02_hardware.ipynb #d4a4454b
 class Node(Document):
@@ -235,7 +237,7 @@ class Node(Document):
     disk_b: Annotated[int, Field(ge=0, le=10**16)] = _DISK_B  # Room on disk, bytes
     backend: Literal['nccl', 'gloo']  # Who runs the collectives; gloo: the processor computes
     rent_hour: Annotated[Real, Field(le=10**5)] | None = None  # USD; None: that of the GPUs
-    assumed: _Texts = ()  # Sizes that nobody has given, found by itself: memory_b, disk_b
+    assumed: _Sizes = ()  # memory_b and disk_b -> bytes, where nobody has given them
     notes: _Texts = ()  # What is derived, assumed or particular
 
     @model_validator(mode='before')

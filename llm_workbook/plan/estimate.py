@@ -242,7 +242,7 @@ def _tight_b(node, ledger) -> int:
 # %% ../../nbs/plan/11_estimate.ipynb #c2a0d1a2
 def _is_assumed(plan, room) -> bool:
     "Whether nobody has given the size of a place."
-    return _SIZE_FIELDS.get(room.place) in plan.node.assumed
+    return _SIZE_FIELDS.get(room.place) in dict(plan.node.assumed)
 
 _SIZE_FIELDS = {'host': 'memory_b', 'disk': 'disk_b'}
 

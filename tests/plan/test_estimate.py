@@ -79,12 +79,12 @@ def test_an_assumed_size_refuses_nothing_and_is_said():
     wide = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
     recipe = PAIR.changed(wide | {'model.source': 'llama-3.1-405b'})
     large = node('2x-rtx-3090').changed({'gpu.memory_b': 2**36})
-    given = large.changed(memory_b=2**36)
+    given = large.changed(memory_b=2**37)
     plan, refused = estimate(recipe, large), estimate(recipe, given)
     assert (plan.outcome, plan.fits) == ('fits if', True)
-    assert re.match(r'Fits if the host has \d+ GiB, where 128 are assumed:', plan.verdict)
-    assert 'host memory assumed: 128.0 GiB' in str(plan)
-    assert 'host memory assumed: 128.0 GiB' in plan._repr_html_()
+    assert re.match(r'Fits if the host has \d+ GiB, where 96 are assumed:', plan.verdict)
+    assert 'host memory assumed: 96.0 GiB' in str(plan)
+    assert 'host memory assumed: 96.0 GiB' in plan._repr_html_()
     assert (refused.outcome, refused.fits) == ('does not fit', False)
     assert 'host memory assumed' not in str(refused)
 

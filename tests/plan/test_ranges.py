@@ -49,7 +49,7 @@ def test_constants_that_were_fitted_widen_a_range():
     ((66.1, 76.2, 87.4), '76 (66 to 87)'),
     ((351., 405.2, 466.), '410 (350 to 470)'),
     ((.58, .66, .76), '0.66 (0.58 to 0.76)'),
-    ((.0012, .0013, .0016), '0.0013 (0.0012 to 0.0016)'),
+    ((.0012, .0013, .0016), '0.00130 (0.00120 to 0.00160)'),
     ((5., 5., 5.), '5.0')])
 def test_a_figure_has_the_digits_that_its_range_allows(ends, text):
     assert Range(*ends).text() == text
