@@ -100,9 +100,9 @@ def condition_of(
         return Condition('fits if', f'{name} has {least:,} GiB, where {there:,.0f} are assumed')
     if need.low > have_b: return Condition('does not fit')
     if need.planned > have_b:
-        less = ceil(1000 * (1 - have_b / need.planned)) / 10
+        less = ceil(round(1000 * (1 - have_b / need.planned), 6)) / 10
         return Condition('fits if', f'{name} needs at least {less:.1f} % less than planned')
-    more = floor(1000 * (have_b / (squeezed_b or need.planned) - 1)) / 10
+    more = floor(round(1000 * (have_b / (squeezed_b or need.planned) - 1), 6)) / 10
     whose = 'the tensors of each GPU need' if squeezed_b else f'{name} needs'
     return Condition('fits if', f'{whose} at most {more:.1f} % more than planned')
 
