@@ -25,6 +25,7 @@ from .files import publish
 from .plan.estimate import Estimate
 from .plan.ledger import Ledger, memory
 from .plan.lines import INSTANTS
+from .plan.ranges import doubt_of, range_of
 from .plan.step_time import StepEstimate, estimate_step
 from .rehearsal.step import Rehearsal
 from .rehearsal.timeline import Timeline
@@ -363,6 +364,8 @@ def _summary(report) -> str:
     peak = report.part('peak')[0]
     residuals = list(report.residual.values())
     planned, rehearsed = (binary_size(size_b, 2) for size_b in (peak.planned, peak.rehearsed))
+    if doubt := doubt_of('memory', report.recipe):
+        planned = range_of(peak.planned, doubt).text(' GiB', 2**30)
     exact = f'{residuals.count(0)} of {len(residuals)} items agree to the last digit'
     return f'peak planned {planned}, rehearsed {rehearsed} ({_percent(peak)}); {exact}'
 

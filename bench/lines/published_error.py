@@ -1,17 +1,26 @@
 """How far bytes of the ledger and seconds of the step are from what others measured.
 
-Three other estimators of memory stand beside the ledger.
+Three other estimators of memory stand beside the ledger. The calibration rows give the ranges that
+an estimate shows; the verdict on every run, with these ranges, is counted.
 """
+import math
+from collections import Counter
 from functools import cache
 
 from bench.record import record
+from bench.shared.doubt import tolerance, write
 from bench.shared.estimators import others
-from bench.shared.published import (error, ledger_gib, middle, node_of, recipe_of, spec_of, table,
-                                    times)
+from bench.shared.published import (error, ledger_gib, middle, node_of, plan_of, recipe_of,
+                                    spec_of, table, times)
 
 GROUPS = {'all': lambda row: True, 'table': lambda row: row['table'],
           'held out': lambda row: row['half'] == 'held out',
           'calibration': lambda row: row['half'] == 'calibration'}
+ON_CARD = 'reserved', 'device'  # Kinds of memory that a whole card shows
+# Range -> kinds of figures, constants of the library fitted on calibration rows, tokens of a pass:
+# ledger: _WASTED, _LEAST_WASTED; step_time: _MATMUL, _STREAM, _DEQUANTISE, _HIDDEN, _WRAPPED_S,
+# _LAUNCH_S. No calibration row has a pass of fewer tokens.
+FITTED = {'memory': (ON_CARD, 2, 0), 'time': (('time',), 6, 1024)}
 
 
 def memory_of(row: dict, ledger, recipe, node) -> list[dict]:
@@ -48,6 +57,68 @@ def judged() -> tuple[dict, ...]:
     return tuple(judge(row) for row in table()['rows'])
 
 
+@cache
+def verdicts(name: str = 'published') -> tuple[dict, ...]:
+    "Give the verdict on every run of a table, and in words unless it is a plain one."
+    said = []
+    for row in table(name)['rows']:
+        plan = plan_of(row['id'], name)
+        said.append({'id': row['id'], 'failed': row.get('failed', ''), 'outcome': plan.outcome})
+        if plan.outcome != 'fits': said[-1]['verdict'] = plan.verdict
+    return tuple(said)
+
+
+def counted(said) -> dict:
+    """Count the verdicts: on runs that ran, and on runs that did not fit.
+
+    A false refusal is a run that ran and gets 'does not fit'; a false promise the other way round.
+    """
+    ran = [row for row in said if not row['failed']]
+    failed = [row for row in said if row['failed']]
+    return {'ran': dict(Counter(row['outcome'] for row in ran)),
+            'false refusals': [row['id'] for row in ran if row['outcome'] == 'does not fit'],
+            'failed': dict(Counter(row['outcome'] for row in failed)),
+            'false promises': [row['id'] for row in failed if row['outcome'] == 'fits']}
+
+
+def logarithms(rows, kinds) -> list[float]:
+    "Collect log(measured / predicted) of the figures that count; 'time' is one of the kinds."
+    said = []
+    for row in rows:
+        if not row['judged']: continue
+        said += [math.log(figure['measured'] / figure['predicted']['ledger'])
+                 for figure in row['memory'] if figure['kind'] in kinds]
+        if 'time' in kinds and 'time' in row:
+            said.append(math.log(row['time']['measured'] / row['time']['predicted']))
+    return said
+
+
+def ranges(rows) -> list[dict]:
+    "Fit the ranges on calibration rows alone."
+    own = [row for row in rows if row['half'] == 'calibration']
+    groups = []
+    for what, (kinds, fitted, least_tokens) in FITTED.items():
+        values = logarithms(own, kinds)
+        low, high = tolerance(values, fitted)
+        groups.append({'what': what, 'low': low, 'high': high, 'rows': len(values),
+                       'least_tokens': least_tokens})
+    return groups
+
+
+def covered(rows, groups) -> dict:
+    "Count the held-out figures that lie in the range of their sort, by kind."
+    rest = [row for row in rows if row['half'] == 'held out']
+    kinds = {'memory': ('allocated', *ON_CARD), 'time': ('time',)}
+    said = {}
+    for group in groups:
+        for kind in dict.fromkeys((group['what'], *kinds[group['what']])):
+            values = logarithms(rest, kinds.get(kind, (kind,)))
+            inside = sum(group['low'] <= value <= group['high'] for value in values)
+            said[kind] = {'figures': len(values), 'inside': inside,
+                          'share': round(inside / len(values), 3)}
+    return said
+
+
 def errors(rows, what: str, name: str = 'ledger') -> list[float]:
     """Collect absolute errors of the rows that count: of 'time', 'memory', or one kind of memory.
 
@@ -73,12 +144,15 @@ def summary(rows) -> dict:
     said |= {kind: middle(errors(rows, kind)) for kind in ('allocated', 'reserved', 'device')}
     names = ('accelerate', 'deepspeed', 'bare rule')
     return said | {'others': {name: middle(errors(rows, 'memory', name)) for name in names},
-                   'bounds': bounds(rows)}
+                   'bounds': bounds(rows), 'covered': covered(rows, ranges(rows))}
 
 
 def measure() -> dict:
     "Judge every row; the value is the median error of memory in the goal's table, in percent."
     rows = judged()
+    groups = ranges(rows)
+    write(groups)  # Before the first verdict, which reads it
+    ruled = [*verdicts(), *verdicts('known_failures')]
     said, here = summary(rows), errors([row for row in rows if row['table']], 'memory')
     peers = errors([row for row in rows if row['table']], 'memory', 'bare rule')
     return record('published_error', here, '% of the measured memory', peers,
@@ -86,4 +160,5 @@ def measure() -> dict:
                   time_median=said['time']['table']['median'],
                   time_worst=said['time']['table']['worst'],
                   held_out={what: said[what]['held out'] for what in ('memory', 'time')},
+                  ranges=groups, verdicts=counted(ruled), ruled=ruled,
                   summary=said, rows=list(rows))

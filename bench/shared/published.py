@@ -1,4 +1,7 @@
-"""What others have published: the tables of their runs, each row a recipe on a machine."""
+"""What others have published: tables of their runs, each row a recipe on a machine.
+
+The tables are `published`, `blind`, and `known_failures`: runs that ended without memory.
+"""
 import statistics
 from functools import cache
 
@@ -14,7 +17,7 @@ GIB = 2**30
 def table(name: str = 'published') -> dict:
     """Read sources, machines, models and rows of a table.
 
-    The blind rows start from the base of the published ones, and may name its machines and models.
+    Other tables start from the base of the published one, and may name its machines and models.
     """
     told = yaml.safe_load(ROWS.with_stem(name).read_text(encoding='utf-8'))
     if name == 'published': return told
@@ -44,6 +47,17 @@ def spec_of(recipe, name: str = 'published'):
     "Find the architecture of `recipe`: one of the table's own, or a preset."
     from llm_workbook import spec
     return spec(table(name)['models'].get(recipe.model.source, recipe.model.source))
+
+
+def plan_of(row_id: str, name: str = 'published'):
+    "Estimate a row on its machine: every phase and place, with its verdict."
+    from llm_workbook import Estimate, estimate_step, memory
+    from llm_workbook.plan.estimate import Room
+    recipe = recipe_of(row_id, name)
+    node, spec = node_of(recipe, name), spec_of(recipe, name)
+    ledger = memory(recipe, spec, node)
+    rooms = tuple(Room(*room) for room in ledger.rooms(node))
+    return Estimate(recipe, spec, node, ledger, estimate_step(recipe, spec, node), rooms, ())
 
 
 def times(row: dict, step, recipe) -> tuple[float, float]:

@@ -25,6 +25,7 @@ def _as_pairs(value): return tuple(value.items()) if isinstance(value, dict) els
 def _as_tuple(value): return tuple(value) if isinstance(value, list) else value
 
 _Sources = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_as_pairs), PlainSerializer(dict)]
+_Sizes = Annotated[tuple[tuple[str, int], ...], BeforeValidator(_as_pairs), PlainSerializer(dict)]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 _Flops = Annotated[Real, Field(gt=0, le=1e17)]
 _Rate = Annotated[Real, Field(gt=0, le=1e14)]
@@ -217,8 +218,17 @@ def _with_defaults(values: dict) -> dict:
     backend = 'gloo' if card.name == 'cpu' else 'nccl'
     memory_b = max(2 * card.memory_b * count, 64 * 2**30)
     usual = {'link': card.link, 'host_link': card.host_link,
-             'backend': backend, 'memory_b': memory_b}
-    return usual | values
+             'backend': backend, 'memory_b': memory_b, 'disk_b': _DISK_B}
+    return usual | values | {'assumed': _assumed(usual, values)}
+
+_DISK_B = 10**12
+
+def _assumed(usual, values) -> dict[str, int]:
+    "List the sizes that nobody has given; a copy remembers them while they stay as they were."
+    before = dict(values.get('assumed') or {})
+    sizes = {field: values.get(field, usual[field]) for field in ('memory_b', 'disk_b')}
+    return {field: size_b for field, size_b in sizes.items()
+            if field not in values or before.get(field) == size_b}
 
 # %% ../../nbs/config/02_hardware.ipynb #d4a4454b
 class Node(Document):
@@ -232,9 +242,10 @@ class Node(Document):
     network: _AnyLink | None = None  # Between machines, of the whole machine; None: it stands alone
     memory_b: Annotated[int, Field(gt=0, le=10**14)]  # Host memory, bytes
     disk_bps: _Rate = 3e9  # Reading from disk, bytes/s
-    disk_b: Annotated[int, Field(ge=0, le=10**16)] = 10**12  # Room on disk, bytes
+    disk_b: Annotated[int, Field(ge=0, le=10**16)] = _DISK_B  # Room on disk, bytes
     backend: Literal['nccl', 'gloo']  # Who runs the collectives; gloo: the processor computes
     rent_hour: Annotated[Real, Field(le=10**5)] | None = None  # USD; None: that of the GPUs
+    assumed: _Sizes = ()  # memory_b and disk_b -> bytes, where nobody has given them
     notes: _Texts = ()  # What is derived, assumed or particular
 
     @model_validator(mode='before')
@@ -330,7 +341,8 @@ def node(
     return _counted(text)
 
 # %% ../../nbs/config/02_hardware.ipynb #7bab7b1a
-_FREE_TO_DIFFER = {'name': True, 'notes': True, 'disk_b': True, 'gpu': {'sources', 'driver_names'}}
+_FREE_TO_DIFFER = {'name': True, 'notes': True, 'disk_b': True, 'assumed': True,
+                    'gpu': {'sources', 'driver_names'}}
 
 def _figures(machine: Node) -> dict:  # Dotted field -> value, of all that must be equal
     flat = {}

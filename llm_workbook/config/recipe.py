@@ -148,8 +148,8 @@ class Sharding(Part):
     pin_memory: bool = True  # Page-locked host memory: faster copies, rounded up to powers of two
     activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # Recompute, not keep
     reentrant: bool = False  # Which of torch's two implementations of checkpointing
-    loading: Literal['every_rank', 'rank0',
-                     'sharded'] = 'every_rank'  # Who reads the base: all ranks, one, each its part
+    loading: Literal['every_rank', 'rank0', 'sharded', 'rank0_host',
+                     'every_host'] = 'every_rank'  # Who reads the base, and where it waits
 
 # %% ../../nbs/config/03_recipe.ipynb #b786cdda
 _FromZero = Annotated[int, Field(ge=0, lt=2**63)]

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from html import escape
 from math import ceil
 from typing import NamedTuple
@@ -24,6 +24,8 @@ from ..model.layout import coverage, unpacked_share
 from ..model.spec import ModelSpec, spec as model_spec, spec_of
 from .collectives import node_of
 from .ledger import Ledger, memory
+from .ranges import (
+    Condition, Range, card_range, condition_of, doubt_of, range_of, squeezed)
 from .step_time import StepEstimate, estimate_step
 
 # %% ../../nbs/plan/11_estimate.ipynb #c0f24259
@@ -157,9 +159,25 @@ class Estimate:
     warnings: tuple[str, ...]  # What can run, but costs more than it seems
 
     @property
-    def fits(self) -> bool:  # In every place
-        "Say whether nothing is missing anywhere."
-        return all(room.spare_b >= 0 for room in self.rooms)
+    def fits(self) -> bool:  # The figures of the plan alone, without their ranges
+        "Say whether nothing is missing where the size is known; `outcome` minds the ranges."
+        return all(room.spare_b >= 0 or _is_assumed(self, room) for room in self.rooms)
+
+    @property
+    def outcome(self) -> str:  # 'fits', 'fits if' or 'does not fit'
+        "Judge every place by both ends of its range."
+        found = {condition.outcome for condition in self.conditions}
+        return max(found, key=('fits', 'fits if', 'does not fit').index)
+
+    @cached_property
+    def ranges(self) -> dict[str, Range]:  # Bytes of each place, tokens_per_s, step_s, hours, usd
+        "Put the range of published runs around every figure."
+        return _size_ranges(self) | _time_ranges(self)
+
+    @cached_property
+    def conditions(self) -> tuple[Condition, ...]:  # One for each of `rooms`
+        "Say of every place whether, or when, it is large enough."
+        return tuple(_condition(self, room) for room in self.rooms)
 
     @property
     def margin_b(self) -> int:  # Bytes; negative when the GPU is too small
@@ -168,15 +186,8 @@ class Estimate:
 
     @property
     def verdict(self) -> str:  # Plain text
-        "Say whether it fits, and by how much."
-        if self.fits:
-            tight = ', tight' if _tight_b(self.node, self.ledger) else ''
-            return f'Fits{tight}: {"; ".join(map(str, self.rooms))}.'
-        short = [room for room in self.rooms if room.spare_b < 0]
-        sizes = self.peaks(short[0].place)[short[0].phase]
-        largest = sorted(sizes, key=sizes.get, reverse=True)[:4]
-        items = ', '.join(f'{kind} {gib(sizes[kind], 1)}' for kind in largest)
-        return f'Does not fit: {"; ".join(map(str, short))}. Most of it: {items}.'
+        "Say whether it fits, by how much or under which condition."
+        return f'{_head(self)}: {_sizes_text(self)}'
 
     def peaks(
         self,
@@ -200,7 +211,9 @@ class Estimate:
         "Give everything as plain values."
         return {
             'recipe': self.recipe.model_dump(mode='json'), 'node': self.node.name,
-            'fits': self.fits, 'margin_b': self.margin_b, 'verdict': self.verdict,
+            'fits': self.fits, 'outcome': self.outcome, 'margin_b': self.margin_b,
+            'verdict': self.verdict,
+            'ranges': {name: list(figure) for name, figure in self.ranges.items()},
             'rooms': [room._asdict() for room in self.rooms], 'warnings': list(self.warnings),
             'ledger': self.ledger.to_dict(), 'step': self.step.to_dict()}
 
@@ -208,9 +221,9 @@ class Estimate:
 
     def __str__(self):
         verdict = self.verdict
-        if self.fits: verdict = verdict.partition(':')[0] + '.'  # The table has the rest
-        warnings = [f'- {warning}' for warning in self.warnings]
-        lines = [_title(self), verdict, *_memory_lines(self), _speed_line(self), *warnings]
+        if self.outcome == 'fits': verdict = 'Fits.'  # The table has the rest
+        notes = [f'- {line}' for line in (*self.warnings, *_doubt_lines(self))]
+        lines = [_title(self), verdict, *_memory_lines(self), _speed_line(self), *notes]
         return '\n'.join(lines)
 
     def _repr_html_(self):
@@ -238,6 +251,55 @@ def _tight_b(node, ledger) -> int:
     have_b = node.gpu.memory_b
     return most_b if ledger.peak('gpu') <= have_b < most_b else 0
 
+# %% ../../nbs/plan/11_estimate.ipynb #c2a0d1a2
+def _is_assumed(plan, room) -> bool:
+    "Whether nobody has given the size of a place."
+    return _SIZE_FIELDS.get(room.place) in dict(plan.node.assumed)
+
+_SIZE_FIELDS = {'host': 'memory_b', 'disk': 'disk_b'}
+
+def _size_ranges(plan) -> dict[str, Range]:
+    doubt = doubt_of('memory', plan.recipe)
+    found = {}
+    for room in plan.rooms:
+        if room.place == 'gpu':
+            found['gpu'] = card_range(room, squeezed(plan.ledger, room.phase), doubt)
+        else: found[room.place] = range_of(room.need_b, None if room.place == 'disk' else doubt)
+    return found
+
+def _time_ranges(plan) -> dict[str, Range]:
+    doubt, step = doubt_of('time', plan.recipe), plan.step
+    figures = {'step_s': step.step_s, 'hours': step.hours, 'usd': step.cost}
+    found = {name: range_of(figure, doubt) for name, figure in figures.items()}
+    return found | {'tokens_per_s': range_of(step.tokens_per_s, doubt, rate=True)}
+
+def _condition(plan, room) -> Condition:
+    squeezed_b = squeezed(plan.ledger, room.phase) if room.place == 'gpu' else None
+    return condition_of(room, plan.ranges[room.place], _is_assumed(plan, room), squeezed_b)
+
+def _head(plan) -> str:
+    if plan.outcome == 'does not fit': return 'Does not fit'
+    texts = [condition.text for condition in plan.conditions if condition.text]
+    return f'Fits if {" and ".join(texts)}' if texts else 'Fits'
+
+def _sizes_text(plan) -> str:
+    "Write the places in doubt, or all if none is; and what is largest where too much is needed."
+    pairs = list(zip(plan.rooms, plan.conditions))
+    shown = [room for room, found in pairs if found.outcome == plan.outcome]
+    text = '; '.join(_room_text(plan, room) for room in shown)
+    if plan.outcome == 'fits': return f'{text}.'
+    sizes = plan.peaks(shown[0].place)[shown[0].phase]
+    largest = sorted(sizes, key=sizes.get, reverse=True)[:4]
+    items = ', '.join(f'{kind} {gib(sizes[kind], 1)}' for kind in largest)
+    room = ' `memory_ladder` lists what makes room.' if shown[0].place == 'gpu' else ''
+    return f'{text}. Most of it: {items}.{room}'
+
+def _room_text(plan, room) -> str:
+    size = plan.ranges[room.place].text(' GiB', 2**30)
+    assumed = ' (assumed)' if _is_assumed(plan, room) else ''
+    text = f'{room.where}: {size} of {gib(room.have_b, 1)}{assumed}'
+    return f'{text}, lacks {binary_size(-room.spare_b)}' if room.spare_b < 0 else text
+
 # %% ../../nbs/plan/11_estimate.ipynb #c2a0d0f4
 def _title(plan) -> str:
     return f'{plan.recipe.name} on {plan.recipe.cluster.nodes} x {plan.node.name}'
@@ -256,18 +318,30 @@ def _memory_lines(plan) -> Iterator[str]:
         yield _text_row(_PLACES[room.place], cells)
 
 def _speed_line(plan) -> str:
-    step = plan.step
-    speed = f'{step.tokens_per_s:,.0f} tokens/s, {step.step_s:,.2f} s per step'
-    run = f'{step.hours:,.1f} hours, {step.cost:,.2f} USD'
-    return f'{speed}; {plan.recipe.optimizer.steps:,} steps: {run}'
+    ranges, steps = plan.ranges, plan.recipe.optimizer.steps
+    speed = ranges['tokens_per_s'].text(' tokens/s', digits=0)
+    step, cost = (ranges[name].text(unit, digits=2)
+                  for name, unit in (('step_s', ' s per step'), ('usd', ' USD')))
+    return f'{speed}, {step}; {steps:,} steps: {ranges["hours"].text(" hours")}, {cost}'
+
+def _doubt_lines(plan) -> Iterator[str]:
+    "Say which sizes nobody has given, and which figures have no range."
+    sizes = [f'{_PLACES[room.place].removeprefix("the ")} assumed: {gib(room.have_b, 1)}'
+             for room in plan.rooms if _is_assumed(plan, room)]
+    if sizes: yield f'{", ".join(sizes)}; a YAML file of the machine can give them'
+    if plan.recipe.cluster.device == 'cuda' and doubt_of('time', plan.recipe) is None:
+        yield 'the seconds have no range: no published run has so few tokens in a pass'
 
 def _verdict_html(plan) -> str:
-    colour = PALETTE['green'] if plan.fits else PALETTE['vermilion']
+    colour = PALETTE[_COLOURS[plan.outcome]]
     style = f'border-left:5px solid {colour};padding-left:8px'
-    text = f'<p style="{style}">{escape(plan.verdict)}</p>'
-    if not plan.warnings: return text
-    notes = ''.join(f'<li>{escape(warning)}</li>' for warning in plan.warnings)
+    text = f'<p style="{style}">{escape(plan.verdict)}</p><p>{escape(_speed_line(plan))}</p>'
+    lines = [*plan.warnings, *_doubt_lines(plan)]
+    if not lines: return text
+    notes = ''.join(f'<li>{escape(line)}</li>' for line in lines)
     return f'{text}<ul>{notes}</ul>'
+
+_COLOURS = {'fits': 'green', 'fits if': 'orange', 'does not fit': 'vermilion'}
 
 # %% ../../nbs/plan/11_estimate.ipynb #834207ec
 def estimate(
@@ -337,7 +411,7 @@ class PackagedPlans(Mapping):
 
     def _repr_html_(self):
         heads = ('recipe', 'hardware', 'model', 'method', 'sharding', 'peak of each GPU',
-                 'peak of each host', 'fits')
+                 'peak of each host', 'verdict')
         return html_table(heads, [_shelf_row(name, row) for name, row in self.to_dict().items()])
 
 # %% ../../nbs/plan/11_estimate.ipynb #c811b13b
@@ -356,15 +430,15 @@ def _summary(plan) -> dict:
     return {
         'hardware': f'{cluster.nodes} x {cluster.processes} x {plan.node.gpu.name}',
         'model': recipe.model.source, 'head': recipe.model.head, 'method': recipe.method.kind,
-        'strategy': recipe.sharding.strategy, **sizes, 'fits': plan.fits}
+        'strategy': recipe.sharding.strategy, **sizes, 'fits': plan.fits,
+        'outcome': plan.outcome}
 
 # %% ../../nbs/plan/11_estimate.ipynb #ddfb4602
 def _shelf_row(name, row) -> tuple:
     method = row['method'] if row['head'] == 'causal_lm' else f'{row["method"]}, classifier'
     peaks = [_share_text(row[f'{place}_need_b'], row[f'{place}_have_b'])
              for place in ('gpu', 'host')]
-    fits = 'yes' if row['fits'] else 'no'
-    return (name, row['hardware'], row['model'], method, row['strategy'], *peaks, fits)
+    return (name, row['hardware'], row['model'], method, row['strategy'], *peaks, row['outcome'])
 
 def _share_text(need_b, have_b) -> str:
     return '' if need_b is None else f'{gib(need_b, 1)} of {gib(have_b, 1)}'

@@ -181,7 +181,7 @@ def _wrapping_b(tensors, phase) -> int:
     if phase != 'step' or sharding.strategy != 'fsdp1' or recipe.cluster.ranks == 1: return 0
     whole_b = max((line.size_b for line in tensors.lines
                    if line.kind == 'unsharded' and line.phase == 'step'), default=0)
-    broadcast_b = min(whole_b, _BROADCAST_B) if sharding.loading == 'rank0' else 0
+    broadcast_b = min(whole_b, _BROADCAST_B) if sharding.loading.startswith('rank0') else 0
     return 2 * whole_b + broadcast_b
 
 # %% ../../nbs/plan/08_ledger.ipynb #b8bb4c72

@@ -53,6 +53,7 @@ def loading_lines(
     size_b = 2 * spec.parameters
     why = '2 * N', {'N': spec.parameters}, 'a 16-bit checkpoint'
     files = _line('', size_b, why, 'the base in files', place='disk', every_rank=False)
+    if _waits_on_host(rank): return [files, *_from_host(rank, lines, first)]
     if _loads_whole(rank): return [files, *_every_rank(rank, lines)]
     if rank.zero: arriving = [_gathered_tensor(rank)]
     elif rank.recipe.sharding.loading == 'sharded': arriving = _sharded(rank)
@@ -62,6 +63,10 @@ def loading_lines(
 def _keeps_part(rank) -> bool:
     "Whether a rank keeps a part of the weights only."
     return rank.strategy.startswith('fsdp') or rank.zero == 3
+
+def _waits_on_host(rank) -> bool:
+    "Whether the base lies whole in host memory until it is sharded."
+    return rank.recipe.sharding.loading in ('rank0_host', 'every_host')
 
 def _loads_whole(rank) -> bool:
     "Whether all of the base lies on every rank first."
@@ -121,6 +126,39 @@ def _rank0(rank, first) -> Iterator[Line]:
     if first and symbols['b'] != 2:  # What needs no conversion stays mapped
         why = formula, symbols, 'accelerate: RAM-efficient loading'
         yield _line('', size_b, why, 'the base, whole in rank 0', place='host', every_rank=False)
+
+# %% ../../nbs/plan/07_loading.ipynb #7e3b91f4
+_BUCKETS_B = 500 * 2**20  # Two buckets of torch's _sync_module_states
+
+def _from_host(rank, lines, first) -> Iterator[Line]:
+    size_b, *why = _whole(rank)
+    alone = rank.recipe.sharding.loading == 'rank0_host'
+    if first or not alone:
+        source = 'transformers 4: packed on the GPU, kept on the host'
+        name = 'the base, whole on the host'
+        yield _line('', size_b, (*why, source), name, place='host', every_rank=not alone)
+        if rank.tensors.packable:
+            yield _numbers('read', 2, rank.tensors.packable, source, 'largest tensor to be packed')
+    yield from _while_loading(lines, 'shard')
+    yield _cut_unit(rank) if rank.strategy == 'fsdp1' else _cut_tensor(rank)
+
+def _cut_unit(rank) -> Line:
+    "The largest unit of FSDP1: moved, flat, and on its way to the other ranks."
+    units = {}  # Unit -> bytes of one
+    for trained, tensors in enumerate((rank.tensors.frozen, rank.tensors.trained)):
+        for tensor in tensors:
+            size_b = rank.number_b(tensor.kind, bool(trained)) * tensor.numel
+            units[tensor.unit] = units.get(tensor.unit, 0) + size_b
+    largest_b = max(units.values())
+    symbols = {'u': largest_b, 'k': min(largest_b, _BUCKETS_B)}
+    why = '2 * u + k', symbols, 'torch FSDP1: _materialize_meta_module, _sync_module_states'
+    return _line('shard', 2 * largest_b + symbols['k'], why, 'largest unit, moved and flat',
+                 kind='unsharded')
+
+def _cut_tensor(rank) -> Line:
+    number_b = _whole(rank)[2]['b']
+    return _numbers('shard', number_b, rank.tensors.largest, 'DeepSpeed and torch: one at a time',
+                    'largest tensor, whole')
 
 # %% ../../nbs/plan/07_loading.ipynb #4a5f274a
 _CHUNK = 2**21  # Numbers that the sharded loader reads at once

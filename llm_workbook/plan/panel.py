@@ -264,24 +264,29 @@ def _legend(bars) -> str:
 # %% ../../nbs/plan/13_panel.ipynb #926ef4a0
 def _picture(state) -> str:
     "Verdict, warnings or errors, bars and figures, as HTML without scripts."
-    head = _verdict_html(state.fits, state.verdict)
+    outcome = state.estimate.outcome if state.estimate else 'does not fit'
+    head = _verdict_html(outcome, state.verdict)
     notes = [*state.errors, *(state.estimate.warnings if state.estimate else ())]
     if notes:
         items = ''.join(f'<li>{escape(note)}</li>' for note in notes)
         head += f'<ul>{items}</ul>'
     if state.estimate is None: return head
     bars = _bars(state.estimate)
-    return head + _speed_html(state.estimate.step) + _svg(bars) + _legend(bars)
+    return head + _speed_html(state.estimate.ranges) + _svg(bars) + _legend(bars)
 
-def _verdict_html(fits, verdict) -> str:
-    mark = '&#10003;' if fits else '&#10007;'
-    colour = PALETTE['green'] if fits else PALETTE['vermilion']
+_MARKS = {  # Outcome -> sign and colour
+    'fits': ('&#10003;', 'green'), 'fits if': ('?', 'orange'),
+    'does not fit': ('&#10007;', 'vermilion')}
+
+def _verdict_html(outcome, verdict) -> str:
+    mark, name = _MARKS[outcome]
+    colour = PALETTE[name]
     style = f'border-left:5px solid {colour};padding-left:8px'
     return f'<p role="status" style="{style}"><b>{mark}</b> {escape(verdict)}</p>'
 
-def _speed_html(step) -> str:
-    speed = f'{step.tokens_per_s:,.0f} tokens/s, {step.step_s:,.2f} s per step'
-    return f'<p>{speed}, {step.hours:,.1f} hours, {step.cost:,.2f} USD</p>'
+def _speed_html(ranges) -> str:
+    units = {'tokens_per_s': ' tokens/s', 'step_s': ' s per step', 'hours': ' hours', 'usd': ' USD'}
+    return f'<p>{", ".join(ranges[name].text(unit) for name, unit in units.items())}</p>'
 
 def _recipe_html(state) -> str:
     if not state.recipe: return ''

@@ -80,8 +80,8 @@ def _gpu_text(plan, phase) -> str:
     size_b = ledger.total(phase)
     text = f'{size_b / 2**20:,.0f} MiB ({gib(size_b, 1)})'
     if size_b < ledger.peak('gpu'): return f'{text} at most'
-    least_b, most_b = ledger.band
-    return f'{text}; seen elsewhere: {gib(least_b, 1)} to {gib(most_b, 1)}'
+    low, _, high = plan.ranges['gpu']
+    return f'{text}; 90 % of runs: {gib(low, 1)} to {gib(high, 1)}'
 
 # %% ../../nbs/plan/14_runbook.ipynb #cb08605e
 def _stepping(plan) -> Iterator[tuple]:

@@ -483,3 +483,20 @@ def test_the_shelf_is_read_once():
     assert importlib.import_module('llm_workbook.config.hardware').link('loopback') is link(
         'loopback')
     assert isinstance(link('loopback'), Link)
+
+
+# What nobody has given
+
+def test_a_size_is_assumed_until_somebody_gives_it():
+    machine = node('4x-rtx-4090')
+    assert dict(machine.assumed) == {'memory_b': machine.memory_b, 'disk_b': 10**12}
+    for other in (machine.changed({'gpu.memory_b': 2**36, 'gpus': 2}), Node.parse(machine.dump()),
+                  node('4x-rtx-4090@ethernet-100')):
+        assert other.assumed == machine.assumed
+    told = machine.changed(memory_b=2**38)
+    assert dict(told.assumed) == {'disk_b': 10**12}
+    assert told.changed(disk_b=10**13).assumed == ()
+    assert node('p5').assumed == ()
+    given = Node(name='own', gpu='rtx-4090', gpus=4, memory_b=machine.memory_b, disk_b=10**12)
+    assert given.assumed == (), 'a size that is given is known, even if it is the usual one'
+    assert same_nodes([machine, machine.changed(name='b')]).assumed == machine.assumed

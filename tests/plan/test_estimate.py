@@ -1,12 +1,14 @@
 """The planner: what an estimate joins, what a search finds, that its pruning loses nothing, and how
 fast it is."""
 import json
+import re
 import time
 from collections import Counter
 
 import pytest
 from llm_workbook import (
-    Recipe, RecipeError, draft, estimate, memory, recipe_names, recipes, search, estimate_step)
+    Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search,
+    estimate_step)
 from llm_workbook.plan.estimate import plan_facts
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
@@ -57,9 +59,41 @@ def test_a_place_that_is_too_small_is_enough_whichever_it_is():
         assert [room.place for room in short.rooms if room.spare_b < 0] == [place]
         assert not short.fits
         assert short.to_dict()['fits'] is False
-        assert short.verdict.startswith('Does not fit')
+        assert short.outcome == ('does not fit' if place == 'disk' else 'fits if')
         assert 'lacks 1 bytes' in short.verdict
         assert short.ledger.fits(short.node) is False
+
+
+def test_what_is_below_the_range_of_a_place_does_not_fit():
+    made = estimate(PAIR)
+    host = made.ranges['host']
+    for have_b, outcome in (
+            (int(host.high) + 1, 'fits'), (int(host.high) - 1, 'fits if'),
+            (int(host.low) + 1, 'fits if'), (int(host.low) - 1, 'does not fit')):
+        found = estimate(PAIR, made.node.changed({'memory_b': have_b, 'gpu.memory_b': 2**36}))
+        assert found.outcome == outcome
+    assert found.verdict.startswith('Does not fit: host memory')
+
+
+def test_an_assumed_size_refuses_nothing_and_is_said():
+    wide = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
+    recipe = PAIR.changed(wide | {'model.source': 'llama-3.1-405b'})
+    large = node('2x-rtx-3090').changed({'gpu.memory_b': 2**36})
+    given = large.changed(memory_b=2**37)
+    plan, refused = estimate(recipe, large), estimate(recipe, given)
+    assert (plan.outcome, plan.fits) == ('fits if', True)
+    assert re.match(r'Fits if the host has \d+ GiB, where 96 are assumed:', plan.verdict)
+    assert 'host memory assumed: 96.0 GiB' in str(plan)
+    assert 'host memory assumed: 96.0 GiB' in plan._repr_html_()
+    assert (refused.outcome, refused.fits) == ('does not fit', False)
+    assert 'host memory assumed' not in str(refused)
+
+
+def test_a_plan_says_where_its_seconds_have_no_range():
+    short = estimate(PAIR.changed({'batch.length': 512}))
+    assert 'the seconds have no range' in str(short)
+    assert short.ranges['hours'].low == short.ranges['hours'].high == short.step.hours
+    assert 'the seconds have no range' not in str(estimate(PAIR))
 
 
 def test_the_host_holds_the_lines_of_every_rank():
@@ -410,7 +444,7 @@ def test_a_printed_plan_has_the_figures_of_its_table(recipe):
     title, verdict, head, *rest = str(plan).splitlines()
     assert title == f'{recipe.name} on 1 x {plan.node.name}'
     assert head.split()[0] == 'GiB'
-    assert verdict.startswith('Fits' if plan.fits else 'Does not fit')
+    assert verdict.lower().startswith(plan.outcome)
     assert verdict.rstrip('.') in plan.verdict
     for room, line in zip(plan.rooms, rest):
         sizes = [
@@ -418,10 +452,12 @@ def test_a_printed_plan_has_the_figures_of_its_table(recipe):
             for phase in ('load', 'step', 'save')]
         assert line.split()[-4:] == [f'{size_b / 2**30:,.1f}' for size_b in (*sizes, room.have_b)]
         assert max(sizes) == room.need_b
-    speed, *warnings = rest[len(plan.rooms):]
-    assert f'{plan.step.hours:,.1f} hours' in speed
-    assert f'{plan.step.cost:,.2f} USD' in speed
-    assert warnings == [f'- {warning}' for warning in plan.warnings]
+    speed, *notes = rest[len(plan.rooms):]
+    assert plan.ranges['hours'].text(' hours') in speed
+    assert plan.ranges['usd'].text(' USD', digits=2) in speed
+    assert notes[:len(plan.warnings)] == [f'- {warning}' for warning in plan.warnings]
+    assumed = [note for note in notes[len(plan.warnings):] if 'assumed' in note]
+    assert len(assumed) == bool(plan.node.assumed)
 
 
 def test_less_than_a_gibibyte_short_is_not_written_as_nothing():

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import yaml
 from bench.record import ROOT
+from bench.shared.published import plan_of
 
 TABLE = yaml.safe_load((ROOT/'bench'/'known_failures.yaml').read_text('utf-8'))
 ROWS = {row['id']: row for row in TABLE['rows']}
@@ -39,22 +40,10 @@ def marked(reasons: dict, rows=ROWS) -> list:
             if name in reasons else name for name in rows]
 
 
-def node_of(recipe):
-    from llm_workbook import node
-    own = dict(TABLE['nodes'].get(recipe.cluster.hardware, {}))
-    return node(own.pop('from', recipe.cluster.hardware)).changed(own)
-
-
 @cache
 def planned(row_id: str):
-    "Recipe, machine and ledger of a row."
-    from llm_workbook import Recipe, memory, spec
-    row = ROWS[row_id]
-    changes = TABLE['sources'][row['source']]['changes'] | row['changes']
-    recipe = Recipe(**TABLE['base']).changed(changes)
-    node = node_of(recipe)
-    model = spec(TABLE['models'].get(recipe.model.source, recipe.model.source))
-    return recipe, node, memory(recipe, model, node)
+    "The estimate of a row."
+    return plan_of(row_id, 'known_failures')
 
 
 def test_every_row_says_where_it_comes_from_and_what_it_is():
@@ -77,7 +66,7 @@ def test_every_row_says_where_it_comes_from_and_what_it_is():
 def test_models_and_machines_of_the_table_are_used_and_are_no_presets():
     from llm_workbook import nodes
     from llm_workbook.files import asset
-    used = [planned(name)[0] for name in ROWS]
+    used = [planned(name).recipe for name in ROWS]
     assert set(TABLE['models']) <= {recipe.model.source for recipe in used}
     assert set(TABLE['nodes']) <= {recipe.cluster.hardware for recipe in used}
     presets = yaml.safe_load(asset('models.yaml').read_text('utf-8'))
@@ -98,7 +87,7 @@ def test_shapes_give_the_published_number_of_parameters():
 
 @pytest.mark.parametrize('row_id', ROWS)
 def test_every_row_is_a_recipe_of_its_machine(row_id):
-    recipe, node, _ = planned(row_id)
+    recipe, node = planned(row_id).recipe, planned(row_id).node
     assert recipe.cluster.device == 'cuda'
     assert recipe.cluster.processes <= node.gpus
     if recipe.cluster.nodes > 1: assert node.network is not None
@@ -106,24 +95,23 @@ def test_every_row_is_a_recipe_of_its_machine(row_id):
 
 @pytest.mark.parametrize('row_id', marked(FITTING))
 def test_no_plan_says_that_a_failed_run_fits(row_id):
-    _, node, ledger = planned(row_id)
-    assert not ledger.fits(node)
+    assert planned(row_id).outcome != 'fits'
 
 
 @pytest.mark.parametrize('row_id', [
     name for name, row in ROWS.items()
     if (TABLE['sources'][row['source']]['changes'] | row['changes']).get('model.source')
     not in TABLE['models']])
-def test_an_estimate_gives_the_verdict_of_the_ledger(row_id):
+def test_an_estimate_gives_the_same_verdict(row_id):
     from llm_workbook import estimate
-    recipe, node, ledger = planned(row_id)
-    assert estimate(recipe, node).fits == ledger.fits(node)
+    plan = planned(row_id)
+    assert estimate(plan.recipe, plan.node).verdict == plan.verdict
 
 
 @pytest.mark.parametrize('row_id', marked(ELSEWHERE))
 def test_memory_is_missing_where_and_when_it_was(row_id):
     row = ROWS[row_id]
-    _, node, ledger = planned(row_id)
+    node, ledger = planned(row_id).node, planned(row_id).ledger
     phases = [row['phase']] if 'phase' in row else PHASES
     on_gpu = row['failed'] == 'device'
     have_b = node.gpu.memory_b if on_gpu else node.memory_b

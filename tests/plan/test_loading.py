@@ -173,3 +173,72 @@ def test_a_missing_tensor_is_told_before_anything_is_launched(base, tmp_path):
         ValueError, match='1 tensors of LlamaForCausalLM are missing, first model.norm.weight'
     ):
         rehearse_load(recipe(tmp_path, 'lora', 2))
+
+
+# A base that waits in host memory, as transformers 4 and fsdp_qlora left it
+
+PACKED = {'method.storage': 'bfloat16', 'precision.master': 'bfloat16',
+          'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none',
+          'sharding.pin_memory': True}
+
+
+def waiting(strategy, loading, ranks=2, **more):
+    changes = {'sharding.strategy': strategy, 'sharding.loading': loading,
+               'cluster.processes': ranks, 'cluster.hardware': f'{ranks}x-a100-40'}
+    return RECIPE_C.changed(PACKED | changes | more)
+
+
+def packed_b(recipe):
+    "Bytes of the base as it is packed: payload, statistics, and what stays in 16 bit."
+    alone = {'sharding.strategy': 'none', 'sharding.loading': 'every_rank', 'cluster.processes': 1,
+             'cluster.hardware': '1x-h200', 'batch.accumulation': 2}
+    lines = memory(recipe.changed(alone)).lines
+    return sum(line.size_b for line in lines if line.phase == 'step' and line.lasting
+               and line.kind in ('payload', 'absmax', 'weights'))
+
+
+@pytest.mark.parametrize('strategy', ['fsdp1', 'fsdp2'])
+def test_the_first_rank_of_a_node_keeps_the_base_once(strategy):
+    recipe = waiting(strategy, 'rank0_host')
+    first, second = (memory(recipe, rank=rank) for rank in (0, 1))
+    host = [ledger.total('load', 'host', 'allocated') for ledger in (first, second)]
+    assert host[1] == 0
+    assert host[0] == pytest.approx(packed_b(recipe), rel=1e-3)
+    on_node = first.on_node('load', 'host') - 2 * (first.total('load', 'host') - host[0])
+    assert on_node == host[0]
+    whole = memory(recipe.changed({'sharding.loading': 'rank0'})).total('load')
+    assert first.total('load') < .7 * whole
+    assert first.total('load') < 40 * 2**30 < whole
+
+
+def test_every_rank_keeps_the_base_under_zero3():
+    recipe = waiting('zero3', 'every_host', **{'precision.master': 'float32'})
+    ledgers = [memory(recipe, rank=rank) for rank in (0, 1)]
+    host = [ledger.total('load', 'host', 'allocated') for ledger in ledgers]
+    assert host[0] == host[1] == pytest.approx(packed_b(recipe), rel=1e-3)
+    assert ledgers[0].on_node('load', 'host') > 2 * host[0]
+    assert ledgers[0].total('load') < 40 * 2**30
+
+
+def test_a_unit_is_there_twice_and_once_on_its_way():
+    recipe = waiting('fsdp1', 'rank0_host')
+    cut = next(line for line in memory(recipe).lines if line.name == 'largest unit, moved and flat')
+    root = 2 * 2 * 128256 * 8192 + 2 * 8192  # Embedding, output and the last norm, in 16 bit
+    assert cut.symbols == {'u': root, 'k': 500 * 2**20}
+    assert cut.size_b == 2 * root + 500 * 2**20
+
+
+@pytest.mark.parametrize('strategy, loading, words', [
+    ('ddp', 'every_host', 'host-loading-needs-shards'),
+    ('zero2', 'rank0_host', 'host-loading-needs-shards'),
+    ('zero3', 'rank0_host', 'zero3-has-no-first-reader')])
+def test_nothing_waits_where_nothing_is_cut(strategy, loading, words):
+    with pytest.raises(ValueError, match=words):
+        waiting(strategy, loading, **{'precision.master': 'float32'})
+
+
+@pytest.mark.parametrize('loading', ['rank0_host', 'every_host'])
+def test_lines_of_a_base_that_waits_follow_their_formula(loading):
+    for x in memory(waiting('fsdp2', loading)).lines:
+        if x.phase == 'load' and x.kind != 'allocator':
+            assert x.size_b == eval(x.formula, {'ceil': lambda a: -(-a // 1)}, dict(x.symbols)), x

@@ -38,6 +38,15 @@ def test_a_state_is_a_recipe_and_its_estimate():
     assert json.loads(json.dumps(state.to_dict()))['settings']['batch.micro'] == 2
 
 
+@pytest.mark.parametrize('card, rows, outcome, sign', [
+    ('h200', 8, 'fits', '&#10003;'), ('h100', 12, 'fits if', '?'),
+    ('a100-40', 24, 'does not fit', '&#10007;')])
+def test_the_sign_follows_the_outcome(card, rows, outcome, sign):
+    state = panel_state({'cluster.hardware': card, 'batch.micro': rows})
+    assert state.estimate.outcome == outcome
+    assert f'<b>{sign}</b> {outcome.capitalize()}' in state._repr_html_()
+
+
 def test_a_state_is_a_function_of_its_settings():
     assert panel_state({'batch.micro': 4}) == panel_state({'batch.micro': 4})
     assert (

@@ -13,6 +13,7 @@ ROWS = {row['id']: row for row in TABLE['rows']}
 PREDICTORS = [
     ROOT/'bench'/file
     for file in ('lines/published_error.py', 'shared/estimators.py', 'shared/published.py')]
+OUTCOMES = {'fits', 'fits if', 'does not fit'}
 KINDS = {'allocated', 'reserved', 'device', 'bound'}
 
 
@@ -102,6 +103,43 @@ def test_how_close_the_ledger_is():
 def test_how_close_the_seconds_are():
     summary = committed()['summary']['time']
     for group, (median, worst) in TIME.items(): check(summary[group], median, worst)
+
+
+def test_no_run_that_ran_is_refused():
+    "The verdicts are those of the library, on every row, judged or not."
+    made = committed()
+    ruled = {row['id']: row['outcome'] for row in made['ruled'] if not row['failed']}
+    assert set(ruled) == set(ROWS)
+    assert published.counted(made['ruled']) == made['verdicts']
+    assert made['verdicts']['false refusals'] == []
+    assert sum(made['verdicts']['ran'].values()) == len(ROWS)
+    assert made['verdicts']['ran']['fits'] >= 60
+    for row in published.verdicts(): assert row['outcome'] == ruled[row['id']], row['id']
+
+
+def test_ranges_are_fitted_on_calibration_rows_alone_and_hold_held_out_ones():
+    made = committed()
+    assert published.ranges(made['rows']) == made['ranges']
+    changed = [row | {'memory': [], 'judged': False} if row['half'] == 'held out' else row
+               for row in made['rows']]
+    assert published.ranges(changed) == made['ranges']
+    covered = made['summary']['covered']
+    assert covered['memory']['share'] >= .9
+    assert covered['time']['share'] >= .9
+    assert covered['memory']['figures'] >= 40
+    assert covered['time']['figures'] >= 35
+
+
+def test_runs_that_failed_are_judged_too():
+    said = published.verdicts('known_failures')
+    found = published.counted(said)
+    assert (found['ran'], found['false refusals']) == ({}, [])
+    assert set(found['failed']) <= OUTCOMES and sum(found['failed'].values()) == len(said) >= 30
+    ruled = [{'id': 'one', 'failed': 'device', 'outcome': 'fits'},
+             {'id': 'two', 'failed': '', 'outcome': 'does not fit'},
+             {'id': 'three', 'failed': 'host', 'outcome': 'fits if'}]
+    found = published.counted(ruled)
+    assert (found['false promises'], found['false refusals']) == (['one'], ['two'])
 
 
 def check(errors: dict, median: float, worst: float):

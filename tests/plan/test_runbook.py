@@ -42,7 +42,7 @@ def test_figures_are_those_of_the_plan(name):
     phases = ('load', 'step') if name in ON_GPUS else ()
     assert [re.split(' MiB| to ', row.figure)[0] for row in smi] == [
         f'{plan.ledger.total(phase) / 2**20:,.0f}' for phase in phases]
-    assert sum('seen elsewhere' in row.figure for row in smi) == bool(phases)
+    assert sum('90 % of runs' in row.figure for row in smi) == bool(phases)
     saves = [row for row in figures if row.when == 'at a save']
     assert len(saves) == (recipe.intervals.saving > 0)
     locked = any('page-locked' in row.what for row in figures)
