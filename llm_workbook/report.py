@@ -194,8 +194,8 @@ class _Sent(NamedTuple):  # Of one kind of message
 _NOTHING = _Sent()
 
 def _work_rows(step, rehearsal) -> Iterator[Compared]:
-    executed = round(step.rank_executed)
-    yield Compared('work', 'arithmetic of this rank', 'FLOP', executed, rehearsal.flops)
+    counted = round(step.rank_counted)  # As torch counts, with all scores of causal attention
+    yield Compared('work', 'arithmetic of this rank', 'FLOP', counted, rehearsal.flops)
     planned, rehearsed = {}, {}
     for c in step.collectives:
         before = planned.get(c.kind, _NOTHING)

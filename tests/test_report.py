@@ -168,7 +168,7 @@ def test_work_is_that_of_the_step(ledger, rehearsal):
     report = reconcile(ledger, rehearsal)
     step = estimate_step(ledger.recipe, ledger.spec)
     sent = [c for c in step.collectives if c.kind == 'all_gather']
-    assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(step.rank_executed), 18)
+    assert row(report, 'work', 'arithmetic of this rank')[3:5] == (round(step.rank_counted), 18)
     assert row(report, 'work', 'all_gather, messages')[3:5] == (sum(c.count for c in sent), 2)
     assert row(report, 'work', 'all_gather, whole tensors')[3:5] == (
         sum(c.count * c.tensor_b for c in sent), 96)

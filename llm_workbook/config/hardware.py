@@ -33,6 +33,8 @@ _Ceiling = Annotated[Real, Field(gt=0, le=1)]
 _Capability = Annotated[Real, Field(ge=1, le=20)]
 _BF16, _FP8 = 8.0, 8.9  # Compute capability that brought the units
 _CEILING = 0.8  # Share of the peak to plan with where nobody measured one: near the median
+_CHANNEL_BPS = 25.6e9  # Of host memory: 3,200 million times 8 bytes a second, DDR4
+_HOST_SHARE = 0.5  # Of all channels, that an optimizer on the host reaches
 
 # %% ../../nbs/config/02_hardware.ipynb #3d0c9a51
 def _contradictions(card) -> Iterator[Problem]:
@@ -230,6 +232,16 @@ def _assumed(usual, values) -> dict[str, int]:
     return {field: size_b for field, size_b in sizes.items()
             if field not in values or before.get(field) == size_b}
 
+# %% ../../nbs/config/02_hardware.ipynb #9848b5d1
+def _guessed_bps(machine) -> float:
+    "Guess the nominal bandwidth of a host that nobody described: two channels, or one a GPU."
+    desktop = machine.link.name.startswith('pcie')
+    return _CHANNEL_BPS * (2 if desktop else max(2, machine.gpus))
+
+def _memory_speed(machine) -> str:
+    if machine.memory_bps: return f'{machine.memory_bps / 1e9:,.1f} GB/s nominal'
+    return f'not known; planned with {machine.host_bps / 1e9:,.1f} GB/s'
+
 # %% ../../nbs/config/02_hardware.ipynb #d4a4454b
 class Node(Document):
     "One machine: GPUs of one kind, their links, and the host."
@@ -241,6 +253,7 @@ class Node(Document):
     host_link: _AnyLink  # Between a GPU and host memory
     network: _AnyLink | None = None  # Between machines, of the whole machine; None: it stands alone
     memory_b: Annotated[int, Field(gt=0, le=10**14)]  # Host memory, bytes
+    memory_bps: _Rate | None = None  # Of it, all channels, nominal bytes/s; None: not known
     disk_bps: _Rate = 3e9  # Reading from disk, bytes/s
     disk_b: Annotated[int, Field(ge=0, le=10**16)] = _DISK_B  # Room on disk, bytes
     backend: Literal['nccl', 'gloo']  # Who runs the collectives; gloo: the processor computes
@@ -262,6 +275,12 @@ class Node(Document):
     def price_hour(self) -> float:  # USD
         "Give the price of the machine for an hour."
         return self.gpus * self.gpu.price_hour if self.rent_hour is None else self.rent_hour
+
+    @property
+    def host_bps(self) -> float:  # bytes/s, read plus written, of all its processes together
+        "Give the bandwidth of host memory to plan with: half of nominal, or of a cautious guess."
+        if self.backend == 'gloo': return self.gpus * self.gpu.bandwidth_bps
+        return _HOST_SHARE * (self.memory_bps or _guessed_bps(self))
 
     def using(
         self,
@@ -296,6 +315,7 @@ class Node(Document):
             'GPUs': f'{self.gpus} × {self.gpu.name}, {gib(self.gpu.memory_b, 1)} each',
             'between them': speed(self.link), 'to the host': speed(self.host_link),
             'to other machines': speed(self.network), 'host memory': gib(self.memory_b, 1),
+            'its bandwidth': _memory_speed(self),
             'disk': f'{self.disk_b / 1e9:,.0f} GB, {self.disk_bps / 1e9:.1f} GB/s',
             'price': f'{self.price_hour:.2f} USD/h', 'notes': '; '.join(self.notes)}
         return fields_table(rows, caption=self.name)

@@ -183,6 +183,18 @@ class Exchange:
     grads_b: int  # One rank's slices of their gradients, bytes
     trained: int  # Numbers with a gradient, of all ranks
 
+    def __add__(self, other):
+        "Join two that travel beside the same arithmetic: they hide behind it once."
+        return Exchange(
+            part=self.part,
+            forward_gathers=self.forward_gathers + other.forward_gathers,
+            backward_gathers=self.backward_gathers + other.backward_gathers,
+            reductions=self.reductions + other.reductions,
+            every_pass=self.every_pass,
+            held_b=self.held_b + other.held_b,
+            grads_b=self.grads_b + other.grads_b,
+            trained=self.trained + other.trained)
+
 # %% ../../nbs/plan/09_collectives.ipynb #684ce4a8
 class _Lane(NamedTuple):  # A set of ranks that talk to each other
     ranks: int

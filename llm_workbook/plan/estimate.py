@@ -358,8 +358,8 @@ def estimate(
     node = node_of(recipe, node)
     ledger = memory(recipe, spec, node)
     rooms = tuple(Room(*row) for row in ledger.rooms(node))
-    warnings = tuple(_warnings(facts, spec, node, ledger))
     step = estimate_step(recipe, spec, node)
+    warnings = (*_warnings(facts, spec, node, ledger), *step.notes)
     return Estimate(recipe, spec, node, ledger, step, rooms, warnings)
 
 # %% ../../nbs/plan/11_estimate.ipynb #37ba4342

@@ -12,10 +12,13 @@ from functools import lru_cache
 from html import escape
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..display import PALETTE, canvas, html_table
 from ..model.layout import NUMBER_B, coverage, role
 from ..model.spec import spec_of
 from .collectives import Collective, node_of, step_messages
+from .host_time import (
+    assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
 _DENSE = ('attention', 'mlp', 'router', 'head', 'expert')  # Classes of weights that multiply
@@ -116,13 +119,6 @@ def _moved_b(spec, unit, pairs, method, precision) -> float:
         moved += adapter.output * pair.b[0]
     return moved * NUMBER_B[precision.compute] / 2
 
-def _kernels(spec, unit, pairs, method) -> int:
-    "Count the launches of a layer."
-    packed = sum(role(weight, method) == 'packed' for weight in unit.weights)
-    norms = len(_norm_numbers(spec, unit))
-    base = 20 + 7 * norms + len(unit.weights)
-    return base + 8 * len(pairs) + 5 * packed
-
 # %% ../../nbs/plan/10_step_time.ipynb #67988630
 class _Work(NamedTuple):  # What one layer does for one token in the forward pass
     count: int
@@ -137,7 +133,6 @@ class _Work(NamedTuple):  # What one layer does for one token in the forward pas
     second: float  # Of every second product: k, o and up of a Llama layer
     packed: int  # Packed weights, in numbers; not per token
     moved: float  # Bytes that small kernels read and write
-    kernels: int  # Launches; not per token
 
 # %% ../../nbs/plan/10_step_time.ipynb #7552d5ea
 @lru_cache(512)
@@ -164,23 +159,16 @@ def _work(spec, unit, pairs, method, precision) -> _Work:
         last=_last_flops(unit, pairs, method),
         second=_every_second_flops(spec, unit),
         packed=sum(weight.numel for weight, kind in roles.items() if kind == 'packed'),
-        moved=_moved_b(spec, unit, pairs, method, precision),
-        kernels=_kernels(spec, unit, pairs, method))
+        moved=_moved_b(spec, unit, pairs, method, precision))
 
 # %% ../../nbs/plan/10_step_time.ipynb #0c1a7d3e
-# The first six were chosen by the calibration rows of bench/published.yaml, the rest is counted
-# or estimated.
+# Chosen by the calibration rows of bench/published.yaml, but for _SOFTMAX
 _MATMUL = .86  # Share of the measured ceiling that the products of a whole step reach
 _SOFTMAX = 28  # Operations per score outside the matrix units; arXiv 2307.08691, section 3.1
 _STREAM = .9  # Share of memory bandwidth of elementwise kernels
 _DEQUANTISE = .4  # Share of memory bandwidth of bitsandbytes' 4-bit kernels
 _HIDDEN = .5  # Share of a message that can hide behind arithmetic; 0 where the processor does both
-_WRAPPED_S = .32e-3  # Host time, in each pass, of an adapter matrix that is an FSDP1 unit
-_LAUNCH_S = 6e-6  # To launch one kernel from Python
-_HOST_BPS = 40e9  # Memory bandwidth that one node's CPU optimizer reaches
-_STATE = {  # Bytes that a step of the optimizer moves for each trained number
-    'adamw': 28, 'adamw_fused': 28, 'adamw_bf16': 14, 'adamw_8bit': 16,
-    'paged_adamw': 28, 'paged_adamw_8bit': 16, 'sgd': 12, 'adafactor': 20}
+_BLEND = 2.5  # How host and GPU share a pass: a power mean, between their sum (1) and the larger
 
 # %% ../../nbs/plan/10_step_time.ipynb #5d0307ff
 class _Times(NamedTuple):  # How often a pass does what a forward pass does once
@@ -189,11 +177,10 @@ class _Times(NamedTuple):  # How often a pass does what a forward pass does once
     attention: float
     moved: float
     packed: float
-    kernels: float
 
 # %% ../../nbs/plan/10_step_time.ipynb #1275d947
-_FORWARD = _Times(1, 1, 1, 1, 1, 1)
-_NOTHING = _Times(0, 0, 0, 0, 0, 0)
+_FORWARD = _Times(1, 1, 1, 1, 1)
+_NOTHING = _Times(0, 0, 0, 0, 0)
 
 # %% ../../nbs/plan/10_step_time.ipynb #66b2e902
 def _times(recipe, work) -> tuple[_Times, _Times]:
@@ -201,14 +188,14 @@ def _times(recipe, work) -> tuple[_Times, _Times]:
     again = _recomputed(recipe.sharding.activation_checkpointing, work)
     base = 2 if work.trained else 1
     attention = 2 if _is_eager(recipe) else 2.5
-    back = _Times(base, lora=2, attention=attention, moved=2, packed=1, kernels=2)
+    back = _Times(base, lora=2, attention=attention, moved=2, packed=1)
     return _FORWARD, _Times(*(a + b for a, b in zip(back, again)))
 
 def _recomputed(checkpointing, work) -> _Times:
     if work.outside or checkpointing == 'none': return _NOTHING
     if checkpointing == 'full': return _FORWARD
     every_second = work.second / work.base
-    return _Times(base=every_second, lora=.5, attention=0, moved=1, packed=.5, kernels=.75)
+    return _Times(base=every_second, lora=.5, attention=0, moved=1, packed=.5)
 
 # %% ../../nbs/plan/10_step_time.ipynb #29b17843
 def _keys(recipe, work) -> int:
@@ -218,8 +205,11 @@ def _keys(recipe, work) -> int:
 
 def _computed_keys(recipe, work) -> float:
     "Count those of them that the kernel computes: a fused causal one leaves out the rest."
+    return _keys(recipe, work) if _is_eager(recipe) else _seen_keys(recipe, work)
+
+def _seen_keys(recipe, work) -> float:
+    "Count those of them that are not later than the query."
     keys = _keys(recipe, work)
-    if _is_eager(recipe): return keys
     return keys * (1 - keys / 2 / recipe.batch.length)
 
 def _is_eager(recipe) -> bool: return recipe.model.attention == 'eager'
@@ -238,22 +228,25 @@ class _PassSeconds(NamedTuple):  # Of one pass through one layer on one rank
     dequantise: float
     launches: float  # While nothing computes
 
-def _pass_seconds(work, times, recipe, spec, node) -> _PassSeconds:
+def _pass_seconds(work, times, host_s, recipe, spec, node) -> _PassSeconds:
     tokens = recipe.batch.micro * recipe.batch.length
     matmul = _matmul_s(work, times, tokens, recipe, node)
     attention = times.attention * tokens * _attention_s(work, recipe, spec, node)
     elementwise = times.moved * tokens * _elementwise_s(work, recipe, spec, node)
     dequantise = times.packed * _dequantise_s(work, recipe, node)
-    launches = 0.
-    if recipe.cluster.device == 'cuda':
-        busy = matmul + attention + elementwise + dequantise
-        launches = max(0., times.kernels * work.kernels * _LAUNCH_S - busy)
+    busy_s = matmul + attention + elementwise + dequantise
+    launches = (busy_s**_BLEND + host_s**_BLEND) ** (1 / _BLEND) - busy_s
     return _PassSeconds(matmul, attention, elementwise, dequantise, launches)
 
 def _plain_type(recipe) -> str:
     "Give the type of attention and of unpacked 4-bit matrices, which never are fp8."
     compute = recipe.precision.compute
     return 'bfloat16' if compute == 'fp8' else compute
+
+def _adapter_type(recipe) -> str:
+    "Give the type in which adapters multiply: ZeRO keeps them in that of the base."
+    zero = recipe.sharding.strategy.startswith('zero')
+    return _plain_type(recipe) if zero else recipe.precision.master
 
 # %% ../../nbs/plan/10_step_time.ipynb #a4d3bf65
 def _matmul_s(work, times, tokens, recipe, node) -> float:
@@ -264,7 +257,7 @@ def _matmul_s(work, times, tokens, recipe, node) -> float:
     arithmetic = tokens * work.base / (_MATMUL * flops_per_s)
     seconds = times.base * max(arithmetic, work.weights_b / gpu.bandwidth_bps)
     if not work.lora: return seconds
-    adapter_flops_per_s = _MATMUL * gpu.flops(precision.master)
+    adapter_flops_per_s = _MATMUL * gpu.flops(_adapter_type(recipe))
     return seconds + times.lora * tokens * work.lora / adapter_flops_per_s
 
 def _attention_s(work, recipe, spec, node) -> float:
@@ -306,81 +299,49 @@ def _exchange_waits(exchange, recipe, compute_s, node) -> _Waits:
     "Give what nothing hides of one exchange; `compute_s`: of one forward and one backward pass."
     passes = recipe.batch.accumulation
     forward_s, backward_s = compute_s
-    copy_s = _seconds_per_byte(recipe, node)
-    fetch_s = copy_s * exchange.held_b
-    refetch_s = fetch_s if exchange.backward_gathers or not exchange.forward_gathers else 0.
+    copy_s = fetch_s(recipe, node)
+    first_s = copy_s * exchange.held_b
+    again_copy_s = first_s if exchange.backward_gathers or not exchange.forward_gathers else 0.
     again_s = _messages_s(exchange.backward_gathers)
     early = 0. if exchange.every_pass else 1 - 1 / passes  # Share of passes without gradients
     late = 1 - early
     phases = [
-        _exposed(_messages_s(exchange.forward_gathers), passes * fetch_s, passes * forward_s, node),
-        _exposed(early * again_s, early * passes * refetch_s, early * passes * backward_s, node),
+        _exposed(_messages_s(exchange.forward_gathers), passes * first_s, passes * forward_s, node),
+        _exposed(early * again_s, early * passes * again_copy_s, early * passes * backward_s, node),
         _exposed(late * again_s + _messages_s(exchange.reductions),
-                 late * passes * refetch_s + copy_s * exchange.grads_b,
+                 late * passes * again_copy_s + copy_s * exchange.grads_b,
                  late * passes * backward_s, node)]
     return _Waits(sum(w.messages for w in phases), sum(w.copies for w in phases))
 
 def _messages_s(collectives) -> float: return sum(c.count * c.time_s for c in collectives)
 
-def _wrapped_s(recipe, spec) -> float:
-    "Give the host's seconds for adapters that are FSDP1 units of their own."
-    if recipe.sharding.strategy != 'fsdp1' or recipe.cluster.ranks == 1: return 0.
-    passes = 3 if recipe.sharding.activation_checkpointing == 'full' else 2
-    pairs = coverage(spec, recipe.method).pairs
-    matrices = 2 * sum(len(pair.paths) for pair in pairs)
-    return recipe.batch.accumulation * passes * _WRAPPED_S * matrices
-
-# %% ../../nbs/plan/10_step_time.ipynb #2e6f8753
-def _seconds_per_byte(recipe, node) -> float:
-    "Give the time to bring a rank's slices from where they wait."
-    where = recipe.sharding.offload_parameters
-    if where == 'none': return 0.
-    host = 1 / node.host_link.bps
-    return host if where == 'cpu' else host + recipe.cluster.processes / node.disk_bps
-
-# %% ../../nbs/plan/10_step_time.ipynb #16fafb41
-def _optimizer_s(recipe, trained, node) -> tuple[float, float]:
-    "Give the seconds of the optimizer's step, and of copies for it."
-    sharding, cluster = recipe.sharding, recipe.cluster
-    whole = sharding.strategy in ('ddp', 'none')
-    numbers = trained / (1 if whole else sharding.group or cluster.ranks)
-    moved_b = numbers * _STATE[recipe.optimizer.kind]
-    stream_bps = _STREAM * node.gpu.bandwidth_bps
-    clip_s = 12 * numbers / stream_bps if recipe.optimizer.clip else 0.
-    place = _optimizer_place(sharding)
-    if place == 'none': return clip_s + moved_b / stream_bps, 0.
-    copies_s = 6 * numbers / node.host_link.bps
-    if place == 'nvme': copies_s += 24 * numbers * cluster.processes / node.disk_bps
-    return clip_s + moved_b * cluster.processes / _HOST_BPS, copies_s
-
-def _optimizer_place(sharding) -> str:
-    "Say where the optimizer's states wait: FSDP moves them with the parameters."
-    fsdp = sharding.strategy in ('fsdp1', 'fsdp2')
-    if fsdp and sharding.offload_optimizer == 'none' and sharding.offload_parameters != 'none':
-        return 'cpu'
-    return sharding.offload_optimizer
-
 # %% ../../nbs/plan/10_step_time.ipynb #042cac91
-def _flop_counts(recipe, spec, works) -> tuple[float, float]:
-    "Count the FLOPs of a rank in one step: those the model needs, and those that run."
-    sharding = recipe.sharding
-    tokens = recipe.batch.micro * recipe.batch.length * recipe.batch.accumulation
-    needed, extra = 0., 0.
-    for work in works:
-        attention = _score_flops(spec) * _keys(recipe, work)
-        products = (3 if work.trained else 2) * work.base
-        needed += work.count * (products + 3 * (work.lora + attention))
-        if not _is_eager(recipe): extra += work.count * attention / 2  # The fifth product of five
-        extra += work.count * _recomputed_flops(sharding, work, attention)
-    reentrant = sharding.activation_checkpointing == 'full' and sharding.reentrant
-    if recipe.method.kind != 'full' and not reentrant: needed -= works[0].first
-    return tokens * needed, tokens * (needed + extra)
+class _Flops(NamedTuple):  # Of a rank in one step
+    needed: float  # By the model
+    run: float  # With what is computed again, or for nothing
+    counted: float  # By torch's counter, which takes causal attention for full
 
-def _recomputed_flops(sharding, work, attention) -> float:
-    if work.outside or sharding.activation_checkpointing == 'none': return 0.
-    if sharding.activation_checkpointing == 'selective': return work.second + work.lora / 2
-    again = work.base + work.lora + attention
-    return again if sharding.reentrant else again - work.last
+def _flop_counts(recipe, spec, works) -> _Flops:
+    tokens = recipe.batch.micro * recipe.batch.length * recipe.batch.accumulation
+    needed, run, counted = 0., 0., 0.
+    for work in works:
+        score = work.count * _score_flops(spec)
+        products = work.count * ((3 if work.trained else 2) * work.base + 3 * work.lora)
+        again, whole = _recomputed_flops(recipe.sharding, work)
+        needed += products + 3 * score * _seen_keys(recipe, work)
+        times = (3 if _is_eager(recipe) else 3.5) + whole  # Fused: five products backward, not four
+        run += products + work.count * again + times * score * _computed_keys(recipe, work)
+        counted += products + work.count * again + times * score * _keys(recipe, work)
+    reentrant = recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.reentrant
+    saved = 0 if recipe.method.kind == 'full' or reentrant else works[0].first
+    return _Flops(*(tokens * (flops - saved) for flops in (needed, run, counted)))
+
+def _recomputed_flops(sharding, work) -> tuple[float, int]:
+    "Give what is computed again: FLOPs of products, and how often attention."
+    if work.outside or sharding.activation_checkpointing == 'none': return 0., 0
+    if sharding.activation_checkpointing == 'selective': return work.second + work.lora / 2, 0
+    again = work.base + work.lora
+    return (again if sharding.reentrant else again - work.last), 1
 
 # %% ../../nbs/plan/10_step_time.ipynb #67ebf999
 @dataclass(frozen=True, repr=False)
@@ -432,6 +393,7 @@ class StepEstimate(StepTime):
     "One optimizer step on a machine, on every rank alike: speed, cost, and use of the GPUs."
     rank_flops: float  # Needed in one step by one rank
     rank_executed: float  # Run in one step by one rank, recomputation included
+    rank_counted: float  # The same as torch's counter has it: all scores of causal attention
     recipe: 'Recipe'  # What was asked
     node: 'Node'  # Where
 
@@ -471,6 +433,11 @@ class StepEstimate(StepTime):
         return round(self.recipe.cluster.ranks * self.rank_executed)
 
     @property
+    def flops_counted(self) -> int:  # Of all ranks
+        "Count what `FlopCounterMode` would: it takes causal attention for full."
+        return round(self.recipe.cluster.ranks * self.rank_counted)
+
+    @property
     def mfu(self) -> float:  # 0 to 1
         "Divide the FLOPs the model needs by what the GPUs could do at their peak."
         return self.rank_flops / self.step_s / _peak_flops(self)
@@ -480,11 +447,16 @@ class StepEstimate(StepTime):
         "Divide the FLOPs that run by what the GPUs could do at their peak."
         return self.rank_executed / self.step_s / _peak_flops(self)
 
+    @property
+    def notes(self) -> tuple[str, ...]:  # Empty where nothing was assumed
+        "Say what was assumed about the machine."
+        return assumed_host(self.recipe, self.node)
+
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give the figures and every message."
         figures = {name: getattr(self, name) for name in _FIGURES}
         sent = [asdict(collective) for collective in self.collectives]
-        return figures | {'parts': dict(self.parts), 'collectives': sent}
+        return figures | {'parts': dict(self.parts), 'collectives': sent, 'notes': [*self.notes]}
 
     def plot(self, **others: 'StepEstimate',  # More steps to draw below this one, by name
     ) -> 'Figure':  # 700 pixels wide
@@ -499,18 +471,22 @@ class StepEstimate(StepTime):
 
     def _repr_html_(self):
         head = f'<p>{escape(repr(self))}<br>{_run_text(self)}</p>'
-        return head + _parts_table(self) + _messages_table(self)
+        notes = ''.join(f'<p>{escape(note)}</p>' for note in self.notes)
+        return head + _parts_table(self) + notes + _messages_table(self)
 
 # %% ../../nbs/plan/10_step_time.ipynb #6f8abd4c
 _FIGURES = (
     'step_s', 'tokens_per_s', 'mfu', 'hfu', 'hours', 'cost', 'kwh', 'compute_s', 'memory_s',
-    'comm_s', 'exposed_s', 'bound', 'wire_b', 'tokens', 'flops_model', 'flops_executed')
+    'comm_s', 'exposed_s', 'bound', 'wire_b', 'tokens', 'flops_model', 'flops_executed',
+    'flops_counted')
 
 def _peak_flops(step) -> float:
-    "Give what one GPU could do at its data-sheet peak."
-    gpu = step.node.gpu
-    peaks = {'float32': gpu.fp32_flops, 'float16': gpu.fp16_flops, 'fp8': gpu.fp8_flops}
-    return peaks.get(step.recipe.precision.compute, gpu.bf16_flops)
+    "Give what one GPU could do at its peak, in the fastest format that a step multiplies in."
+    gpu, recipe = step.node.gpu, step.recipe
+    peaks = {'float32': gpu.fp32_flops, 'float16': gpu.fp16_flops, 'fp8': gpu.fp8_flops,
+             'bfloat16': gpu.bf16_flops}
+    adapters = 0. if recipe.method.kind == 'full' else peaks[_adapter_type(recipe)]
+    return max(peaks[recipe.precision.compute], adapters)
 
 def _run_text(step) -> str:
     run = f'{step.recipe.optimizer.steps:,} steps: {step.hours:,.2f} h'
@@ -557,6 +533,22 @@ def _bars(steps):
     figure.legend(loc='outside upper center', ncols=4, frameon=False, fontsize=8)
     return figure
 
+# %% ../../nbs/plan/10_step_time.ipynb #c7a0d0fa
+def _check_units(recipe, gpu):
+    "Refuse a number format in which this GPU multiplies nothing; torch would emulate it, slowly."
+    wanted = [('precision.compute', recipe.precision.compute, '')]
+    adapters = ('precision.master', _adapter_type(recipe), ', or keep adapters in float32')
+    if recipe.method.kind != 'full': wanted.append(adapters)
+    for path, kind, other in wanted:
+        try: gpu.flops(kind)
+        except ValueError as error:
+            raise RecipeError([Problem(path, repr(kind), f'{error}{other}')], recipe.name) from None
+
+@lru_cache(64)
+def _where_stored(precision, adapters):
+    "Give the precision with adapters as they lie on the GPU."
+    return precision.model_copy(update={'master': adapters})
+
 # %% ../../nbs/plan/10_step_time.ipynb #3a0ddd8e
 def estimate_step(
     recipe: 'Recipe',  # What to run; its hardware is `cluster.hardware`, or this machine
@@ -566,20 +558,24 @@ def estimate_step(
     "Predict the messages, FLOPs, seconds, money and energy of `recipe`."
     node = node_of(recipe, node)
     spec = spec or spec_of(recipe)
-    works = _works(spec, recipe.method, recipe.precision)
-    passes = [_layer_passes(work, recipe, spec, node) for work in works]
+    _check_units(recipe, node.gpu)
+    precision = _where_stored(recipe.precision, _adapter_type(recipe))
+    works = _works(spec, recipe.method, precision)
+    layers = layer_launches(spec, recipe.method, precision, recipe.model.attention)
+    passes = [_layer_passes(*pair, recipe, spec, node) for pair in zip(works, layers)]
     large, small = step_messages(recipe, spec, node)
     waits = _step_waits(large, [layer.seconds for layer in passes], recipe, node)
     trained = sum(exchange.trained for exchange in large)
-    optimizer_s, copies_s = _optimizer_s(recipe, trained, node)
+    stream_bps = _STREAM * node.gpu.bandwidth_bps
+    step_s, copies_s = optimizer_s(recipe, trained, layers, node, stream_bps)
     parts = _kernel_seconds(passes, recipe.batch.accumulation)
-    parts['launches'] += _wrapped_s(recipe, spec)
-    parts['optimizer'] = optimizer_s
+    parts['launches'] += wrapped_units_s(recipe, spec)
+    parts['optimizer'] = step_s
     parts['messages'] = waits.messages + _messages_s(small)
     parts['copies'] = waits.copies + copies_s
-    needed, executed = _flop_counts(recipe, spec, works)
     collectives = (*_collectives(large), *small)
-    return StepEstimate(collectives, tuple(parts.items()), needed, executed, recipe, node)
+    flops = _flop_counts(recipe, spec, works)
+    return StepEstimate(collectives, tuple(parts.items()), *flops, recipe, node)
 
 # %% ../../nbs/plan/10_step_time.ipynb #c7a0d0f9
 class _Layers(NamedTuple):  # One forward and one backward pass through equal layers
@@ -591,8 +587,10 @@ class _Layers(NamedTuple):  # One forward and one backward pass through equal la
     def seconds(self) -> tuple[float, float]:
         return self.count * sum(self.forward), self.count * sum(self.backward)
 
-def _layer_passes(work, recipe, spec, node) -> _Layers:
-    sides = [_pass_seconds(work, times, recipe, spec, node) for times in _times(recipe, work)]
+def _layer_passes(work, launches, recipe, spec, node) -> _Layers:
+    hosts = host_pass_s(launches, recipe)
+    sides = [_pass_seconds(work, times, host_s, recipe, spec, node)
+             for times, host_s in zip(_times(recipe, work), hosts)]
     return _Layers(work.count, *sides)
 
 def _kernel_seconds(passes, accumulation) -> dict[str, float]:
@@ -605,14 +603,13 @@ def _kernel_seconds(passes, accumulation) -> dict[str, float]:
 
 def _step_waits(large, seconds, recipe, node) -> _Waits:
     "Add up what nothing hides; what travels for the whole model hides behind all of it."
-    whole = [sum(sides) for sides in zip(*seconds)]
-    messages_s, copies_s = 0., 0.
+    beside = {None: [sum(sides) for sides in zip(*seconds)], **dict(enumerate(seconds))}
+    joined = {}
     for exchange in large:
-        compute_s = whole if exchange.part is None else seconds[exchange.part]
-        waits = _exchange_waits(exchange, recipe, compute_s, node)
-        messages_s += waits.messages
-        copies_s += waits.copies
-    return _Waits(messages_s, copies_s)
+        part = exchange.part
+        joined[part] = joined[part] + exchange if part in joined else exchange
+    waits = [_exchange_waits(x, recipe, beside[part], node) for part, x in joined.items()]
+    return _Waits(sum(w.messages for w in waits), sum(w.copies for w in waits))
 
 def _collectives(large) -> Iterator[Collective]:
     for exchange in large:
