@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['NUMBER_B', 'is_new_head', 'role', 'packed_shape', 'statistics_b', 'Row', 'Pair', 'Coverage', 'coverage',
-           'check_packing', 'Stored', 'layout', 'NumberSizes', 'number_sizes', 'part_shape']
+           'check_packing', 'Stored', 'layout', 'NumberSizes', 'number_sizes', 'part_shape', 'parts_of']
 
 # %% ../../nbs/model/03_layout.ipynb #b776595e
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from html import escape
 from math import ceil, prod
 from typing import NamedTuple
 
+from ..config.document import Problem, RecipeError
 from ..config.recipe import Method, Model, Precision
 from ..display import binary_size, html_table, nearest
 from .architecture import (
@@ -203,7 +205,8 @@ def _fused(spec, targets) -> dict[str, int]:
     for olds in old_names.values():
         if 0 < len(asked & olds) < len(olds):
             parts = ' and '.join(sorted(olds))
-            raise ValueError(f'{spec.name}: {parts} are one parameter here; target both or neither')
+            reason = f'{spec.name}: {parts} are one parameter here; target both or neither'
+            raise RecipeError([Problem('method.targets', repr(sorted(targets)), reason)])
     return {new: len(olds) for new, olds in old_names.items() if olds <= asked}
 
 # %% ../../nbs/model/03_layout.ipynb #993bc434
@@ -234,7 +237,8 @@ def _refuse_unknown(spec, names, pairs, known) -> None:
     unknown = [name for name in sorted(names) if not any(_ends(path, name) for path in adapted)]
     if not unknown: return
     hints = '; '.join(f'{name!r}, {nearest(name, sorted(known))}' for name in unknown)
-    raise ValueError(f'{spec.name} has no linear layer {hints}')
+    reason = f'{spec.name} has no linear layer {hints}'
+    raise RecipeError([Problem('method.targets', repr(sorted(names)), reason)])
 
 def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     "The LoRA pairs of `method`, and a remark where PEFT leaves out what you may have meant."
@@ -251,7 +255,8 @@ def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     pairs = tuple(pair for pair in candidates if pair)
     _refuse_unknown(spec, names, pairs, modules | old)
     if targets.fused and method.dropout:
-        raise ValueError(f'dropout {method.dropout}: PEFT adapts experts without it; set it to 0')
+        reason = f'PEFT adapts the experts of {spec.name} without dropout; set it to 0'
+        raise RecipeError([Problem('method.dropout', repr(method.dropout), reason)])
     redirected = {weight.path for weight in linear if weight.module in wanted - names}
     left = ', '.join(sorted(redirected - {pair.target for pair in pairs}))
     note = f'PEFT takes these names for the experts and leaves {left} without an adapter.'
@@ -419,3 +424,21 @@ def part_shape(
     if strategy != 'fsdp2': return shape
     rows = ceil(shape[0] / ranks)
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
+
+# %% ../../nbs/model/03_layout.ipynb #5d1f90a2
+def parts_of(
+    tensors: Iterable[Stored],  # Gathered together, as those of one unit
+    strategy: str,  # Of a recipe's `sharding`
+    ranks: int,  # How many share one copy of them, 1 or more
+) -> list[tuple[Stored, int]]:  # A tensor, or the first of a flat one, and the numbers on a rank
+    "Cut `tensors` as `strategy` does, and count what each rank holds with padding."
+    if ranks < 1: raise ValueError(f'{ranks} ranks: need 1 or more')
+    if strategy != 'fsdp1':
+        return [(tensor, prod(part_shape(tensor.shape, strategy, ranks))) for tensor in tensors]
+    flat = {}  # What is flattened together -> its first tensor, numbers
+    for tensor in tensors:
+        alone = (tensor.unit, tensor.weight.path, tensor.factor)
+        key = tensor.kind, tensor.trained, alone if tensor.kind == 'adapters' else None
+        first, numbers = flat.get(key, (tensor, 0))
+        flat[key] = first, numbers + tensor.numel
+    return [(first, ceil(numbers / ranks)) for first, numbers in flat.values()]

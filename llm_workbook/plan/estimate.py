@@ -24,6 +24,7 @@ from ..model.layout import coverage
 from ..model.spec import ModelSpec, spec_of
 from .collectives import node_of
 from .ledger import Ledger, memory
+from .padding import padding_note
 from .step_time import StepEstimate, estimate_step
 
 # %% ../../nbs/plan/11_estimate.ipynb #c0f24259
@@ -290,6 +291,8 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
         'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
     for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)
     if cover.warning: yield cover.warning
+    note = padding_note(ledger)
+    if note: yield note
     tight_b = _tight_b(node, ledger)
     if tight_b:
         terms = 'context, NCCL and allocator'
