@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['NUMBER_B', 'is_new_head', 'role', 'packed_shape', 'statistics_b', 'Row', 'Pair', 'Coverage', 'coverage',
-           'unpacked_share', 'check_packing', 'Stored', 'layout', 'NumberSizes', 'number_sizes', 'part_shape']
+           'unpacked_share', 'check_packing', 'Stored', 'layout', 'NumberSizes', 'number_sizes', 'part_shape',
+           'parts_of']
 
 # %% ../../nbs/model/03_layout.ipynb #b776595e
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from html import escape
@@ -434,3 +436,21 @@ def part_shape(
     if strategy != 'fsdp2': return shape
     rows = ceil(shape[0] / ranks)
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
+
+# %% ../../nbs/model/03_layout.ipynb #5d1f90a2
+def parts_of(
+    tensors: Iterable[Stored],  # Gathered together, as those of one unit
+    strategy: str,  # Of a recipe's `sharding`
+    ranks: int,  # How many share one copy of them, 1 or more
+) -> list[tuple[Stored, int]]:  # A tensor, or the first of a flat one, and the numbers on a rank
+    "Cut `tensors` as `strategy` does, and count what each rank holds with padding."
+    if ranks < 1: raise ValueError(f'{ranks} ranks: need 1 or more')
+    if strategy != 'fsdp1':
+        return [(tensor, prod(part_shape(tensor.shape, strategy, ranks))) for tensor in tensors]
+    flat = {}  # What is flattened together -> its first tensor, numbers
+    for tensor in tensors:
+        alone = (tensor.unit, tensor.weight.path, tensor.factor)
+        key = tensor.kind, tensor.trained, alone if tensor.kind == 'adapters' else None
+        first, numbers = flat.get(key, (tensor, 0))
+        flat[key] = first, numbers + tensor.numel
+    return [(first, ceil(numbers / ranks)) for first, numbers in flat.values()]

@@ -9,14 +9,15 @@ __all__ = ['wire_bytes', 'collective_s', 'Collective', 'Exchange', 'step_message
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, log2, prod
+from math import ceil, log2
 from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
 from ..config.this_machine import detect
 from ..config.hardware import node as find_node
-from ..model.layout import NUMBER_B, layout, number_sizes, part_shape
+from ..model.layout import NUMBER_B, layout, number_sizes, parts_of
 from ..model.spec import spec_of
+from .activations import live_numbers
 
 # %% ../../nbs/plan/09_collectives.ipynb #07c23c2e
 def wire_bytes(
@@ -124,12 +125,11 @@ class _Cut(NamedTuple):  # How tensors are grouped and cut
     ranks: int  # That share one copy of the weights
     threshold: int  # ZeRO-3 keeps parameters whole that have no more numbers
 
-    def on_rank(self, tensor) -> int:
-        "Count the numbers that each rank has of `tensor`, padding included."
-        way = 'zero3' if self.strategy.startswith('zero') else 'fsdp2'
-        return prod(part_shape(tensor.shape, way, self.ranks))
-
-    def padded(self, tensor) -> int: return self.ranks * self.on_rank(tensor)
+    def on_rank_b(self, tensors, number_b) -> int:
+        "Count the bytes that each rank has of `tensors`, padding included; `number_b`: of each."
+        way = self.strategy if self.strategy.startswith('fsdp') else 'zero3'
+        parts = parts_of(tensors, way, self.ranks)
+        return sum(numbers * number_b(tensor) for tensor, numbers in parts)
 
     def splits(self, tensor) -> bool:
         return self.strategy != 'zero3' or tensor.numel > self.threshold
@@ -150,13 +150,13 @@ def _unit(group, sizes, cut) -> _Unit:
         part=group.part,
         count=group.count,
         kept=group.kept,
-        gather_b=sum(cut.on_rank(t) * sizes.sent(t) for t in split),
-        reduce_b=sum(cut.on_rank(t) for t in trained) * sizes.reduced,
+        gather_b=cut.on_rank_b(split, sizes.sent),
+        reduce_b=cut.on_rank_b(trained, lambda tensor: sizes.reduced),
         gathered=sum(t.numel for t in split),
         pieces=len(split),
         trained=sum(t.numel for t in trained),
         tensors=len(trained),
-        whole=tuple(cut.padded(t) * sizes.sent(t) for t in whole))
+        whole=tuple(cut.ranks * cut.on_rank_b([t], sizes.sent) for t in whole))
 
 # %% ../../nbs/plan/09_collectives.ipynb #0d8fda0f
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def _reductions(recipe, spec, units, node) -> list[Collective]:
     return messages
 
 # %% ../../nbs/plan/09_collectives.ipynb #1ae6dcc9
-def _zero3_gathers(recipe, units, node) -> tuple[list, list]:
+def _zero3_gathers(recipe, spec, units, node) -> tuple[list, list]:
     "Gather in the forward and in the backward pass, in portions of the prefetch bucket."
     lane, _ = _lanes(recipe)
     zero = recipe.zero
@@ -335,15 +335,16 @@ def _zero3_gathers(recipe, units, node) -> tuple[list, list]:
         count = recipe.batch.accumulation * portions
         portion_b = round(share * total_b / portions)
         return [_message('all_gather', instant, count, portion_b, lane, node)]
-    reused = zero.max_reuse / 2 / max(1, numbers)
-    return gathers('forward', 1.), gathers('backward', max(0., 1 - reused))
+    recomputes = recipe.sharding.activation_checkpointing != 'none'
+    live = live_numbers(zero, numbers, spec.hidden * spec.vocab, recomputes)
+    return gathers('forward', 1.), gathers('backward', 1 - live / max(1, numbers))
 
 # %% ../../nbs/plan/09_collectives.ipynb #cfba64d8
 def _whole_exchange(recipe, spec, units, node) -> Exchange:
     "Give what DDP and ZeRO send for the whole model."
     strategy = recipe.sharding.strategy
     ahead, again = [], []
-    if strategy == 'zero3': ahead, again = _zero3_gathers(recipe, units, node)
+    if strategy == 'zero3': ahead, again = _zero3_gathers(recipe, spec, units, node)
     return Exchange(
         part=None,
         forward_gathers=tuple(ahead),

@@ -24,6 +24,7 @@ from ..model.layout import coverage, unpacked_share
 from ..model.spec import ModelSpec, spec as model_spec, spec_of
 from .collectives import node_of
 from .ledger import Ledger, memory
+from .padding import padding_note
 from .ranges import (
     Condition, Range, card_range, condition_of, doubt_of, range_of, squeezed)
 from .step_time import StepEstimate, estimate_step
@@ -376,6 +377,8 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
         'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
     for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)
     if cover.warning: yield cover.warning
+    note = padding_note(ledger)
+    if note: yield note
     tight_b = _tight_b(node, ledger)
     if tight_b:
         terms = 'context, NCCL and allocator'

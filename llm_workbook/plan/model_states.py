@@ -362,12 +362,15 @@ def _touched(rank) -> int:
     "Numbers in all the tensors that this rank's partition touches, and its padding."
     size = _partition(rank)
     low, high = rank.position * size, (rank.position + 1) * size
+    padding = max(0, high - max(low, sum(rank.tensors.order)))
+    return sum(_touched_sizes(rank)) + padding
+
+def _touched_sizes(rank) -> list[int]:
+    "Numbers of each tensor that this rank's partition touches."
+    size = _partition(rank)
+    low, high = rank.position * size, (rank.position + 1) * size
     ends = [0, *accumulate(rank.tensors.order)]
-    touched = 0
-    for start, end in zip(ends, ends[1:]):
-        if start < high and end > low: touched += end - start
-    padding = max(0, high - max(low, ends[-1]))
-    return touched + padding
+    return [end - start for start, end in zip(ends, ends[1:]) if start < high and end > low]
 
 # %% ../../nbs/plan/06_model_states.ipynb #f413eb07
 def _states(rank, tensors) -> Iterator[Line]:
@@ -436,7 +439,8 @@ def _buckets(rank, instants) -> Iterator[Line]:
 
 def _zero_buckets(rank, instants, b) -> Iterator[Line]:
     knobs = rank.recipe.zero
-    if knobs.contiguous:
+    to_host = rank.zero < 3 and rank.recipe.sharding.offload_optimizer != 'none'
+    if knobs.contiguous or to_host:  # Stages 1 and 2 set the knob where they offload
         k = 2 if knobs.overlap and rank.zero < 3 else 1
         r = knobs.reduce_bucket
         source = 'DeepSpeed, zero.reduce_bucket and zero.overlap'
@@ -470,22 +474,51 @@ def _offload(rank) -> Iterator[Line]:
 
 def _host_buffers(rank) -> Iterator[Line]:
     "Buffers of DeepSpeed where the optimizer's states are offloaded."
-    b, L = rank.number_b('weights', True), rank.tensors.largest
+    if rank.zero < 3:
+        yield from _gradient_buffers(rank)
+        return
     n = count_of(_optimized(rank))
-    symbols, source = {'b': b, 'n': n, 'L': L}, 'DeepSpeed, offload_optimizer'
-    buffers = [(4 * n, '4 * n', 'fp32 gradients')]
-    if rank.zero < 3:
-        buffers = [
-            (b * n, 'b * n', 'weights on their way back'),
-            (b * L, 'b * L', 'largest gradient')]
-    for size_b, formula, name in buffers:
-        yield _line(rank, 'zero_buckets', size_b, (formula, symbols, source),
-                    place=rank.place('gradients'), lasting=False, name=name)
-        yield from _rounded(rank, 'gradients', [(1, size_b)], name, lasting=False)
-    if rank.zero < 3:
-        why = 'b * L', {'b': b, 'L': L}, source
-        yield _line(rank, 'zero_buckets', b * L, why, lasting=False,
-                    name='largest gradient, on the GPU')
+    why = '4 * n', {'n': n}, 'DeepSpeed, offload_optimizer'
+    yield from _host_buffer(rank, [4 * n], why, 'fp32 gradients')
+
+def _host_buffer(rank, sizes_b, why, name) -> Iterator[Line]:
+    "A buffer on the host, of tensors of `sizes_b`."
+    yield _line(
+        rank,
+        'zero_buckets',
+        sum(sizes_b),
+        why,
+        place=rank.place('gradients'),
+        lasting=False,
+        name=name)
+    tensors = [(1, size_b) for size_b in sizes_b]
+    yield from _rounded(rank, 'gradients', tensors, name, lasting=False)
+
+def _gradient_buffers(rank) -> Iterator[Line]:
+    "Stages 1 and 2: on the way to the host, and back."
+    b = rank.number_b('weights', True)
+    n = count_of(_optimized(rank))
+    L = max(rank.tensors.order)
+    source = 'DeepSpeed, stage_1_and_2.py'
+    back = 'b * n', {'b': b, 'n': n}, source
+    largest = 'b * L', {'b': b, 'L': L}, f'{source}: largest_param_numel'
+    yield from _host_buffer(rank, [b * n], back, 'weights on their way back')
+    yield from _host_buffer(rank, [b * L], largest, 'largest gradient')
+    yield _line(
+        rank,
+        'zero_buckets',
+        b * L,
+        largest,
+        lasting=False,
+        name='largest gradient, on the GPU')
+    if rank.recipe.batch.accumulation == 1: return
+    sizes = _touched_sizes(rank)
+    symbols = {'b': b, 'T': sum(sizes)}
+    earlier = 'b * T', symbols, f'{source}: accumulated_grads_in_cpu'
+    sizes_b = [b * size for size in sizes]
+    name = 'gradients of earlier passes'
+    yield from _host_buffer(rank, sizes_b, earlier, name)
+
 
 # %% ../../nbs/plan/06_model_states.ipynb #d38579b4
 def resident_lines(

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from ..config.recipe import Recipe
 from ..display import nearest
 from ..model.spec import ModelSpec
-from .activations import PartSizes, StepRun, StepSizes, step_sizes
+from .activations import (
+    PartSizes, StepRun, StepSizes, live_numbers, step_sizes)
 from .lines import INSTANTS, Line
 
 # %% ../../nbs/plan/05_step_memory.ipynb #07d84784
@@ -85,6 +86,12 @@ _KINDS |= {
     'buckets': _Kind(
         'buffers', 'buckets of gradients', 'trained numbers × bytes',
         'torch, DistributedDataParallel', True),
+    'live': _Kind(
+        'unsharded', 'gathered weights, up to zero.max_live', 'min(numbers, max_live) × bytes',
+        'DeepSpeed, partitioned_param_coordinator.py'),
+    'bucket': _Kind(
+        'collective', 'a bucket of gathered weights, already copied out',
+        'min(prefetch_bucket, gathered) × bytes', 'DeepSpeed, partition_parameters.py'),
     'ipg': _Kind(
         'zero_buckets', 'buckets of gradients', 'reduce_bucket × bytes × 2 if overlap',
         'DeepSpeed', True),
@@ -175,10 +182,24 @@ def _unsharded(run, step, instants) -> None:
         if run.strategy.startswith('zero'):
             bucket_b = min(zero.reduce_bucket * run.setting.compute_b, total_b)
             sizes['ipg'] = bucket_b * (2 if zero.overlap else 1)
-        if run.strategy == 'zero3' and name not in ('embedding', 'optimizer'):
-            prefetch_b = zero.prefetch_bucket * run.setting.compute_b
-            sizes['gathered'] = big.gathered_b
-            sizes['ahead'] = min(prefetch_b, big.gathered_b)
+    if run.strategy == 'zero3': _fetched(run, step, instants)
+
+
+# %% ../../nbs/plan/05_step_memory.ipynb #2c8f5a62
+def _fetched(run, step, instants) -> None:
+    "Add what ZeRO-3 has gathered."
+    parts = [*((sort.count, sort.part) for sort in step.sorts), (1, step.embedding), (1, step.tail)]
+    numbers = sum(count * part.split for count, part in parts)
+    if not numbers: return
+    split_b = sum(count * part.split_b for count, part in parts)
+    head = step.symbols['width'] * step.symbols['vocab']
+    live = live_numbers(run.zero, numbers, head, run.recomputes)
+    for name, sizes in instants.items():
+        if name in ('embedding', 'optimizer'): continue
+        gathered = min(live, step.big.part.split) if name == 'first layer' else live
+        sizes['live'] = gathered * split_b // numbers
+        sizes['bucket'] = min(run.zero.prefetch_bucket, gathered) * split_b // numbers
+
 
 # %% ../../nbs/plan/05_step_memory.ipynb #c0a66aca
 class _Shards(NamedTuple):  # A step under FSDP

@@ -105,19 +105,21 @@ def fullest_forward(
     tape: Tape,  # Of a layer or of the head
     start: Tensor,  # Its input
     stop: bool = False,  # End as soon as all is kept that will be kept, as a recomputation does
+    apart: tuple[Tensor, ...] = (),  # Tensors that are there anyway and counted elsewhere
 ) -> Instant:  # What is alive then
     "Walk the forward pass of `tape` to its fullest instant."
     kept = set(map(id, tape.saved))
     saving = [place for place, op in enumerate(tape.ops) if op.saves and op.out.needs]
     last = max(saving, default=0)
-    alive = {id(start): start.size_b}
-    alive_b = start.size_b
+    elsewhere = set(map(id, apart))
+    alive = {} if id(start) in elsewhere else {id(start): start.size_b}
+    alive_b = sum(alive.values())
     fullest = Instant('', 0, 0, 0, 0)
     for place, op in enumerate(tape.ops[:last + 1] if stop else tape.ops):
         has_result = not op.view and not (stop and place == last)
         results = (*op.saves, op.out) if has_result else op.saves
         new = {id(tensor): tensor.size_b for tensor in results
-               if id(tensor) not in alive}
+               if id(tensor) not in alive and id(tensor) not in elsewhere}
         alive.update(new)
         alive_b += sum(new.values())
         if alive_b + op.fore_b > fullest.total_b:
@@ -135,16 +137,19 @@ class _Gradient:  # The gradient of an activation
 
 def backward_instants(
     tape: Tape,  # Of a layer or of the head
+    apart: tuple[Tensor, ...] = (),  # Tensors that are there anyway and counted elsewhere
 ) -> list[Instant]:  # Last operation first
     "Walk the backward pass of `tape`, and say what is alive in each operation."
-    uses = Counter(id(tensor) for op in tape.ops if op.out.needs for tensor in op.saves)
-    saved_b, grads_b = sum(tensor.size_b for tensor in tape.saved), 0
+    elsewhere = set(map(id, apart))
+    here = [op for op in reversed(tape.ops) if op.out.needs]
+    uses = Counter(id(tensor) for op in here for tensor in op.saves)
+    sizes_b = {id(tensor): tensor.size_b for tensor in tape.saved if id(tensor) not in elsewhere}
+    saved_b, grads_b = sum(sizes_b.values()), 0
     last = tape.ops[-1].out
     gradients = {id(last): _Gradient(last.size_b, 1)}
     flow_b = last.size_b
     instants = []
-    for op in reversed(tape.ops):
-        if not op.out.needs: continue
+    for op in here:
         arriving = gradients.pop(id(op.out))
         inputs = [tensor for tensor in op.inputs if tensor.needs]
         new_b = 0 if op.alias else sum(tensor.size_b for tensor in inputs)
@@ -160,5 +165,5 @@ def backward_instants(
         if not arriving.holders: flow_b -= arriving.size_b
         for tensor in op.saves:
             uses[id(tensor)] -= 1
-            if not uses[id(tensor)]: saved_b -= tensor.size_b
+            if not uses[id(tensor)]: saved_b -= sizes_b.get(id(tensor), 0)
     return instants
