@@ -1,7 +1,7 @@
 """How far bytes of the ledger and seconds of the step are from what others measured.
 
-Three other estimators of memory stand beside the ledger. The calibration rows give the ranges that
-an estimate shows; the verdict on every run, with these ranges, is counted.
+Three other estimators of memory stand beside the ledger. The calibration rows, and every second
+source of the blind table, give the ranges that an estimate shows; the verdict on every run, with these ranges, is counted.
 """
 import math
 from collections import Counter
@@ -18,14 +18,14 @@ GROUPS = {'all': lambda row: True, 'table': lambda row: row['table'],
           'calibration': lambda row: row['half'] == 'calibration'}
 ON_CARD = 'reserved', 'device'  # Kinds of memory that a whole card shows
 # Range -> kinds of figures, constants of the library fitted on calibration rows, tokens of a pass:
-# ledger: _WASTED, _LEAST_WASTED; step_time: _MATMUL, _STREAM, _DEQUANTISE, _HIDDEN, _WRAPPED_S,
-# _LAUNCH_S. No calibration row has a pass of fewer tokens.
-FITTED = {'memory': (ON_CARD, 2, 0), 'time': (('time',), 6, 1024)}
+# ledger: _WASTED, _LEAST_WASTED; step_time: _MATMUL, _STREAM, _DEQUANTISE, _HIDDEN, _BLEND;
+# host_time: _LAUNCH_S, _GATHER_S, _WRAPPED_S. No calibration row has a pass of fewer tokens.
+FITTED = {'memory': (ON_CARD, 2, 0), 'time': (('time',), 8, 256)}
 
 
-def memory_of(row: dict, ledger, recipe, node) -> list[dict]:
-    "Predict each memory figure of a row, by the ledger and by the others."
-    said, rest = [], others(recipe, ledger.spec)
+def memory_of(row: dict, ledger, node, rest: dict) -> list[dict]:
+    "Predict each memory figure of a row, by the ledger and by the others, whose GiB are `rest`."
+    said = []
     for figure in row.get('memory', ()):
         kind, measured = figure['kind'], figure['gib']
         gib = {'ledger': ledger_gib(ledger, kind, node)} | rest
@@ -35,14 +35,15 @@ def memory_of(row: dict, ledger, recipe, node) -> list[dict]:
     return said
 
 
-def judge(row: dict) -> dict:
-    "Predict every figure of one row."
+def judge(row: dict, name: str = 'published') -> dict:
+    "Predict every figure of one row of a table."
     from llm_workbook import memory, estimate_step
-    recipe = recipe_of(row['id'])
-    node, spec = node_of(recipe), spec_of(recipe)
+    recipe = recipe_of(row['id'], name)
+    node, spec = node_of(recipe, name), spec_of(recipe, name)
     said = {name: row.get(name, default) for name,
             default in (('id', ''), ('half', ''), ('table', 0), ('judged', True))}
-    said['memory'] = memory_of(row, memory(recipe, spec, node), recipe, node)
+    rest = others(recipe, spec) if name == 'published' else {}
+    said['memory'] = memory_of(row, memory(recipe, spec, node), node, rest)
     if 'time' in row:
         step = estimate_step(recipe, spec, node)
         measured, predicted = (round(s, 4) for s in times(row, step, recipe))
@@ -55,6 +56,25 @@ def judge(row: dict) -> dict:
 def judged() -> tuple[dict, ...]:
     "Predict every row."
     return tuple(judge(row) for row in table()['rows'])
+
+
+@cache
+def judged_blind() -> tuple[dict, ...]:
+    """Predict every row of bench/blind.yaml; every second source helps to fit the ranges.
+
+    Times of a source that bench/published.yaml has too are left to that table.
+    """
+    known = table('blind')
+    taken = {source['url'] for source in table()['sources'].values()}
+    counted = dict.fromkeys(row['source'] for row in known['rows'] if row.get('judged', True))
+    halves = {source: ('calibration', 'held out')[place % 2] for place, source in enumerate(counted)}
+    said = []
+    for row in known['rows']:
+        if not row.get('judged', True): continue
+        if known['sources'][row['source']]['url'] in taken:
+            row = {key: value for key, value in row.items() if key != 'time'}
+        said.append(judge(row, 'blind') | {'half': halves[row['source']]})
+    return tuple(said)
 
 
 @cache
@@ -113,6 +133,7 @@ def covered(rows, groups) -> dict:
     for group in groups:
         for kind in dict.fromkeys((group['what'], *kinds[group['what']])):
             values = logarithms(rest, kinds.get(kind, (kind,)))
+            if not values: continue
             inside = sum(group['low'] <= value <= group['high'] for value in values)
             said[kind] = {'figures': len(values), 'inside': inside,
                           'share': round(inside / len(values), 3)}
@@ -144,15 +165,15 @@ def summary(rows) -> dict:
     said |= {kind: middle(errors(rows, kind)) for kind in ('allocated', 'reserved', 'device')}
     names = ('accelerate', 'deepspeed', 'bare rule')
     return said | {'others': {name: middle(errors(rows, 'memory', name)) for name in names},
-                   'bounds': bounds(rows), 'covered': covered(rows, ranges(rows))}
+                   'bounds': bounds(rows)}
 
 
 def measure() -> dict:
     "Judge every row; the value is the median error of memory in the goal's table, in percent."
-    rows = judged()
-    groups = ranges(rows)
+    rows, more = judged(), judged_blind()
+    groups = ranges([*rows, *more])
     write(groups)  # Before the first verdict, which reads it
-    ruled = [*verdicts(), *verdicts('known_failures')]
+    ruled = [*verdicts(), *verdicts('blind'), *verdicts('known_failures')]
     said, here = summary(rows), errors([row for row in rows if row['table']], 'memory')
     peers = errors([row for row in rows if row['table']], 'memory', 'bare rule')
     return record('published_error', here, '% of the measured memory', peers,
@@ -160,5 +181,7 @@ def measure() -> dict:
                   time_median=said['time']['table']['median'],
                   time_worst=said['time']['table']['worst'],
                   held_out={what: said[what]['held out'] for what in ('memory', 'time')},
-                  ranges=groups, verdicts=counted(ruled), ruled=ruled,
+                  ranges=groups, blind_rows=list(more),
+                  covered={'published': covered(rows, groups), 'blind': covered(more, groups)},
+                  verdicts=counted(ruled), ruled=ruled,
                   summary=said, rows=list(rows))

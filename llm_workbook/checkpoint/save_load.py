@@ -6,7 +6,8 @@
 __all__ = ['random_state', 'set_random_state', 'Saving', 'finish_saving', 'save_checkpoint', 'load_checkpoint', 'to_universal']
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #07e3b3e0
-import hashlib, json, math, random, re, shlex, shutil, subprocess, sys, threading, time, warnings
+import hashlib, json, math, os, random, re, shlex, shutil, subprocess, sys, threading
+import time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,7 +202,7 @@ def finish_saving() -> None:
 threading._register_atexit(finish_saving)
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #5d5b3e81
-def _files(model, optimizer, scheduler, facts, copy):
+def _files(model, optimizer, scheduler, facts):
     "File name -> what this rank writes there: parts of tensors, or plain values."
     rank, ranks = rank_and_world()
     slices = f'rank-{rank:05}-of-{ranks:05}.safetensors'
@@ -211,10 +212,10 @@ def _files(model, optimizer, scheduler, facts, copy):
         state = _inner(scheduler, 'scheduler').state_dict()
         common['scheduler.json'] = _json(state, 'the scheduler')
     if not _is_engine(model):
-        files[f'model/{slices}'] = local_slices(checkpoint_tensors(model), copy)
+        files[f'model/{slices}'] = local_slices(checkpoint_tensors(model))
         if optimizer is not None:
             tensors, groups = _states(model, _inner(optimizer, 'optimizer'))
-            files[f'optimizer/{slices}'] = local_slices(tensors, copy)
+            files[f'optimizer/{slices}'] = local_slices(tensors)
             common['optimizer/groups.json'] = groups
     return files if rank else files | common
 
@@ -227,6 +228,41 @@ def _write(folder, files, needed_b):
             if name.endswith('.json'): path.write_text(json.dumps(value))
             else: write_slices(path, value)
     return [*files]
+
+# %% ../../nbs/checkpoint/04_save_load.ipynb #5d5b3e83
+def _parts(files): return [part for v in files.values() if isinstance(v, list) for part in v]
+
+def _free_b(root=Path('/')):
+    "Bytes of host memory that are free for this container or machine."
+    text = (root / 'proc/meminfo').read_text()
+    free_b = 1024 * int(re.search(r'MemAvailable:\s+(\d+)', text)[1])
+    limit, used = (root / f'sys/fs/cgroup/memory.{name}' for name in ('max', 'current'))
+    limit = limit.read_text().strip() if limit.exists() else 'max'
+    return free_b if limit == 'max' else min(free_b, int(limit) - int(used.read_text()))
+
+_LEFT = 0.1  # Of what is free is left to others
+
+def _room_b():
+    "Bytes of host memory that are free for a copy of this rank's part."
+    return int((1 - _LEFT) * _free_b()) // int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+
+def _has_room(shares):
+    "Whether every rank has room for a copy of what it writes."
+    short = [(size_b, room_b) for size_b, room_b in shares if size_b > room_b]
+    if not short: return True
+    size_b, room_b = short[0]
+    warnings.warn(f'the host has room for {room_b:,} bytes of a rank, and a copy of its part of '
+                  f'the checkpoint takes {size_b:,}: training waits until that is written',
+                  stacklevel=3)
+    return False
+
+def _copied(files):
+    "What is written, in host memory of its own."
+    def of_its_own(tensor):
+        host = tensor.cpu()
+        return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+    return {name: [(label, of_its_own(tensor), offset) for label, tensor, offset in value]
+                  if isinstance(value, list) else value for name, value in files.items()}
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #e2d311ae
 def _finish(saving, files, facts, needed_b, rank):
@@ -282,7 +318,7 @@ def save_checkpoint(
     optimizer: 'torch.optim.Optimizer | None' = None,  # Or accelerate's around it; not DeepSpeed's
     scheduler: 'LRScheduler | None' = None,  # Of the learning rate
     facts: dict | None = None,  # All else that JSON keeps: data position, method, recipe_hash
-    wait: bool = True,  # False returns when all is copied to the host, while a thread writes on
+    wait: bool = True,  # False returns when all is copied to the host, if that has room for it
 ) -> Saving:  # Committed if `wait`; else its `result()` tells
     "Save together with the other ranks, each its part; nothing is gathered."
     begin_s = time.monotonic()
@@ -293,10 +329,11 @@ def save_checkpoint(
         raise ValueError('DeepSpeed writes its own files: pass wait=True')
     finish_saving()
     base = _frozen_base(model)
-    files = _files(model, optimizer, scheduler, facts, copy=not wait)
-    slices = [part for value in files.values() if isinstance(value, list) for part in value]
-    size_b = sum(tensor.nbytes for _, tensor, _ in slices)
-    needed_b = sum(on_every_rank(lambda: size_b))
+    files = _files(model, optimizer, scheduler, facts)
+    size_b = sum(tensor.nbytes for _, tensor, _ in _parts(files))
+    shares = on_every_rank(lambda: (size_b, _room_b()))
+    needed_b = sum(written_b for written_b, _ in shares)
+    if not (wait := wait or not _has_room(shares)): files = _copied(files)
 
     def begin():
         if rank == 0: begin_save(folder.parent, step, needed_b)

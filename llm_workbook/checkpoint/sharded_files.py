@@ -96,7 +96,6 @@ def _part(tensor):
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #d8c793d4
 def local_slices(
     tensors: dict,  # Name -> tensor, the same names on all ranks; name@r is rank r's own
-    copy: bool = False,  # Whether the parts must outlive a change of `tensors`: all on the host
 ) -> list[tuple]:  # (name, this rank's part, its offset in each dimension)
     "Say what this rank writes: its slices, and its share of what all ranks hold whole."
     rank, ranks = rank_and_world()
@@ -113,8 +112,7 @@ def local_slices(
             writes = writer == rank
         empty = tensor.numel() and not part.local.numel()
         if not writes or empty: continue
-        local = part.local.to('cpu', copy=True) if copy else part.local
-        slices.append((name, local, part.offset))
+        slices.append((name, part.local, part.offset))
     return slices
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #28eb0176

@@ -1,11 +1,14 @@
 """The frozen base of a checkpoint: the same on another kind of GPU, and never another one."""
+import warnings
 import weakref
+from threading import Event
 
 import pytest
 import torch
 
+from llm_workbook.checkpoint import save_load
 from llm_workbook.checkpoint.manifest import MANIFEST, Manifest
-from llm_workbook.checkpoint.save_load import load_checkpoint, save_checkpoint
+from llm_workbook.checkpoint.save_load import finish_saving, load_checkpoint, save_checkpoint
 from llm_workbook.checkpoint.sharded_files import (
     CheckpointError, local_slices, read_slices, write_slices)
 from llm_workbook.model.adapters import add_adapters
@@ -75,9 +78,45 @@ def test_parts_come_to_the_host_one_at_a_time(tmp_path):
     assert all((found[name] == float(name)).all() for name in tensors)
 
 
-def test_parts_stay_where_they_are_unless_they_must_outlive_a_change():
+def test_parts_are_this_ranks_tensors_and_no_copies():
     weight = torch.ones(4)
-    (_, here, _), = local_slices({'weight': weight})
-    (_, copied, _), = local_slices({'weight': weight}, copy=True)
-    weight += 1
-    assert here.tolist() == [2.0] * 4 and copied.tolist() == [1.0] * 4
+    (_, part, _), = local_slices({'weight': weight})
+    assert part.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize('room_b, waits', [(10**9, False), (1000, True)])
+def test_without_room_for_a_copy_training_waits_and_is_told(tmp_path, monkeypatch, room_b, waits):
+    monkeypatch.setattr(save_load, '_room_b', lambda: room_b)
+    model = torch.nn.Linear(64, 64)
+    begun, written = Event(), save_load._write
+
+    def write(*args):
+        begun.wait(timeout=5 * (not waits))
+        return written(*args)
+
+    monkeypatch.setattr(save_load, '_write', write)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        saving = save_checkpoint(tmp_path / 'checkpoint-1', model, wait=False)
+    assert saving.done == waits
+    told = [str(w.message) for w in seen if 'training waits until' in str(w.message)]
+    assert len(told) == waits
+    before = model.weight.detach().clone()
+    model.weight.data.zero_()
+    begun.set()
+    finish_saving()
+    load_checkpoint(tmp_path / 'checkpoint-1', model, weights_only=True)
+    assert torch.equal(model.weight, before)
+
+
+def test_free_memory_is_that_of_the_container(tmp_path):
+    (tmp_path / 'proc').mkdir()
+    (tmp_path / 'proc/meminfo').write_text('MemTotal: 9 kB\nMemAvailable:     5000 kB\n')
+    assert save_load._free_b(tmp_path) == 5_120_000
+    group = tmp_path / 'sys/fs/cgroup'
+    group.mkdir(parents=True)
+    (group / 'memory.max').write_text('max\n')
+    assert save_load._free_b(tmp_path) == 5_120_000
+    (group / 'memory.max').write_text('3000000\n')
+    (group / 'memory.current').write_text('1000000\n')
+    assert save_load._free_b(tmp_path) == 2_000_000

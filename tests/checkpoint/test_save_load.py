@@ -391,7 +391,7 @@ def blocked():
     with tempfile.TemporaryDirectory() as folder, slow(0.5):
         for number in range(3):
             begin = time.monotonic()
-            local_slices(checkpoint_tensors(model), copy=True)
+            checkpoint._copied({'model': local_slices(checkpoint_tensors(model))})
             copy_s = time.monotonic() - begin
             saving = save_checkpoint(Path(folder) / f'checkpoint-{number}', model, wait=False)
             finish_saving()
