@@ -2,8 +2,8 @@
 
 Each row of bench/blind.yaml is scored twice: the prediction that was committed before its figures,
 and the one that the library makes now. A source that bench/published.yaml has taken since is no
-longer blind: constants may be fitted on it, so only its committed predictions count. `python -m bench.lines.blind_error` keeps the predictions of
-new rows.
+longer blind: constants may be fitted on it, so only its committed predictions count.
+`python -m bench.lines.blind_error` keeps the predictions of new rows.
 """
 import datetime
 import json

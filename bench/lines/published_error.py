@@ -1,7 +1,8 @@
 """How far bytes of the ledger and seconds of the step are from what others measured.
 
 Three other estimators of memory stand beside the ledger. The calibration rows, and every second
-source of the blind table, give the ranges that an estimate shows; the verdict on every run, with these ranges, is counted.
+source of the blind table, give the ranges that an estimate shows; the verdict on every run, with
+these ranges, is counted.
 """
 import math
 from collections import Counter
@@ -67,7 +68,8 @@ def judged_blind() -> tuple[dict, ...]:
     known = table('blind')
     taken = {source['url'] for source in table()['sources'].values()}
     counted = dict.fromkeys(row['source'] for row in known['rows'] if row.get('judged', True))
-    halves = {source: ('calibration', 'held out')[place % 2] for place, source in enumerate(counted)}
+    names = 'calibration', 'held out'
+    halves = {source: names[place % 2] for place, source in enumerate(counted)}
     said = []
     for row in known['rows']:
         if not row.get('judged', True): continue

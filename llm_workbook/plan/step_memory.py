@@ -107,8 +107,9 @@ def _waiting(run, step) -> tuple[int, int]:
 
 def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
     "What is there while a part computes, and `kept_b` waits."
-    return {**step.tables, 'kept': kept_b, 'alive': instant.saved_b, 'flow': instant.flow_b,
-            work: instant.work_b, 'whole': instant.grads_b}
+    freed_b = max(0, -instant.saved_b)  # Of what was kept for this part, and is used up by then
+    return {**step.tables, 'kept': kept_b - freed_b, 'alive': instant.saved_b + freed_b,
+            'flow': instant.flow_b, work: instant.work_b, 'whole': instant.grads_b}
 
 def _forward_alive(run, step) -> dict[str, dict]:
     kept_b, beside_b = _waiting(run, step)

@@ -111,15 +111,13 @@ def fullest_forward(
     kept = set(map(id, tape.saved))
     saving = [place for place, op in enumerate(tape.ops) if op.saves and op.out.needs]
     last = max(saving, default=0)
-    elsewhere = set(map(id, apart))
-    alive = {} if id(start) in elsewhere else {id(start): start.size_b}
-    alive_b = sum(alive.values())
+    alive = {id(tensor): tensor.size_b for tensor in (start, *apart)}
+    alive_b = sum(alive.values()) - sum(tensor.size_b for tensor in apart)
     fullest = Instant('', 0, 0, 0, 0)
     for place, op in enumerate(tape.ops[:last + 1] if stop else tape.ops):
         has_result = not op.view and not (stop and place == last)
         results = (*op.saves, op.out) if has_result else op.saves
-        new = {id(tensor): tensor.size_b for tensor in results
-               if id(tensor) not in alive and id(tensor) not in elsewhere}
+        new = {id(tensor): tensor.size_b for tensor in results if id(tensor) not in alive}
         alive.update(new)
         alive_b += sum(new.values())
         if alive_b + op.fore_b > fullest.total_b:
@@ -143,8 +141,8 @@ def backward_instants(
     elsewhere = set(map(id, apart))
     here = [op for op in reversed(tape.ops) if op.out.needs]
     uses = Counter(id(tensor) for op in here for tensor in op.saves)
-    sizes_b = {id(tensor): tensor.size_b for tensor in tape.saved if id(tensor) not in elsewhere}
-    saved_b, grads_b = sum(sizes_b.values()), 0
+    saved_b = sum(tensor.size_b for tensor in tape.saved if id(tensor) not in elsewhere)
+    grads_b = 0
     last = tape.ops[-1].out
     gradients = {id(last): _Gradient(last.size_b, 1)}
     flow_b = last.size_b
@@ -165,5 +163,5 @@ def backward_instants(
         if not arriving.holders: flow_b -= arriving.size_b
         for tensor in op.saves:
             uses[id(tensor)] -= 1
-            if not uses[id(tensor)]: saved_b -= sizes_b.get(id(tensor), 0)
+            if not uses[id(tensor)]: saved_b -= tensor.size_b  # Also of what was there anyway
     return instants

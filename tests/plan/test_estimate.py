@@ -90,7 +90,7 @@ def test_an_assumed_size_refuses_nothing_and_is_said():
 
 
 def test_a_plan_says_where_its_seconds_have_no_range():
-    short = estimate(PAIR.changed({'batch.length': 512}))
+    short = estimate(PAIR.changed({'batch.length': 128}))
     assert 'the seconds have no range' in str(short)
     assert short.ranges['hours'].low == short.ranges['hours'].high == short.step.hours
     assert 'the seconds have no range' not in str(estimate(PAIR))
