@@ -194,11 +194,12 @@ def set_fsdp(
 ) -> list[str]:  # Fields of the recipe that were set here
     "Give FSDP2 what `recipe` asks for and accelerate has no variable for."
     sharding, reduce = recipe.sharding, recipe.precision.reduce
-    if sharding.strategy != 'fsdp2': return []
+    unpinned = sharding.offload_parameters == 'cpu' and not sharding.pin_memory
+    if sharding.strategy != 'fsdp2' or not (unpinned or reduce): return []
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy
     plugin, fields = accelerator.state.fsdp_plugin, []
-    if sharding.offload_parameters == 'cpu' and not sharding.pin_memory:
+    if unpinned:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         fields.append('sharding.pin_memory')
     policy = plugin.mixed_precision_policy
