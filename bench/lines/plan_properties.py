@@ -35,7 +35,7 @@ def row(one, examples: int, seed: int) -> dict:
 
 def measure(examples: int = 20_000, seed: int = SEED) -> dict:
     "Judge each property of its share of the recipes."
-    rows = [row(one, examples // len(PROPERTIES), seed + place)
+    rows = [row(one, -(-examples // len(PROPERTIES)), seed + place)
             for place, one in enumerate(PROPERTIES)]
     return record('plan_properties', [sum(row['violations'] for row in rows)], 'violations',
                   goal=0, seed=seed, recipes=sum(row['recipes'] for row in rows), rows=rows,

@@ -190,7 +190,9 @@ def test_a_collective_that_all_have_called_is_named_itself(tmp_path):
     error, reports = hang(work, tmp_path, 2)
     assert ('ranks [0, 1] waiting for a GPU; all have called _allgather_base of process group '
             'nccl 0, and it does not end') in error.reason
-    assert reports[0]['collectives'] == {
+    seen = reports[0]['collectives']
+    seen.pop('gloo ', None)  # A group without a name, of a test before this one: forks inherit it
+    assert seen == {
         'nccl 0': {'called': 41, 'open': '_allgather_base'}, 'gloo 0': {'called': 0, 'open': ''}}
 
 
