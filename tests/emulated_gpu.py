@@ -16,7 +16,7 @@ def names_of_a_gpu() -> dict:
     import torch
     kernel = os.getpid()
 
-    def open_cuda(*args):
+    def open_cuda():
         if os.getpid() != kernel:
             raise RuntimeError('Cannot re-initialize CUDA in forked subprocess')
         raise AssertionError('the kernel touches CUDA')
@@ -26,10 +26,10 @@ def names_of_a_gpu() -> dict:
         if known is not None: return known
         return 0 if os.environ.get('CUDA_VISIBLE_DEVICES') == '' else 1
 
-    return {
+    return {  # Each is a function of its own, or torch.compile refuses them
         '_lazy_init': open_cuda,
-        'set_device': open_cuda,
-        'current_device': open_cuda,
+        'set_device': lambda device: open_cuda(),
+        'current_device': lambda: open_cuda(),
         'device_count': device_count,
         'is_available': lambda: device_count() > 0,
         '_is_in_bad_fork': lambda: os.getpid() != kernel,
