@@ -198,6 +198,7 @@ class Untracked:
 
 def shard_fsdp2(model, recipe, policy):
     """Shard with `shard_model`, or as it does: it takes no mixed-precision policy."""
+    from llm_workbook.model.recompute import recompute_selectively
     from llm_workbook.parallel.shard import shard_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
@@ -206,6 +207,7 @@ def shard_fsdp2(model, recipe, policy):
     if policy is None: return shard_model(model, recipe.sharding)
     mesh = init_device_mesh('cpu', (ranks // group, group), mesh_dim_names=('replicas', 'shards'))
     how = {'mesh': mesh if group < ranks else mesh['shards'], 'mp_policy': policy}
+    if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     for name, layer in [(name, m) for name, m in model.named_modules()
                         if type(m).__name__ in model._no_split_modules]:
         if recipe.sharding.activation_checkpointing == 'full':

@@ -12,6 +12,7 @@ from html import escape
 from ..config.recipe import Sharding
 from ..display import html_table
 from ..model.quantize import payload_bytes
+from ..model.recompute import recompute_selectively
 from .agreement import rank_and_world
 
 # %% ../../nbs/parallel/03_shard.ipynb #49142b27
@@ -49,6 +50,7 @@ def shard_model(
     if not layers:
         raise ValueError(f'{type(model).__name__} does not name its layers '
                          '(in _no_split_modules)')
+    if sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     for name, layer in reversed(layers):  # What lies inside of another before it, as in a tower
         if sharding.activation_checkpointing == 'full':
             layer = checkpoint_wrapper(layer)
