@@ -183,8 +183,10 @@ def _selected(tape, checkpointing) -> list:
 def _total_b(tensors) -> int: return sum(tensor.size_b for tensor in tensors)
 
 # %% ../../nbs/plan/04_activations.ipynb #58f0c56f
+_tape = lru_cache(64)(layer_tape)  # The same with and without checkpointing
+
 def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
-    tape, start = layer_tape(unit, spec, setting)
+    tape, start = _tape(unit, spec, setting)
     if checkpointing != 'none': return _recomputed(unit, tape, start, checkpointing, part)
     saved_b = _total_b(tape.saved)
     first = tape
@@ -234,6 +236,7 @@ def _tables(spec, setting) -> dict[str, int]:
         'ids': 8 * setting.rows,
     }
 
+@lru_cache(256)
 def _head_facts(spec, setting) -> dict:
     "Those fields of `StepSizes` that the head and the loss decide."
     tape = head_tape(spec, setting)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import InitVar, dataclass
 from functools import cache, lru_cache
 from html import escape
+from itertools import accumulate
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -18,10 +19,10 @@ from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
 from ..model.spec import ModelSpec, spec as find_spec
+from .activations import step_sizes
 from .lines import KINDS, Line
 from .loading import loading_lines
 from .model_states import count_of, resident_lines, rank_of, whole_states
-from .activations import step_sizes
 from .step_memory import passing_lines, temporary_lines
 
 # %% ../../nbs/plan/08_ledger.ipynb #51d7eec4
@@ -197,11 +198,13 @@ _EMPTY = _Cell()
 
 def _cell(lines) -> _Cell:
     "Add up the lines of one phase, place and instant."
-    levels = [sum([line.size_b for line in lines if _FIRST_LEVEL.get(line.kind, 0) <= level])
-              for level in range(len(_LEVELS))]
-    gradients = [line.size_b for line in lines if 'gradients' in (line.kind, line.pads)]
-    alone = [line.size_b for line in lines if not line.every_rank]
-    return _Cell(*levels, sum(gradients), sum(alone))
+    levels, gradients, alone = [0] * len(_LEVELS), 0, 0
+    for line in lines:
+        size_b = line.size_b
+        levels[_FIRST_LEVEL.get(line.kind, 0)] += size_b
+        if 'gradients' in (line.kind, line.pads): gradients += size_b
+        if not line.every_rank: alone += size_b
+    return _Cell(*accumulate(levels), gradients, alone)
 
 class _Sums:  # (phase, place) -> instant -> cell; '' for what is there all the time
     def __init__(self, cells): self.cells = cells
@@ -218,12 +221,17 @@ class _Sums:  # (phase, place) -> instant -> cell; '' for what is there all the 
     def __add__(self, other) -> '_Sums':  # Both stay as they are
         cells = dict(self.cells)
         for where, more in other.cells.items():
-            cells[where] = dict(cells.get(where, {}))
+            mine = cells[where] = dict(cells.get(where, {}))
             for instant, cell in more.items():
-                cells[where][instant] = cells[where].get(instant, _EMPTY).plus(cell)
+                mine[instant] = mine[instant].plus(cell) if instant in mine else cell
         return _Sums(cells)
 
     def at(self, phase, place) -> dict[str, _Cell]: return self.cells.get((phase, place), {})
+
+    def fullest_b(self, phase, place, level) -> int:
+        cells = self.at(phase, place)
+        passing = [getattr(cell, level) for instant, cell in cells.items() if instant]
+        return getattr(cells.get('', _EMPTY), level) + max(passing, default=0)
 
     def by_instant(self, phase, place, level) -> dict[str, int]:
         "Instant -> bytes, with what is there all the time."
@@ -303,7 +311,7 @@ class Totals:
         "Add up one phase in one place."
         for word, known in (phase, _PHASES), (place, _PLACES), (level, _LEVELS):
             if word not in known: raise ValueError(f'{word!r} is none of {", ".join(known)}')
-        return max(self._sums.by_instant(phase, place, level).values())
+        return self._sums.fullest_b(phase, place, level)
 
     def peak(self,
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
