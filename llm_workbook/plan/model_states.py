@@ -138,17 +138,17 @@ class Rank(NamedTuple):
     group: int  # Ranks that share one copy of the weights
     position: int  # Position within that group, from 0
     accumulates: bool  # A step has several passes
-    method: Method  # This and all that follow are of the recipe
-    cluster: Cluster
-    precision: Precision
-    optimizer: Optimizer
-    intervals: Intervals
-    knobs: Zero
-    strategy: str
-    loading: str
-    offload_parameters: str
-    offload_optimizer: str
-    pin_memory: bool
+    method: Method  # How the base is packed, and what is trained
+    cluster: Cluster  # Its device and ranks are read
+    precision: Precision  # Of the recipe
+    optimizer: Optimizer  # Its kind and steps are read
+    intervals: Intervals  # When it saves, and what
+    knobs: Zero  # DeepSpeed's
+    strategy: str  # Of sharding
+    loading: str  # Who reads the base
+    offload_parameters: str  # 'none', 'cpu' or 'nvme'
+    offload_optimizer: str  # The same
+    pin_memory: bool  # What waits on the host is page-locked
 
     @property
     def zero(self) -> int:  # 1, 2 or 3; 0 for everything else

@@ -83,7 +83,7 @@ class Tape:
         return out
 
     def _append(self, op):
-        if op.grads_b and not self.fresh:  # The new gradient is added to the one that is there, and goes
+        if op.grads_b and not self.fresh:  # It is added to the one that is there, and goes
             op = op._replace(work_b=op.work_b + op.grads_b, grads_b=0)
         used = (*op.inputs, *op.saves, op.out)
         self.last_use.update(dict.fromkeys(used, len(self.ops)))
