@@ -200,7 +200,6 @@ class Intervals(Part):
         "Say how long a start may last."
         return 3600 * self.session_h or None
 
-
 # %% ../../nbs/config/03_recipe.ipynb #b1c282be
 class Rule(Part):
     "A combination that cannot work, or that costs more than it seems."

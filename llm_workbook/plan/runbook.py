@@ -69,7 +69,7 @@ def _read_on_node(plan) -> int:
 def _loading(plan) -> Iterator[tuple]:
     "Seconds and bytes until the base is there."
     when, size_b = 'while it loads', _read_on_node(plan)
-    for bps in (plan.node.disk_bps, _SATA_BPS):
+    for bps in dict.fromkeys((plan.node.disk_bps, _SATA_BPS)):
         what = f'at least, at {bps / 1e9:.1f} GB/s from disk'
         yield when, what, f'{size_b / bps:,.0f} s for {binary_size(size_b)}'
     if plan.recipe.cluster.device == 'cuda':
