@@ -86,8 +86,8 @@ def pytest_command(workers: int, *options: str) -> tuple[str, ...]:
 # Pages that take long and that no other page needs; `make test-fault` runs them
 LONG_PAGES = ('audit', 'audit_cluster', 'real_data', '07_findings', '10_two_nodes_classifier',
               '20_zero_from_objects', '30_two_24gb_cards', '40_two_nodes_full',
-              '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200', '05_whole_way',
-              '01_scores', '04_chat')
+              '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200', '80_two_t4',
+              '81_two_t4_sharded', '05_whole_way', '01_scores', '04_chat')
 LONG = rf'^({"|".join(LONG_PAGES)})\.ipynb$'
 
 

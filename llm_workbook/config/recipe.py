@@ -188,11 +188,17 @@ class Optimizer(Part):
     weight_decay: _Float32 = 0.0  # Pull of the trained weights towards 0, per unit of learning rate
 
 class Intervals(Part):
-    "What happens every so many steps; 0 is never."
+    "What happens every so many steps, and when a start ends; 0 is never."
     logging: Count = 1  # Write the loss
     evaluation: _FromZero = 0  # Measure the loss on held-out rows
     saving: _FromZero = 0  # Save a checkpoint to resume from
     checkpoint: Literal['sharded', 'full'] = 'sharded'  # Each rank its part, or all gathered on one
+    session_h: Real = 0.0  # Hours from a start until it saves and stops, to go on in the next
+
+    @property
+    def session_s(self) -> float | None:  # Seconds; None is never
+        "Say how long a start may last."
+        return 3600 * self.session_h or None
 
 # %% ../../nbs/config/03_recipe.ipynb #b1c282be
 class Rule(Part):

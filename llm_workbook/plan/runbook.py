@@ -6,6 +6,7 @@
 __all__ = ['RunFigure', 'RunFigures', 'run_figures', 'Rung', 'Ladder', 'memory_ladder']
 
 # %% ../../nbs/plan/14_runbook.ipynb #a75e51f0
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def _read_on_node(plan) -> int:
 def _loading(plan) -> Iterator[tuple]:
     "Seconds and bytes until the base is there."
     when, size_b = 'while it loads', _read_on_node(plan)
-    for bps in (plan.node.disk_bps, _SATA_BPS):
+    for bps in dict.fromkeys((plan.node.disk_bps, _SATA_BPS)):
         what = f'at least, at {bps / 1e9:.1f} GB/s from disk'
         yield when, what, f'{size_b / bps:,.0f} s for {binary_size(size_b)}'
     if plan.recipe.cluster.device == 'cuda':
@@ -96,6 +97,10 @@ def _stepping(plan) -> Iterator[tuple]:
         lost = f'every {every} steps, {_duration(every * step.step_s)}'
         yield 'at a save', 'steps that a crash costs at most', lost
     yield 'at the end', f'{recipe.optimizer.steps:,} steps', _duration(3600 * step.hours)
+    session_h = recipe.intervals.session_h
+    if session_h:
+        sessions = math.ceil(step.hours / session_h)
+        yield 'at the end', f'starts of {session_h:g} h, loading not counted', f'{sessions:,}'
 
 def _gpu_after(plan) -> str:
     "What nvidia-smi should show when the base is there; loading may leave blocks behind."

@@ -357,7 +357,7 @@ def train_rank(
     "Fine-tune on this rank, together with the others."
     if recipe.model.head == 'classification':
         return train_loop(recipe, directory, rows, start, step_timeout_s, held)
-    with Preemption():  # Before anything that takes time
+    with Preemption(limit_s=recipe.intervals.session_s):  # Before anything that takes time
         return _train(recipe, directory, rows, start, step_timeout_s, held)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #bd48994d

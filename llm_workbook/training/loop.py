@@ -346,7 +346,8 @@ def train_loop(
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     disable_progress_bar()
-    with Preemption(), memory_trace() as memory, cpu_fsdp():
+    limit_s = recipe.intervals.session_s
+    with Preemption(limit_s=limit_s), memory_trace() as memory, cpu_fsdp():
         set_up_device(recipe, step_timeout_s)
         with _base(recipe) as model:
             accelerator = make_accelerator(recipe)

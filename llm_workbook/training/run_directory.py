@@ -283,6 +283,7 @@ CHANGEABLE = {
     'intervals.logging': 'at which steps a loss is written',
     'intervals.evaluation': 'at which steps held-out rows are judged',
     'intervals.saving': 'at which steps a checkpoint is saved',
+    'intervals.session_h': 'after how many hours a start ends',
     'optimizer.steps': f'the last step, not before the one that is committed; {_CONSTANT}',
     'optimizer.warmup': f'a share of the steps: halve it when you double them; {_CONSTANT}',
 }  # Field -> what a change of it does to a run that goes on

@@ -9,6 +9,7 @@ __all__ = ['EXIT_PREEMPTED', 'Votes', 'Preemption', 'check_finite', 'RankHangs',
 import json, logging, math, os, signal, socket, sys, threading, time, traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,16 +55,24 @@ EXIT_PREEMPTED = 75  # Exit code of a run that was stopped and has saved: EX_TEM
 # %% ../../nbs/training/03_watchdog.ipynb #614e1947
 _STOPPING = b'\ninterrupted: the run saves its next step and ends (Ctrl-\\ ends it without)\n'
 
+_END_S = ContextVar('_END_S', default=math.inf)  # Of the session, by `time.monotonic`
+
 class Preemption:
     "Inside its block SIGTERM, SIGUSR1 and Ctrl-C set a flag; the ranks compare it when asked."
     def __init__(self,
         votes: Votes | None = None,  # Of all ranks; None makes one when first asked (a collective)
         interrupts: bool = True,  # Whether Ctrl-C is noted too
+        limit_s: float | None = None,  # Then it counts as told, s; None takes an outer block's
     ):
+        if limit_s is not None and not limit_s > 0:
+            raise ValueError(f'limit_s must be more than 0 seconds, not {limit_s!r}')
         self.votes, self.signal, self._before = votes, 0, {}
         self.interrupts = interrupts
+        self.end_s = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def __enter__(self):
+        self.end_s = min(self.end_s, _END_S.get())
+        self._outer_end = _END_S.set(self.end_s)
         reason = _why_no_handlers()
         if reason:
             log = logging.getLogger(__name__)
@@ -83,14 +92,16 @@ class Preemption:
         self.signal = number
 
     def __exit__(self, *error):
+        _END_S.reset(self._outer_end)
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)
 
-    def agreed(self) -> int:  # Number of the signal that any rank has got; 0 for none
+    def agreed(self) -> int:  # Number of the signal of any rank, SIGALRM at the limit; 0 for none
         "Compare the flags; a collective, so all ranks ask at the same point."
         self.votes = self.votes or Votes()
-        return self.votes.most(self.signal)
+        late = signal.SIGALRM if time.monotonic() >= self.end_s else 0
+        return self.votes.most(self.signal or late)
 
 # %% ../../nbs/training/03_watchdog.ipynb #10349884
 def _why_no_handlers():

@@ -386,7 +386,9 @@ def test_named_recipes_are_named_after_themselves_and_shrink(name):
         offloads[0] if recipe.sharding.strategy.startswith('zero') else ('none', 'none'))
     assert small.batch.packing is False
     assert small.batch.loss_head == recipe.batch.loss_head
-    assert not {'hardware', 'flash', 'float16'} & set(small.dump().split())
+    impossible = {'hardware', 'flash'}
+    if recipe.sharding.strategy.startswith('zero'): impossible.add('float16')
+    assert not impossible & set(small.dump().split())
     assert planned_only(small) == []
     assert shrink(small) == small
     assert {field for field, _, _ in differences(recipe, small)} >= {'name'}

@@ -160,6 +160,12 @@ def test_a_resumed_loop_is_the_one_that_was_not_stopped(judge, tmp_path, changes
     assert resumed[0]['scores']['rows'] == 7 == sum(map(sum, resumed[0]['scores']['counts']))
 
 
+def test_a_session_that_is_over_ends_the_loop_before_its_first_step(judge, tmp_path):
+    short = judge.changed(ALONE | {'intervals.session_h': 1e-6})
+    assert train(short, tmp_path/'run') == [{'preempted': 0}]
+    assert run_state(tmp_path/'run') == {'state': 'preempted', 'step': 0}
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_loop_goes_on_from_the_last_commit(judge, tmp_path):
     recipe = judge.changed({'intervals.saving': 2})

@@ -23,6 +23,8 @@ LLAMA_2_CHAT = (  # As Llama 2's: the system turn stands inside the first questi
 LLAMA_2 = {'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'}
 LLAMA_3 = {'bos_token': '<|begin_of_text|>', 'eos_token': '<|end_of_text|>'}
 LLAMA_3_TURNS = ['<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>']
+QWEN_3 = {'eos_token': '<|im_end|>', 'pad_token': '<|endoftext|>'}
+QWEN_3_TURNS = ['<|im_start|>', '<think>', '</think>']
 # Model -> its special tokens, those of its turns, its chat template; a base model has none
 FAMILIES = {
     'meta-llama/Llama-3.1-70B': (LLAMA_3, LLAMA_3_TURNS, None),
@@ -30,7 +32,9 @@ FAMILIES = {
     'meta-llama/Llama-3.3-70B-Instruct': (
         LLAMA_3 | {'eos_token': '<|eot_id|>'}, LLAMA_3_TURNS, TRL/'llama3_1.jinja'),
     'meta-llama/Llama-2-7b-hf': (LLAMA_2, [], None),
-    'meta-llama/Llama-2-70b-chat-hf': (LLAMA_2, [], LLAMA_2_CHAT)}
+    'meta-llama/Llama-2-70b-chat-hf': (LLAMA_2, [], LLAMA_2_CHAT),
+    'Qwen/Qwen3-8B': (QWEN_3, QWEN_3_TURNS, TRL/'qwen3.jinja'),
+    'Qwen/Qwen3-14B': (QWEN_3, QWEN_3_TURNS, TRL/'qwen3.jinja')}
 LATER = {  # What this version plans and does not run yet, and what runs in its place
     '70b-2x8-a100-80-full': {'batch.packing': False}}
 NO_KERNELS_HERE = {'model.attention': 'sdpa'}  # flash-attn has kernels for CUDA only
@@ -119,7 +123,9 @@ def test_answers_of_a_chat_model_end_with_the_token_of_its_family(source, small_
     turns = [{'role': 'user', 'content': 'Add 1 and 2.'}, {'role': 'assistant', 'content': '3'}]
     [tokens] = answer_tokens({'messages': turns}, ChatFormat(tokenizer))
     ids = [number for number, trains in zip(tokens.ids, tokens.mask) if trains]
-    assert ''.join(tokenizer.decode(ids).split()) == '3' + FAMILIES[source][0]['eos_token']
+    thought = '<think></think>' if source.startswith('Qwen/Qwen3') else ''  # As Qwen 3 answers
+    end = FAMILIES[source][0]['eos_token']
+    assert ''.join(tokenizer.decode(ids).split()) == f'{thought}3{end}'
 
 
 @pytest.mark.parametrize('family', ['qwen2.5', 'qwen3'])

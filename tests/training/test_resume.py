@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from trouble import slow_case, some_rows
@@ -17,6 +18,7 @@ from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import resume as resuming
 from llm_workbook.training import run_directory
+from llm_workbook.training import watchdog
 from llm_workbook.training.run_directory import run_lock
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.parallel.ranks import RankError
@@ -107,11 +109,11 @@ def assert_same_metrics(a, b, tolerance):
     assert [m['seconds'] for m in b] == sorted(m['seconds'] for m in b)
 
 
-def stopped_and_resumed(recipe, at, folder, tolerance):
+def stopped_and_resumed(recipe, at, folder, tolerance, act=send_signal):
     """Stop the last rank before step 4, in the middle of a pass over the rows, go on, and compare
     with a run that was left alone."""
     whole, ranks = run(recipe, folder/'whole'), recipe.cluster.ranks
-    at[ranks - 1, 4] = send_signal
+    at[ranks - 1, 4] = act
     with pytest.raises(Preempted) as preempted: run(recipe, folder/'two')
     assert preempted.value.step == 4
     assert run_state(folder/'two') == {'state': 'preempted', 'step': 4}
@@ -273,6 +275,27 @@ def test_a_trainer_without_a_method_that_is_replaced_is_refused():
             ValueError, match=f'is no trainer of transformers .*: it has no {missing}$'
         ):
             resuming.resumable(later)
+
+
+# Sessions that end
+
+def leave_session():
+    "Let the clock of this rank be a quarter of an hour further; the hang watch allows 20 minutes."
+    clock = vars(time) | {'monotonic': lambda: time.monotonic() + 900}
+    watchdog.time = SimpleNamespace(**clock)
+
+
+def test_a_session_ends_as_a_signal_does_and_the_next_one_goes_on(recipe, watched, tmp_path):
+    limited = recipe.changed({'intervals.session_h': 0.2, 'sharding.strategy': 'ddp'})
+    stopped_and_resumed(limited, watched, tmp_path, 1e-6, leave_session)
+
+
+def test_the_seconds_of_loading_are_seconds_of_the_session(recipe, tmp_path):
+    short = recipe.changed(ALONE | PLAIN | {'intervals.session_h': 1e-6})
+    with pytest.raises(Preempted, match='preempted before its first step'):
+        run(short, tmp_path/'run')
+    endless = short.changed({'intervals.session_h': 0})
+    assert len(run(endless, tmp_path/'run', resume=True).metrics) == 8
 
 
 # Signals before the first step, and after the last

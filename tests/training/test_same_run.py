@@ -159,6 +159,7 @@ FREE = {
     'intervals.logging': {'intervals.logging': 2},
     'intervals.evaluation': {'intervals.evaluation': 2},
     'intervals.saving': {'intervals.saving': 2},
+    'intervals.session_h': {'intervals.session_h': 11.0},
     'optimizer.steps': {'optimizer.steps': 16, 'optimizer.warmup': 0.125},
     'optimizer.warmup': {'optimizer.warmup': 0.2}}
 
