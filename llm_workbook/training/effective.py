@@ -59,6 +59,7 @@ def _asked_settings(recipe, readings):
         'batch.parts': ranks,
         'sharding.share': 'its part',
         'sharding.group': recipe.sharding.group or ranks,
+        'cluster.allocator': next(iter(recipe.cluster.allocator.values()), None),
         'cluster.backend': 'gloo' if recipe.cluster.device == 'cpu' else 'nccl',
         'precision.frozen': None if full else recipe.precision.compute,
         'optimizer.warmup_steps': rate_schedule(recipe)[1]}
@@ -243,6 +244,7 @@ _DERIVED = {
     'batch.global': 'batch.micro x batch.accumulation x cluster.ranks',
     'batch.parts': 'cluster.ranks, so that each rank has its own rows',
     'cluster.ranks': 'cluster.nodes x cluster.processes',
+    'cluster.allocator': 'cluster.device and cluster.variables',
     'cluster.backend': 'cluster.device',
     'accelerate.ranks': 'cluster.ranks',
     'precision.frozen': 'precision.compute',

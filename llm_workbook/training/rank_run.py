@@ -21,6 +21,7 @@ from ..checkpoint.sharded_files import base_digest
 from ..config.recipe import Recipe
 from ..model.quantize import fingerprint
 from ..parallel.agreement import on_every_rank, rank_and_world
+from ..parallel.backends import set_allocator
 from ..parallel.shard import assert_sharding
 from .run_directory import RunFiles, Start, mark_run, read_metrics, write_line
 from .watchdog import HangWatch, Preemption, Votes, group_timeout
@@ -34,6 +35,7 @@ def set_up_device(
     import torch
     from accelerate.state import PartialState
     on_cpu = recipe.cluster.device == 'cpu'
+    set_allocator(recipe)
     if recipe.sharding.strategy == 'none' and int(os.environ.get('WORLD_SIZE', 1)) == 1:
         os.environ.pop('LOCAL_RANK', None)  # accelerate takes it for a distributed run
     if not on_cpu:
