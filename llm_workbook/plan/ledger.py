@@ -15,6 +15,7 @@ from math import prod
 from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
+from ..model.layout import NUMBER_B
 from ..model.spec import ModelSpec, spec as find_spec
 from .lines import KINDS, Line
 from .loading import loading_lines
@@ -425,6 +426,46 @@ class Ledger(Totals):
 
     def _repr_html_(self): return f'<p>{_summary(self)}</p>{_phases_table(self)}{_details(self)}'
 
+# %% ../../nbs/plan/08_ledger.ipynb #5a7e0002
+_FREE_SHARE = .9  # Of free memory, that `save_checkpoint` takes for copies
+
+@cache
+def _named_node(name) -> Node: return find_node(name)
+
+def _copy_room_b(ledger, card) -> int | None:
+    "Bytes that all copies of a checkpoint may take on a machine; None where nobody knows."
+    if not card: return None
+    machine = card if isinstance(card, Node) else _named_node(card)
+    if 'memory_b' in dict(machine.assumed): return None
+    places = ['host', 'pinned'] + ['gpu'] * (ledger.recipe.cluster.device == 'cpu')
+    always_b, processes = 0, ledger.recipe.cluster.processes
+    for place in places:
+        cell = ledger._sums.at('save', place).get('', _EMPTY)
+        always_b += processes * sum(cell.levels_b) - (processes - 1) * cell.alone_b
+    return int(_FREE_SHARE * (machine.memory_b - always_b))
+
+def _saved_in_room(ledger, rank, card) -> Ledger:
+    "Let a checkpoint go to the disk tensor by tensor where the host has no room for copies."
+    copies = [line for line in ledger.lines if line.every_rank and line.place == 'host'
+              and (line.phase, line.instant) == ('save', 'checkpoint')]
+    room_b = _copy_room_b(ledger, card) if copies else None
+    need_b = ledger.recipe.cluster.processes * sum(line.size_b for line in copies)
+    if room_b is None or need_b <= room_b: return ledger
+    lines = tuple(line for line in ledger.lines if line not in copies)
+    one = _one_tensor(rank, need_b, room_b)
+    return Ledger(ledger.recipe, ledger.spec, ledger.rank, (*lines, one), ledger.node)
+
+def _one_tensor(rank, need_b, room_b) -> Line:
+    "The largest tensor of a checkpoint, on its way to the disk; a CPU's is there already."
+    recipe = rank.recipe
+    number_b = max(rank.number_b('weights', True), NUMBER_B[recipe.precision.master])
+    largest = max(prod(tensor.shape) for tensor in rank.part(rank.tensors.trained))
+    copies = int(recipe.cluster.device == 'cuda')
+    symbols = {'k': copies, 'b': number_b, 'l': largest, 'needed': need_b, 'free': max(room_b, 0)}
+    why = 'k * b * l', symbols, 'llm-workbook: write_slices'
+    return _saving_line('optimizer', 'checkpoint', 'host', copies * number_b * largest, why,
+                        name='one tensor at a time: the host has no room for copies')
+
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1dc
 def memory(
     recipe: Recipe,  # What to account for
@@ -447,7 +488,8 @@ def memory(
         *_save(this, lasting, first, writes=rank < this.group))
     tensors = Ledger(recipe, spec, rank, lines)
     card = node or recipe.cluster.hardware
-    return tensors.with_lines(tuple(_fixed(tensors, _card_b(card))), node)
+    ledger = tensors.with_lines(tuple(_fixed(tensors, _card_b(card))), node)
+    return _saved_in_room(ledger, this, card) if recipe.intervals.saving else ledger
 
 _OF_THE_BASE = 'weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers', 'pinned_rounding'
 
