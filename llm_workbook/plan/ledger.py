@@ -36,8 +36,9 @@ def _save(rank, lasting, first, writes) -> Iterator[Line]:
     size_b = number_b * numbers
     symbols = {'b': number_b, 'n': numbers}
     yield from (line._replace(phase='save') for line in lasting)
-    yield from _gathered(rank, 'export')
-    if first or not full:
+    if full and not rank.zero: yield from _exported(rank, size_b, first)
+    else: yield from _gathered(rank, 'export')
+    if rank.zero and first or not full:
         why = 'b * n', symbols, 'llm-workbook: training, adapters'
         yield _saving_line(kind, 'export', 'host', size_b, why,
                            name='what trained, gathered', every_rank=not full)
@@ -46,6 +47,17 @@ def _save(rank, lasting, first, writes) -> Iterator[Line]:
         yield _saving_line(kind, '', 'disk', size_b, why,
                            name='what trained, in a file', every_rank=False)
     yield from _checkpoints(rank, lasting, first, writes)
+
+_FILE_B = 2 * 10**9  # Most bytes of a file of the result
+
+def _exported(rank, size_b, first) -> Iterator[Line]:
+    "Each rank puts some files of the result together, from the parts that are on the disk."
+    if size_b <= _FILE_B and not first: return
+    largest_b = rank.number_b('weights', True) * max(prod(x.shape) for x in rank.tensors.trained)
+    file_b = min(size_b, max(_FILE_B, largest_b))
+    why = 'min(s, max(f, l))', {'s': size_b, 'f': _FILE_B, 'l': largest_b}, 'export_full'
+    yield _saving_line('weights', 'export', 'host', file_b, why,
+                       name='a file of the result', every_rank=size_b > _FILE_B)
 
 def _gathered(rank, instant) -> Iterator[Line]:
     "The largest trained tensor, put together where each rank has a part."
