@@ -184,6 +184,7 @@ class Batch(Part):
     accumulation: Count = 1  # Forward passes per step
     length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
+    padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
     loss_head: Literal['chunked', 'full'] = 'chunked'  # The logits in tiles, or at once
 
 _Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds

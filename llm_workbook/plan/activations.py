@@ -69,7 +69,7 @@ def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
         packed=method.quant if method.kind == 'qlora' else '',
         attention=model.attention,
         head=batch.loss_head if model.head == 'causal_lm' else str(model.classes),
-        masked=batch.packing,
+        masked=batch.packing or batch.padded and batch.micro > 1,  # One row has nobody to wait for
         cuda=cuda,
         fresh=batch.accumulation == 1)
 

@@ -379,8 +379,7 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     if cover.warning: yield cover.warning
     note = padding_note(ledger)
     if note: yield note
-    note = _save_note(node, ledger)
-    if note: yield note
+    yield from filter(None, (_save_note(node, ledger), _mask_note(node, ledger)))
     tight_b = _tight_b(node, ledger)
     if tight_b:
         terms = 'context, NCCL and allocator'
@@ -404,6 +403,18 @@ def _save_note(node, ledger) -> str:
     copies = f'copies for a checkpoint take {gib(needed_b, 1)} of each host, and {gib(free_b, 1)}'
     return (f'{copies} may be used: every {ledger.recipe.intervals.saving} steps training waits '
             f'{needed_b / node.disk_bps:,.0f} s or more until the checkpoint is on the disk')
+
+# %% ../../nbs/plan/11_estimate.ipynb #37ba4344
+def _mask_note(node, ledger) -> str:
+    "Say what rows of unequal length would add; '' where nobody pads, or the plan has them."
+    recipe, batch = ledger.recipe, ledger.recipe.batch
+    pads = batch.micro > 1 and not batch.packing and not batch.padded
+    if recipe.model.attention != 'sdpa' or recipe.cluster.device != 'cuda' or not pads: return ''
+    padded = recipe.model_copy(update={'batch': batch.model_copy(update={'padded': True})})
+    more_b = memory(padded, ledger.spec, node).total('step') - ledger.total('step')
+    if more_b < 2**30 // 20: return ''
+    return (f'rows of equal length: others are padded and need a mask, which takes '
+            f'{gib(more_b, 1)} more of each GPU and a slower kernel; batch.padded counts that')
 
 # %% ../../nbs/plan/11_estimate.ipynb #e02ac2bc
 class PackagedPlans(Mapping):

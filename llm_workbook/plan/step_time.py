@@ -204,8 +204,9 @@ def _keys(recipe, work) -> int:
     return min(work.window or recipe.batch.length, recipe.batch.length)
 
 def _computed_keys(recipe, work) -> float:
-    "Count those of them that the kernel computes: a fused causal one leaves out the rest."
-    return _keys(recipe, work) if _is_eager(recipe) else _seen_keys(recipe, work)
+    "Count those of them that the kernel computes: without a mask it leaves out later ones."
+    whole = _is_eager(recipe) or _is_masked(recipe)
+    return _keys(recipe, work) if whole else _seen_keys(recipe, work)
 
 def _seen_keys(recipe, work) -> float:
     "Count those of them that are not later than the query."
@@ -213,6 +214,11 @@ def _seen_keys(recipe, work) -> float:
     return keys * (1 - keys / 2 / recipe.batch.length)
 
 def _is_eager(recipe) -> bool: return recipe.model.attention == 'eager'
+
+def _is_masked(recipe) -> bool:
+    "Whether sdpa gets a mask for rows of unequal length."
+    batch = recipe.batch
+    return recipe.model.attention == 'sdpa' and batch.padded and batch.micro > 1
 
 # %% ../../nbs/plan/10_step_time.ipynb #ad78d8a8
 def _score_flops(spec) -> int:
@@ -273,6 +279,7 @@ def _elementwise_s(work, recipe, spec, node) -> float:
     if _is_eager(recipe):
         number_b = NUMBER_B[recipe.precision.compute]
         moved_b += spec.heads * _keys(recipe, work) * _SCORE * number_b / 2
+    if _is_masked(recipe) and not work.outside: moved_b += _masked_b(recipe, spec)
     return moved_b / (_STREAM * node.gpu.bandwidth_bps)
 
 def _dequantise_s(work, recipe, node) -> float:
@@ -280,6 +287,12 @@ def _dequantise_s(work, recipe, node) -> float:
     packed_b = .5 if recipe.method.quant == 'nf4' else 1
     moved_b = work.packed * (NUMBER_B[recipe.precision.compute] + packed_b)
     return moved_b / (_DEQUANTISE * node.gpu.bandwidth_bps)
+
+def _masked_b(recipe, spec) -> int:
+    "Bytes of one token that a mask moves: it is cast, and keys and values are repeated."
+    number_b = NUMBER_B[_plain_type(recipe)]
+    repeated = 2 * spec.heads * spec.head_dim if spec.kv_heads < spec.heads else 0
+    return number_b * repeated + (1 + number_b) * recipe.batch.length
 
 # %% ../../nbs/plan/10_step_time.ipynb #3a20ab2a
 class _Waits(NamedTuple):  # Seconds that nothing hides

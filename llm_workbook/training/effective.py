@@ -43,7 +43,7 @@ _FREE = 'host', 'held', 'precision.trained', 'precision.products'  # Nobody asks
 _OF_A_RANK = 'host', 'held', 'accelerate.rank'  # Each rank has its own
 _MAY_DIFFER = (*_OF_A_RANK, 'precision.products')  # The last hangs on the CPU
 _NEVER_IN_FORCE = ('name', 'version', 'optimizer.warmup', 'data.classes', 'zero.set',
-                   'method.unpacked')  # The last is a permission
+                   'method.unpacked', 'batch.padded')  # A permission, and a fact for the plan
 _UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage'}}  # By a method
 
 # %% ../../nbs/training/09_effective.ipynb #fb4dcd3b
