@@ -397,7 +397,8 @@ def _logits_b(ledger) -> int:
 
 def _save_note(node, ledger) -> str:
     "Say that training waits for its checkpoints, where the host has no room for copies."
-    waits = [line.symbols for line in ledger.lines if line.phase == 'save' and 'free' in line.symbols]
+    waits = [line.symbols for line in ledger.lines
+             if line.phase == 'save' and 'free' in line.symbols]
     if not waits: return ''
     needed_b, free_b = waits[0]['needed'], waits[0]['free']
     copies = f'copies for a checkpoint take {gib(needed_b, 1)} of each host, and {gib(free_b, 1)}'

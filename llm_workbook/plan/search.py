@@ -22,6 +22,7 @@ from ..model.spec import spec_of
 from .collectives import node_of
 from .estimate import Room, estimate, plan_facts
 from .ledger import memory
+from .ranges import figures_text
 from .step_time import estimate_step
 
 # %% ../../nbs/plan/12_search.ipynb #0cf907dc
@@ -41,6 +42,9 @@ class Plan(NamedTuple):
     def recipe(self) -> Recipe:  # Checked like any other
         "Give the recipe of this plan."
         return Recipe(**self.draft.model_dump())
+
+    def __repr__(self):
+        return f'Plan({"fits tightly" if self.tight else "fits"}: {figures_text(self)})'
 
 class Refusal(NamedTuple):
     "One combination of settings that cannot run."

@@ -16,12 +16,12 @@ from ..config.document import Problem, RecipeError
 from ..display import PALETTE, canvas, html_table
 from ..model.layout import NUMBER_B, coverage, role
 from ..model.spec import spec_of
+from .activations import mask_traffic_b, masks_padding
 from .collectives import Collective, node_of, step_messages
 from .host_time import (
-    assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
+    DENSE, assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
-_DENSE = ('attention', 'mlp', 'router', 'head', 'expert')  # Classes of weights that multiply
 _OUTPUTS = ('o_proj', 'out_proj', 'dense', 'c_proj', 'wo')  # Attention, not of the layer's input
 _LASTS = ('down_proj', 'w2', 'fc2', 'c_proj', 'dense_4h_to_h')  # The last product of a layer
 
@@ -31,7 +31,7 @@ def _routed_share(spec) -> float: return spec.experts_per_token / spec.experts
 def _matrix_flops(spec, weight) -> float:
     "Count what one token costs in one matrix, forward."
     is_matrix = len(weight.shape) > 1 and not weight.name.endswith('bias')
-    if weight.kind not in _DENSE or not is_matrix: return 0.
+    if weight.kind not in DENSE or not is_matrix: return 0.
     return 2 * weight.numel * (_routed_share(spec) if weight.kind == 'expert' else 1)
 
 def _base_flops(spec, unit) -> float:
@@ -146,7 +146,7 @@ def _works(spec, method, precision) -> tuple[_Work, ...]:
 
 def _work(spec, unit, pairs, method, precision) -> _Work:
     roles = {weight: role(weight, method) for weight in unit.weights}
-    dense = sum(weight.numel for weight in unit.weights if weight.kind in _DENSE)
+    dense = sum(weight.numel for weight in unit.weights if weight.kind in DENSE)
     return _Work(
         count=unit.count,
         outside=not unit.name,
@@ -205,7 +205,7 @@ def _keys(recipe, work) -> int:
 
 def _computed_keys(recipe, work) -> float:
     "Count those of them that the kernel computes: without a mask it leaves out later ones."
-    whole = _is_eager(recipe) or _is_masked(recipe)
+    whole = _is_eager(recipe) or masks_padding(recipe)
     return _keys(recipe, work) if whole else _seen_keys(recipe, work)
 
 def _seen_keys(recipe, work) -> float:
@@ -214,11 +214,6 @@ def _seen_keys(recipe, work) -> float:
     return keys * (1 - keys / 2 / recipe.batch.length)
 
 def _is_eager(recipe) -> bool: return recipe.model.attention == 'eager'
-
-def _is_masked(recipe) -> bool:
-    "Whether sdpa gets a mask for rows of unequal length."
-    batch = recipe.batch
-    return recipe.model.attention == 'sdpa' and batch.padded and batch.micro > 1
 
 # %% ../../nbs/plan/10_step_time.ipynb #ad78d8a8
 def _score_flops(spec) -> int:
@@ -279,7 +274,7 @@ def _elementwise_s(work, recipe, spec, node) -> float:
     if _is_eager(recipe):
         number_b = NUMBER_B[recipe.precision.compute]
         moved_b += spec.heads * _keys(recipe, work) * _SCORE * number_b / 2
-    if _is_masked(recipe) and not work.outside: moved_b += _masked_b(recipe, spec)
+    if not work.outside: moved_b += mask_traffic_b(recipe, spec)
     return moved_b / (_STREAM * node.gpu.bandwidth_bps)
 
 def _dequantise_s(work, recipe, node) -> float:
@@ -287,12 +282,6 @@ def _dequantise_s(work, recipe, node) -> float:
     packed_b = .5 if recipe.method.quant == 'nf4' else 1
     moved_b = work.packed * (NUMBER_B[recipe.precision.compute] + packed_b)
     return moved_b / (_DEQUANTISE * node.gpu.bandwidth_bps)
-
-def _masked_b(recipe, spec) -> int:
-    "Bytes of one token that a mask moves: it is cast, and keys and values are repeated."
-    number_b = NUMBER_B[_plain_type(recipe)]
-    repeated = 2 * spec.heads * spec.head_dim if spec.kv_heads < spec.heads else 0
-    return number_b * repeated + (1 + number_b) * recipe.batch.length
 
 # %% ../../nbs/plan/10_step_time.ipynb #3a20ab2a
 class _Waits(NamedTuple):  # Seconds that nothing hides
