@@ -21,13 +21,13 @@ from ..plan.ledger import memory
 from ..parallel.fresh_process import why_no_gpu_fork
 from ..parallel.ranks import run_ranks
 from ..config.recipe import Recipe, differences
-from ..parallel.backends import transport_env, zero_config
+from ..parallel.backends import transport_env
 from .rendezvous import (
     NUMBERS, PreflightFinding, PeerMissing, Rendezvous, compare_clocks, process_place, time_links)
 from ..model.architecture import load_tokenizer
 from ..training.fine_tune import check_recipe
 from ..training.tokens import TokenView
-from .node_report import TOKEN, report_node
+from .node_report import TOKEN, report_node, tool_findings
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
 _FIRST_ROW = 'the first row, trained tokens in brackets:'
@@ -195,38 +195,6 @@ def _recipes(recipe, reports):
     hosts = ' and '.join(differing.values())
     yield PreflightFinding('recipe', hosts, what, 'Give every node the same file')
 
-# %% ../../nbs/launching/05_preflight.ipynb #5f7a10c2
-def _compilers(recipe, reports):
-    if recipe.cluster.device != 'cuda' or recipe.model.head != 'causal_lm': return
-    for report in reports:
-        if 'error' not in report['compiler']: continue
-        what = f'Triton compiles the loss head in the first step; {report["compiler"]["error"]}'
-        fix = 'Install them (apt install gcc python3-dev), or set CC to the compiler'
-        yield PreflightFinding('compiler', report['host'], what, fix)
-
-def _builders(recipe, reports):
-    if not _compiles_adam(recipe): return
-    for report in reports:
-        problem = report['builder'].get('error')
-        if not problem: continue
-        what = f'DeepSpeed compiles its AdamW for host memory as the run starts; {problem}'
-        fix = 'Install them (apt install g++ python3-dev; pip install ninja), or set CXX'
-        yield PreflightFinding('builder', report['host'], what, fix)
-
-def _compiles_adam(recipe):
-    sharding = recipe.sharding
-    on_host = sharding.offload_optimizer == 'cpu' and sharding.offload_parameters != 'nvme'
-    if not on_host or not sharding.strategy.startswith('zero'): return False
-    return zero_config(recipe)['zero_force_ds_cpu_optimizer']
-
-# %% ../../nbs/launching/05_preflight.ipynb #5f7a10c5
-def _allocators(recipe, reports):
-    for report in reports:
-        problem = report['allocator'].get('error')
-        if not problem: continue
-        what, _, fix = problem.partition(': ')
-        yield PreflightFinding('allocator', report['host'], what, fix.capitalize())
-
 # %% ../../nbs/launching/05_preflight.ipynb #9ed2d3a7
 _CLOCK_S = 1.0  # The largest difference that is allowed
 
@@ -336,8 +304,7 @@ def _link_finding(link):
     return None
 
 # %% ../../nbs/launching/05_preflight.ipynb #4852999f
-_CHECKS = (_world, _software, _compilers, _builders, _allocators, _recipes, _clocks, _files, _disk,
-           _interfaces, _names)
+_CHECKS = (_world, _software, tool_findings, _recipes, _clocks, _files, _disk, _interfaces, _names)
 
 def assess(
     recipe: Recipe,  # As rank 0 has it

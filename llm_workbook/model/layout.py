@@ -334,8 +334,8 @@ def check_packing(
     share = left / sum(weight.numel for weight in weights)
     if share <= method.unpacked: return share
     path = max(counts, key=counts.get)
-    reason = (f'{share:.1%} of the weights of {name}, {binary_size(2 * left)}, stay in 16 bit, most '
-              f'of them in {path}: only linear layers are packed. Set method.kind to '
+    reason = (f'{share:.1%} of the weights of {name}, {binary_size(2 * left)}, stay in 16 bit, '
+              f'most of them in {path}: only linear layers are packed. Set method.kind to '
               f"'lora', or, if there is memory for it, "
               f'method.unpacked to {ceil(100 * share) / 100:g}')
     raise RecipeError([Problem('method.kind', "'qlora'", reason)])

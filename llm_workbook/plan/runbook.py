@@ -186,8 +186,9 @@ def _not_run(recipe, node) -> set[str]:
 
 def _expandable(recipe) -> dict:
     "Change the variable that sets the allocator; empty where segments grow already."
-    changed = {name: 'expandable_segments:True' for name, settings in recipe.cluster.allocator.items()
-               if 'expandable_segments:True' not in settings.split(',')}
+    grows = 'expandable_segments:True'
+    changed = {name: grows for name, settings in recipe.cluster.allocator.items()
+               if grows not in settings.split(',')}
     return {'cluster.variables': dict(recipe.cluster.variables) | changed} if changed else {}
 
 # %% ../../nbs/plan/14_runbook.ipynb #ea867e06

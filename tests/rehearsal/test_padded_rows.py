@@ -1,4 +1,4 @@
-"""Rows of unequal length under sdpa: what the plan counts, what the rehearsal plays, what torch does.
+"""Rows of unequal length under sdpa: what plan and rehearsal count, and what transformers does.
 
 The rehearsal plays a CPU's kernel in both cases; `cuda` counts it as a GPU's efficient kernel.
 """
