@@ -57,8 +57,9 @@ def test_rows_that_need_no_mask_cost_nothing_more(changes):
 
 
 def test_a_mask_makes_attention_compute_every_key():
-    padded, plain = (estimate(three_rows('cuda', LORA | {'batch': {
-        'micro': 3, 'length': 8192, 'padded': masked}})).step for masked in (True, False))
+    long = three_rows('cuda', LORA).changed({'batch.length': 8192})
+    padded, plain = (estimate(long.changed({'batch.padded': masked})).step
+                     for masked in (True, False))
     longer, shorter = (dict(step.parts)['attention'] for step in (padded, plain))
     assert longer == pytest.approx(2 * shorter, rel=1e-6)
     assert padded.step_s > plain.step_s
@@ -67,9 +68,11 @@ def test_a_mask_makes_attention_compute_every_key():
 @pytest.mark.parametrize('lengths, masked', [
     ([6, 6], False), ([6, 4], True), ([6], False)], ids=['equal', 'unequal', 'one row'])
 def test_transformers_masks_rows_of_unequal_length_alone(monkeypatch, lengths, masked):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations import sdpa_attention
-    model = AutoModelForCausalLM.from_pretrained(asset('tiny-base'), attn_implementation='sdpa')
+    config = AutoConfig.from_pretrained(asset('tiny-base'), num_key_value_heads=2)
+    assert config.num_attention_heads > config.num_key_value_heads
+    model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa')
     seen = []
     kernel = torch.nn.functional.scaled_dot_product_attention
     def watched(q, k, v, attn_mask=None, **options):
