@@ -22,7 +22,6 @@ from ..model.spec import spec_of
 from .collectives import node_of
 from .estimate import Room, estimate, plan_facts
 from .ledger import memory
-from .ranges import figures_text
 from .step_time import estimate_step
 
 # %% ../../nbs/plan/12_search.ipynb #0cf907dc
@@ -42,9 +41,6 @@ class Plan(NamedTuple):
     def recipe(self) -> Recipe:  # Checked like any other
         "Give the recipe of this plan."
         return Recipe(**self.draft.model_dump())
-
-    def __repr__(self):
-        return f'Plan({"fits tightly" if self.tight else "fits"}: {figures_text(self)})'
 
 class Refusal(NamedTuple):
     "One combination of settings that cannot run."
@@ -295,13 +291,15 @@ def search(
     trial = _Trial(base, axes or {})
     combinations = list(_combinations(trial))
     plans, refusals = [], []
-    gc.freeze()  # Else the collector looks through every object of the libraries again and again
+    collects = gc.isenabled()
+    gc.disable()  # Plans make no circles, and the collector would look through all of them
     try:
         for settings in tqdm(combinations, unit='plan', delay=1, leave=False):
             result = _judge(trial, settings)
             if isinstance(result, Plan): plans.append(result)
             else: refusals.append(result)
-    finally: gc.unfreeze()
+    finally:
+        if collects: gc.enable()
     plans.sort(key=lambda plan: _rank(plan, by))
     accepted = tuple(plan for plan in plans if not plan.not_run)
     planned = tuple(plan for plan in plans if plan.not_run)
