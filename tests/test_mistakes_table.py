@@ -2,6 +2,7 @@
 import ast
 import re
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -16,6 +17,14 @@ FIELDS = {'name', 'module', 'find', 'replace', 'harm', 'tests'}
 
 @cache
 def text(path: str) -> str: return (mutants.ROOT/path).read_text('utf-8')
+
+
+@pytest.mark.parametrize('words', [['--only=nf4-1'], ['nf4-1']])
+def test_words_that_nobody_reads_are_refused(words):
+    program = mutants.ROOT/'tools'/'mutants.py'
+    done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f'{words[0]}: no arguments are read; say ONLY=name' in done.stderr
 
 
 def test_the_table_is_long_and_names_are_unique():

@@ -257,6 +257,9 @@ def main(only: str = '', jobs: int = 2) -> int:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if sys.argv[1:]:
+        words = ' '.join(sys.argv[1:])
+        sys.exit(f'{words}: no arguments are read; say ONLY=name and JOBS=1 in the environment')
     try: sys.exit(main(os.environ.get('ONLY', ''), int(os.environ.get('JOBS') or 2)))
     except RowError as error: sys.exit(f'{error}')
     except KeyboardInterrupt:

@@ -45,6 +45,7 @@ def _interface(value):
     if value is None or isinstance(value, str) and fullmatch(r'[\w.-]{1,15}', value): return value
     raise ValueError("must be the name of a network interface, as in 'eth0'")
 
+_ALLOCATOR_NAMES = 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'  # As torch asks for them
 _VARIABLE_VALUE = r'[\w.,:/^=-]{0,200}'
 
 def _read(name): return yaml.safe_load(asset(name).read_text(encoding='utf-8'))
@@ -62,6 +63,10 @@ def _variables(value):
         raise ValueError(f'{name:.60} is no transport or thread setting with a plain value: what '
                          'the recipe has a field for, what holds a secret, and what names a file '
                          'or code is not set here; export it where the run starts')
+    names = [name for name, _ in pairs if name in _ALLOCATOR_NAMES]
+    if len(names) > 1:
+        raise ValueError(f'{" and ".join(names)} are one setting by two names, and torch reads the '
+                         f'first of {", ".join(_ALLOCATOR_NAMES)}: give one')
     return pairs
 
 _Labels = Annotated[tuple[tuple[str, str | None], ...], BeforeValidator(_label_words),
@@ -137,6 +142,13 @@ class Cluster(Part):
         "Count the processes of the whole run."
         return self.nodes * self.processes
 
+    @property
+    def allocator(self) -> dict[str, str]:  # Variable -> value; empty where torch's defaults hold
+        "Say how torch allocates GPU memory: as `variables` has it, else in segments that grow."
+        asked = {name: value for name, value in self.variables if name in _ALLOCATOR_NAMES}
+        if asked or self.device == 'cpu': return asked
+        return {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}
+
 class Sharding(Part):
     "Who holds what, and what is kept elsewhere."
     strategy: Literal['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp',
@@ -172,6 +184,7 @@ class Batch(Part):
     accumulation: Count = 1  # Forward passes per step
     length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
+    padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
     loss_head: Literal['chunked', 'full'] = 'chunked'  # The logits in tiles, or at once
 
 _Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds

@@ -27,7 +27,7 @@ from .rendezvous import (
 from ..model.architecture import load_tokenizer
 from ..training.fine_tune import check_recipe
 from ..training.tokens import TokenView
-from .node_report import TOKEN, report_node
+from .node_report import TOKEN, report_node, tool_findings
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
 _FIRST_ROW = 'the first row, trained tokens in brackets:'
@@ -195,15 +195,6 @@ def _recipes(recipe, reports):
     hosts = ' and '.join(differing.values())
     yield PreflightFinding('recipe', hosts, what, 'Give every node the same file')
 
-# %% ../../nbs/launching/05_preflight.ipynb #5f7a10c2
-def _compilers(recipe, reports):
-    if recipe.cluster.device != 'cuda' or recipe.model.head != 'causal_lm': return
-    for report in reports:
-        if 'error' not in report['compiler']: continue
-        what = f'Triton compiles the loss head in the first step; {report["compiler"]["error"]}'
-        fix = 'Install them (apt install gcc python3-dev), or set CC to the compiler'
-        yield PreflightFinding('compiler', report['host'], what, fix)
-
 # %% ../../nbs/launching/05_preflight.ipynb #9ed2d3a7
 _CLOCK_S = 1.0  # The largest difference that is allowed
 
@@ -313,7 +304,7 @@ def _link_finding(link):
     return None
 
 # %% ../../nbs/launching/05_preflight.ipynb #4852999f
-_CHECKS = (_world, _software, _compilers, _recipes, _clocks, _files, _disk, _interfaces, _names)
+_CHECKS = (_world, _software, tool_findings, _recipes, _clocks, _files, _disk, _interfaces, _names)
 
 def assess(
     recipe: Recipe,  # As rank 0 has it

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..config.document import Problem, RecipeError
 from ..config.recipe import Method
 from ..display import html_table
 from .architecture import (
@@ -39,22 +40,27 @@ def check_targets(
     experts = _expert_targets(model, targets, dropout)
     found = linear
     if targets != 'all-linear': found = _matched(source, targets, linear, experts)
-    _refuse_tuples(model, found, linear)
-    _refuse_mamba(model, found, linear)
-    _refuse_untrained(model, found, linear)
+    _refuse_tuples(model, targets, found, linear)
+    _refuse_mamba(model, targets, found, linear)
+    _refuse_untrained(model, targets, found, linear)
     return found
 
 def _matched(source, targets, linear, experts):
     "The linear modules that a list of targets means; every target must mean one, or experts."
     if isinstance(targets, str):
-        raise ValueError(f"targets {targets!r} is not 'all-linear'; name modules in a list")
+        raise _refusal(targets, "is not 'all-linear'; name modules in a list")
     matches = {target: [path for path in linear if f'.{path}'.endswith(f'.{target}')]
                for target in targets if target not in experts}
     unmatched = [_suggest(target, linear) for target, paths in matches.items() if not paths]
     if not targets: unmatched = ['the list is empty']
     if unmatched:
-        raise ValueError(f"targets match no linear module of {source!r}: {'; '.join(unmatched)}")
+        raise _refusal(targets, f"match no linear module of {source!r}: {'; '.join(unmatched)}")
     return [path for path in linear if any(path in paths for paths in matches.values())]
+
+def _refusal(targets, reason):
+    "The error of a recipe whose targets cannot be adapted."
+    shown = targets if isinstance(targets, str) else list(targets)
+    return RecipeError([Problem('method.targets', repr(shown), reason)])
 
 # %% ../../nbs/model/07_adapters.ipynb #a16128ab
 def _suggest(target, names):
@@ -64,15 +70,15 @@ def _suggest(target, names):
     return f'{target!r}, {hint}'
 
 # %% ../../nbs/model/07_adapters.ipynb #5f036683
-def _refuse_tuples(model, found, linear):
+def _refuse_tuples(model, targets, found, linear):
     "Refuse a target whose module does not return a tensor."
     import torch
     wrong = [path for path in linear if _returns_no_tensor(model.get_submodule(path))]
     if not set(wrong) & set(found): return
     kind = type(model.get_submodule(wrong[0])).__name__
     others = _ends(linear, [*wrong, *_without_effect(model, linear)])
-    raise ValueError(f'method.targets mean {wrong[0]}, and a {kind} returns no tensor that an '
-                     f'adapter could correct: set method.targets to [{others}]')
+    raise _refusal(targets, f'mean {wrong[0]}, and a {kind} returns no tensor that an adapter '
+                            f'could correct: set method.targets to [{others}]')
 
 def _returns_no_tensor(module):
     import torch
@@ -81,13 +87,13 @@ def _returns_no_tensor(module):
     try: return not isinstance(module(rows), torch.Tensor)
     except RuntimeError: return True  # It takes other rows than a linear layer does
 
-def _refuse_untrained(model, found, linear):
+def _refuse_untrained(model, targets, found, linear):
     "Refuse a target on which an adapter would change nothing."
     wrong = _without_effect(model, linear)
     if not set(wrong) & set(found): return
     path = min(set(wrong) & set(found))
-    raise ValueError(f'method.targets mean {path}, {wrong[path]}, so an adapter would not train: '
-                     f'set method.targets to [{_ends(linear, wrong)}]')
+    raise _refusal(targets, f'mean {path}, {wrong[path]}, so an adapter would not train: '
+                            f'set method.targets to [{_ends(linear, wrong)}]')
 
 def _without_effect(model, linear):
     "Find the modules on which an adapter has no effect, and say why."
@@ -102,7 +108,7 @@ def _ends(linear, wrong):
     bad = {path.rpartition('.')[2] for path in wrong}
     return ', '.join(sorted(end for end in ends - bad if not end.isdigit()))
 
-def _refuse_mamba(model, found, linear):
+def _refuse_mamba(model, targets, found, linear):
     "Refuse a target that PEFT refuses in models with Mamba layers."
     wrong = {path for path in found if path.endswith(('.out_proj', '.conv1d'))}
     if not wrong: return
@@ -111,7 +117,7 @@ def _refuse_mamba(model, found, linear):
     try: check(LoraConfig(), model, min(wrong).rpartition('.')[2])
     except ValueError as error:
         others = _ends(linear, wrong | set(_without_effect(model, linear)))
-        raise ValueError(f'{error} Set method.targets to [{others}]') from None
+        raise _refusal(targets, f'{error} Set method.targets to [{others}]') from None
 
 def _expert_targets(model, targets, dropout):
     "Name the targets that PEFT takes for parameters of experts; refuse dropout on them."
@@ -123,9 +129,10 @@ def _expert_targets(model, targets, dropout):
     convert_peft_config_for_transformers(config, model, None)
     if dropout and config.target_parameters:
         parameters = ', '.join(sorted(config.target_parameters))
-        raise ValueError(f'method.dropout {dropout}: {type(model).__name__} has experts, and PEFT '
-                         f'adapts their parameters ({parameters}) without dropout; set '
-                         'method.dropout to 0, or method.targets to modules of the attention')
+        reason = (f'{type(model).__name__} has experts, and PEFT adapts their parameters '
+                  f'({parameters}) without dropout; set method.dropout to 0, or method.targets '
+                  'to modules of the attention')
+        raise RecipeError([Problem('method.dropout', str(dropout), reason)])
     return set(targets) - config.target_modules if names != 'all-linear' else set()
 
 # %% ../../nbs/model/07_adapters.ipynb #fc87f790

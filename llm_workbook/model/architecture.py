@@ -388,8 +388,9 @@ def check_attention(
     kind = _model_class(config, causal)
     if attention in attentions(kind): return attention
     usable = _plain_attention(kind)
-    raise ValueError(f'model.attention {attention!r}: {kind.__name__} of {name} has none in '
-                     f'transformers; set model.attention to {usable!r}')
+    reason = (f'{kind.__name__} of {name} has none in transformers; '
+              f'set model.attention to {usable!r}')
+    raise RecipeError([Problem('model.attention', repr(attention), reason)])
 
 def _plain_attention(kind): return 'sdpa' if 'sdpa' in attentions(kind) else 'eager'
 

@@ -315,7 +315,9 @@ def _check_packs(model, paths):
     for path in paths:
         if not weight_use(model, path).computed: continue
         problem = f'{kind} computes with {path}.weight itself, and a packed one is no matrix'
-    if problem: raise ValueError(f"method.kind 'qlora': {problem}: set method.kind to 'lora'")
+    if not problem: return
+    reason = f"{problem}: set method.kind to 'lora'"
+    raise RecipeError([Problem('method.kind', "'qlora'", reason)])
 
 def check_packing(
     base: Model,  # Of a recipe; only its configuration is read
@@ -332,11 +334,11 @@ def check_packing(
     share = left / sum(weight.numel for weight in weights)
     if share <= method.unpacked: return share
     path = max(counts, key=counts.get)
-    raise ValueError(f"method.kind 'qlora': {share:.1%} of the weights of {name}, "
-                     f'{binary_size(2 * left)}, stay in 16 bit, most of them in {path}: '
-                     "only linear layers are packed. Set method.kind to 'lora', or, if there is "
-                     "memory for it, "
-                     f'method.unpacked to {ceil(100 * share) / 100:g}')
+    reason = (f'{share:.1%} of the weights of {name}, {binary_size(2 * left)}, stay in 16 bit, '
+              f'most of them in {path}: only linear layers are packed. Set method.kind to '
+              f"'lora', or, if there is memory for it, "
+              f'method.unpacked to {ceil(100 * share) / 100:g}')
+    raise RecipeError([Problem('method.kind', "'qlora'", reason)])
 
 # %% ../../nbs/model/03_layout.ipynb #c0f47654
 class Stored(NamedTuple):

@@ -379,6 +379,7 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     if cover.warning: yield cover.warning
     note = padding_note(ledger)
     if note: yield note
+    yield from filter(None, (_save_note(node, ledger), _mask_note(node, ledger)))
     tight_b = _tight_b(node, ledger)
     if tight_b:
         terms = 'context, NCCL and allocator'
@@ -393,6 +394,28 @@ def _logits_b(ledger) -> int:
     for line in ledger.lines:
         if line.kind == 'logits' and line.phase == 'step': sizes[line.instant] += line.size_b
     return max(sizes.values(), default=0)
+
+def _save_note(node, ledger) -> str:
+    "Say that training waits for its checkpoints, where the host has no room for copies."
+    waits = [line.symbols for line in ledger.lines
+             if line.phase == 'save' and 'free' in line.symbols]
+    if not waits: return ''
+    needed_b, free_b = waits[0]['needed'], waits[0]['free']
+    copies = f'copies for a checkpoint take {gib(needed_b, 1)} of each host, and {gib(free_b, 1)}'
+    return (f'{copies} may be used: every {ledger.recipe.intervals.saving} steps training waits '
+            f'{needed_b / node.disk_bps:,.0f} s or more until the checkpoint is on the disk')
+
+# %% ../../nbs/plan/11_estimate.ipynb #37ba4344
+def _mask_note(node, ledger) -> str:
+    "Say what rows of unequal length would add; '' where nobody pads, or the plan has them."
+    recipe, batch = ledger.recipe, ledger.recipe.batch
+    pads = batch.micro > 1 and not batch.packing and not batch.padded
+    if recipe.model.attention != 'sdpa' or recipe.cluster.device != 'cuda' or not pads: return ''
+    padded = recipe.model_copy(update={'batch': batch.model_copy(update={'padded': True})})
+    more_b = memory(padded, ledger.spec, node).total('step') - ledger.total('step')
+    if more_b < 2**30 // 20: return ''
+    return (f'rows of equal length: others are padded and need a mask, which takes '
+            f'{gib(more_b, 1)} more of each GPU and a slower kernel; batch.padded counts that')
 
 # %% ../../nbs/plan/11_estimate.ipynb #e02ac2bc
 class PackagedPlans(Mapping):

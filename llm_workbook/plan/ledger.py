@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
+from ..model.layout import NUMBER_B
 from ..model.spec import ModelSpec, spec as find_spec
 from .activations import step_sizes
 from .lines import KINDS, Line
@@ -39,8 +40,9 @@ def _save(rank, lasting, first, writes) -> Iterator[Line]:
     size_b = number_b * numbers
     symbols = {'b': number_b, 'n': numbers}
     yield from (line._replace(phase='save') for line in lasting)
-    yield from _gathered(rank, 'export')
-    if first or not full:
+    if full and not rank.zero: yield from _exported(rank, size_b, first)
+    else: yield from _gathered(rank, 'export')
+    if rank.zero and first or not full:
         why = 'b * n', symbols, 'llm-workbook: training, adapters'
         yield _saving_line(kind, 'export', 'host', size_b, why,
                            name='what trained, gathered', every_rank=not full)
@@ -49,6 +51,15 @@ def _save(rank, lasting, first, writes) -> Iterator[Line]:
         yield _saving_line(kind, '', 'disk', size_b, why,
                            name='what trained, in a file', every_rank=False)
     yield from _checkpoints(rank, lasting, first, writes)
+
+_FILE_B = 2 * 10**9  # Most bytes of a file of the result
+
+def _exported(rank, size_b, first) -> Iterator[Line]:
+    "Each rank puts some files of the result together, from the parts that are on the disk."
+    if size_b <= _FILE_B and not first: return
+    why = 'min(s, f)', {'s': size_b, 'f': _FILE_B}, 'llm-workbook: export_full'
+    yield _saving_line('weights', 'export', 'host', min(size_b, _FILE_B), why,
+                       name='a file of the result', every_rank=size_b > _FILE_B)
 
 def _gathered(rank, instant) -> Iterator[Line]:
     "The largest trained tensor, put together where each rank has a part."
@@ -104,7 +115,8 @@ _FIXED = {  # Class -> bytes planned, at most; source
     'nccl': (int(1.3 * _GIB), int(1.5 * _GIB),
              'stas00/ml-engineering: after the first collective'),
 }
-_ALLOCATOR = 'fitted on published pairs: benchmark published_error'
+_ALLOCATOR = ('fitted on published pairs, none of which names expandable segments: '
+              'benchmark published_error')
 _WASTED, _MOST_WASTED, _LEAST_WASTED = .3, .6, .05  # Shares, as that source has them
 _PROCESS_B = 520 * 2**20
 _BROADCAST_B = 500 * 2**20  # Two buckets of torch's _sync_module_states
@@ -434,6 +446,32 @@ class Ledger(Totals):
 
     def _repr_html_(self): return f'<p>{_summary(self)}</p>{_phases_table(self)}{_details(self)}'
 
+# %% ../../nbs/plan/08_ledger.ipynb #5a7e0002
+_FREE_SHARE = .9  # Of free memory, that `save_checkpoint` takes for copies
+
+def _saved_in_room(ledger, rank, machine) -> Ledger:
+    "Let a checkpoint go to the disk tensor by tensor where the host has no room for copies."
+    copies = [line for line in ledger.lines if 'copied for a thread' in line.name]
+    if not copies or not machine or 'memory_b' in dict(machine.assumed): return ledger
+    cluster, lines = ledger.recipe.cluster, [x for x in ledger.lines if x not in copies]
+    resting = _Sums.of(line for line in lines if line.phase == 'save' and not line.instant)
+    places = ('host', 'pinned') if cluster.device == 'cuda' else ('host', 'pinned', 'gpu')
+    always_b = _on_node_b(resting, 'save', places, cluster.processes)
+    room_b = int(_FREE_SHARE * (machine.memory_b - always_b))
+    need_b = cluster.processes * copies[0].size_b
+    if need_b <= room_b: return ledger
+    lines.append(_one_tensor(ledger.recipe, rank, need_b, room_b))
+    return Ledger(ledger.recipe, ledger.spec, ledger.rank, tuple(lines), ledger.node)
+
+def _one_tensor(recipe, rank, need_b, room_b) -> Line:
+    "The largest tensor of a checkpoint, on its way to the disk; a CPU's is there already."
+    b = max(rank.number_b('weights', True), NUMBER_B[recipe.precision.master])
+    largest = max(prod(tensor.shape) for tensor in rank.part(rank.tensors.trained))
+    n = largest if recipe.cluster.device == 'cuda' else 0
+    facts = {'b': b, 'l': n, 'needed': need_b, 'free': max(room_b, 0)}
+    return _saving_line('optimizer', 'checkpoint', 'host', b * n, ('b * l', facts, 'write_slices'),
+                        name='one tensor at a time: the host has no room for copies')
+
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1dc
 def memory(
     recipe: Recipe,  # What to account for
@@ -452,9 +490,9 @@ def memory(
     lines = (*held.step, *passing.step, *optimizer, *held.others)
     sums = held.sums + passing.sums + _Sums.of(optimizer)
     tensors = Ledger(recipe, spec, rank, lines, sums=sums)
-    card = node or recipe.cluster.hardware
-    return tensors.with_lines(tuple(_fixed(tensors, _card_b(card))), node)
-
+    machine = _machine(node or recipe.cluster.hardware)
+    ledger = tensors.with_lines(tuple(_fixed(tensors, machine and machine.gpu.memory_b)), node)
+    return _saved_in_room(ledger, this, machine) if recipe.intervals.saving else ledger
 
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1de
 class _Group(NamedTuple):  # Lines that many plans share
@@ -486,13 +524,10 @@ def _passing(run, step, zero) -> _Group:
     return _Group(tuple(kept), (), _Sums.of(kept))
 
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1df
-def _card_b(card) -> int | None:
-    "Memory of the GPU of a machine, a `Node` or its name."
-    if not card: return None
-    return card.gpu.memory_b if isinstance(card, Node) else _named_card_b(card)
+def _machine(card) -> Node | None: return _named_node(card) if isinstance(card, str) else card
 
 @cache
-def _named_card_b(name) -> int: return find_node(name).gpu.memory_b
+def _named_node(name) -> Node: return find_node(name)
 
 
 # %% ../../nbs/plan/08_ledger.ipynb #05f17fed

@@ -151,11 +151,8 @@ def memory_ladder(
     if recipe.cluster.device != 'cuda':
         reason = 'the ladder is for GPUs; set it to cuda'
         raise RecipeError([Problem('cluster.device', repr(recipe.cluster.device), reason)])
-    changes = _expandable(recipe)
-    wasted_b = sum(line.size_b for line in plan.ledger.lines
-                   if (line.phase, line.kind) == ('step', 'allocator'))
-    first = "the allocator's expandable_segments"
-    rungs = Ladder([_rung(first, changes, plan, wasted_b)._replace(counted=False)])
+    rungs = Ladder(_allocator_rungs(recipe, plan))
+    changes = rungs[0].changes if rungs else {}
     for what, more in _ways(recipe):
         better = _better(recipe, changes | more, plan, node)
         if better is None: continue
@@ -163,6 +160,15 @@ def memory_ladder(
         changes, plan = changes | more, better
         rungs.append(_rung(what, changes, plan, saved_b))
     return rungs
+
+def _allocator_rungs(recipe, plan) -> Iterator[Rung]:
+    "Let segments grow where the recipe's variables have them fixed."
+    changes = _expandable(recipe)
+    if not changes: return
+    wasted_b = sum(line.size_b for line in plan.ledger.lines
+                   if (line.phase, line.kind) == ('step', 'allocator'))
+    what = "the allocator's expandable_segments"
+    yield _rung(what, changes, plan, wasted_b)._replace(counted=False)
 
 def _rung(what, changes, plan, saved_b) -> Rung:
     return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
@@ -184,8 +190,11 @@ def _not_run(recipe, node) -> set[str]:
     return {problem.path for problem in planned_only(recipe, plan_facts(recipe, node))}
 
 def _expandable(recipe) -> dict:
-    variables = dict(recipe.cluster.variables)
-    return {'cluster.variables': variables | {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}
+    "Change the variable that sets the allocator; empty where segments grow already."
+    grows = 'expandable_segments:True'
+    changed = {name: grows for name, settings in recipe.cluster.allocator.items()
+               if grows not in settings.split(',')}
+    return {'cluster.variables': dict(recipe.cluster.variables) | changed} if changed else {}
 
 # %% ../../nbs/plan/14_runbook.ipynb #ea867e06
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']

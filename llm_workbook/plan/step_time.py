@@ -16,12 +16,12 @@ from ..config.document import Problem, RecipeError
 from ..display import PALETTE, canvas, html_table
 from ..model.layout import NUMBER_B, coverage, role
 from ..model.spec import spec_of
+from .activations import mask_traffic_b, masks_padding
 from .collectives import Collective, node_of, step_messages
 from .host_time import (
-    assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
+    DENSE, assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
-_DENSE = ('attention', 'mlp', 'router', 'head', 'expert')  # Classes of weights that multiply
 _OUTPUTS = ('o_proj', 'out_proj', 'dense', 'c_proj', 'wo')  # Attention, not of the layer's input
 _LASTS = ('down_proj', 'w2', 'fc2', 'c_proj', 'dense_4h_to_h')  # The last product of a layer
 
@@ -31,7 +31,7 @@ def _routed_share(spec) -> float: return spec.experts_per_token / spec.experts
 def _matrix_flops(spec, weight) -> float:
     "Count what one token costs in one matrix, forward."
     is_matrix = len(weight.shape) > 1 and not weight.name.endswith('bias')
-    if weight.kind not in _DENSE or not is_matrix: return 0.
+    if weight.kind not in DENSE or not is_matrix: return 0.
     return 2 * weight.numel * (_routed_share(spec) if weight.kind == 'expert' else 1)
 
 def _base_flops(spec, unit) -> float:
@@ -152,7 +152,7 @@ def _works(spec, method, precision) -> tuple[_Work, ...]:
 
 def _work(spec, unit, pairs, method, precision) -> _Work:
     roles = {weight: role(weight, method) for weight in unit.weights}
-    dense = sum(weight.numel for weight in unit.weights if weight.kind in _DENSE)
+    dense = sum(weight.numel for weight in unit.weights if weight.kind in DENSE)
     return _Work(
         count=unit.count, outside=not unit.name,
         trained=any(kind in ('trained', 'head') for kind in roles.values()), window=unit.window,
@@ -206,8 +206,9 @@ def _keys(recipe, work) -> int:
     return min(work.window or recipe.batch.length, recipe.batch.length)
 
 def _computed_keys(recipe, work) -> float:
-    "Count those of them that the kernel computes: a fused causal one leaves out the rest."
-    return _keys(recipe, work) if _is_eager(recipe) else _seen_keys(recipe, work)
+    "Count those of them that the kernel computes: without a mask it leaves out later ones."
+    whole = _is_eager(recipe) or masks_padding(recipe)
+    return _keys(recipe, work) if whole else _seen_keys(recipe, work)
 
 def _seen_keys(recipe, work) -> float:
     "Count those of them that are not later than the query."
@@ -275,6 +276,7 @@ def _elementwise_s(work, recipe, spec, node) -> float:
     if _is_eager(recipe):
         number_b = NUMBER_B[recipe.precision.compute]
         moved_b += spec.heads * _keys(recipe, work) * _SCORE * number_b / 2
+    if not work.outside: moved_b += mask_traffic_b(recipe, spec)
     return moved_b / (_STREAM * node.gpu.bandwidth_bps)
 
 def _dequantise_s(work, recipe, node) -> float:

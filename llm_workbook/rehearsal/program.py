@@ -120,7 +120,7 @@ _ALWAYS = {
 }
 _NOTES = [
     'the base is there when the step begins: rehearse_load rehearses its loading',
-    'every row has batch.length tokens and no padding; '
+    'every row has batch.length tokens, and padding is a mask alone, of batch.padded; '
     'experts get all tokens that are routed to them, evenly or not',
     'kernels may take workspaces of their own, and the allocator keeps blocks: neither is seen',
 ]
@@ -226,6 +226,7 @@ def _adapted_libraries(recipe, gpu):
     with ExitStack() as stack:
         stack.enter_context(cpu_fsdp())
         stack.enter_context(_ddp_without_peers())
+        if recipe.batch.padded and recipe.batch.micro > 1: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
         if gpu:
@@ -233,6 +234,11 @@ def _adapted_libraries(recipe, gpu):
             stack.enter_context(_dropout_of_gpus())
         if gpu and recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
         yield
+
+def _padded_rows():
+    "Let transformers find padding in a batch: it reads numbers, and every one of a fake is True."
+    import transformers.masking_utils as masks
+    return patch.object(masks, '_ignore_causal_mask_sdpa', lambda *sizes, **options: False)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #351aa402
 def _nothing(*args, **kwargs): pass

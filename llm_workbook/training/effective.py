@@ -43,7 +43,7 @@ _FREE = 'host', 'held', 'precision.trained', 'precision.products'  # Nobody asks
 _OF_A_RANK = 'host', 'held', 'accelerate.rank'  # Each rank has its own
 _MAY_DIFFER = (*_OF_A_RANK, 'precision.products')  # The last hangs on the CPU
 _NEVER_IN_FORCE = ('name', 'version', 'optimizer.warmup', 'data.classes', 'zero.set',
-                   'method.unpacked')  # The last is a permission
+                   'method.unpacked', 'batch.padded')  # A permission, and a fact for the plan
 _UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage'}}  # By a method
 
 # %% ../../nbs/training/09_effective.ipynb #fb4dcd3b
@@ -59,6 +59,7 @@ def _asked_settings(recipe, readings):
         'batch.parts': ranks,
         'sharding.share': 'its part',
         'sharding.group': recipe.sharding.group or ranks,
+        'cluster.allocator': next(iter(recipe.cluster.allocator.values()), None),
         'cluster.backend': 'gloo' if recipe.cluster.device == 'cpu' else 'nccl',
         'precision.frozen': None if full else recipe.precision.compute,
         'optimizer.warmup_steps': rate_schedule(recipe)[1]}
@@ -243,6 +244,7 @@ _DERIVED = {
     'batch.global': 'batch.micro x batch.accumulation x cluster.ranks',
     'batch.parts': 'cluster.ranks, so that each rank has its own rows',
     'cluster.ranks': 'cluster.nodes x cluster.processes',
+    'cluster.allocator': 'cluster.device and cluster.variables',
     'cluster.backend': 'cluster.device',
     'accelerate.ranks': 'cluster.ranks',
     'precision.frozen': 'precision.compute',

@@ -27,7 +27,7 @@ from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import base_config, load_tokenizer
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import (
-    check_transport, cpu_fsdp, fsdp_env, mixed_precision, set_fsdp, zero_config)
+    check_transport, cpu_fsdp, fsdp_env, mixed_precision, set_allocator, set_fsdp, zero_config)
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
@@ -508,6 +508,7 @@ def train_here(
     with Preemption(interrupts=False):  # Before anything that takes time
         _end_with_agent()
         finished = run_state(directory)['state'] == 'finished'
+        set_allocator(recipe)  # A library that is imported may open a GPU
         _import_libraries(finished)
         rank = _launched_rank(recipe)
         check_launcher(recipe, os.environ)

@@ -17,6 +17,7 @@ from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
 from ..model.recompute import keeps_selection
 from ..model.spec import spec_of
+from ..parallel.backends import read_allocator
 from ..parallel.shard import ShardingMismatch, assert_sharding
 
 # %% ../../nbs/training/08_live_settings.ipynb #f3546b45
@@ -496,6 +497,7 @@ _READERS |= {
     'cluster.nodes': ('ranks and environment', _nodes),
     'cluster.device': ('accelerator', lambda live: live.accelerator.device.type),
     'cluster.backend': ('process group', _backend),
+    'cluster.allocator': ('torch', lambda live: read_allocator()),
     'cluster.interface': ('environment', _interface),
     'cluster.variables': ('environment', _variables),
     'accelerate.ranks': ('accelerator', lambda live: live.accelerator.num_processes),

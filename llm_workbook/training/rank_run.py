@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from ..checkpoint.manifest import check_checkpoint, prune
-from ..checkpoint.save_load import finish_saving, load_checkpoint, save_checkpoint
-from ..checkpoint.sharded_files import base_digest
+from ..checkpoint.save_load import (
+    finish_saving, frozen_base, load_checkpoint, save_checkpoint)
 from ..config.recipe import Recipe
-from ..model.quantize import fingerprint
 from ..parallel.agreement import on_every_rank, rank_and_world
+from ..parallel.backends import set_allocator
 from ..parallel.shard import assert_sharding
 from .run_directory import RunFiles, Start, mark_run, read_metrics, write_line
 from .watchdog import HangWatch, Preemption, Votes, group_timeout
@@ -34,6 +34,7 @@ def set_up_device(
     import torch
     from accelerate.state import PartialState
     on_cpu = recipe.cluster.device == 'cpu'
+    set_allocator(recipe)
     if recipe.sharding.strategy == 'none' and int(os.environ.get('WORLD_SIZE', 1)) == 1:
         os.environ.pop('LOCAL_RANK', None)  # accelerate takes it for a distributed run
     if not on_cpu:
@@ -238,16 +239,17 @@ def check_shards(
     return report
 
 def payload_digest(
-    recipe: Recipe,  # Its method and strategy are read
+    recipe: Recipe,  # Its method is read
     model: 'torch.nn.Module',  # Unwrapped
-) -> str | None:  # None where nothing is packed
-    "Hash the packed base, however it is spread; a collective."
+) -> str | None:  # 16 hex digits, as of `base_digest`; None where nothing is packed
+    "Hash the packed base where it lies, however it is spread; a collective."
     if recipe.method.kind != 'qlora': return None
-    if recipe.sharding.strategy.startswith('zero'): return base_digest(model)
-    return fingerprint(model).digest
+    base = frozen_base(model, again=True)
+    if base.scales: return base.digest
+    raise ValueError(f'{type(model).__name__} has no 4-bit layer: load it with `load_nf4`')
 
 def check_payload(
-    recipe: Recipe,  # Its method and strategy are read
+    recipe: Recipe,  # Its method is read
     model: 'torch.nn.Module',  # Unwrapped, after the last step
     before: str | None,  # Its `payload_digest` before the first
 ) -> str | None:  # The same

@@ -88,10 +88,11 @@ def write_certificate(
     for name, norm in norms.items():
         count, least = kinds.get(_kind(name), (0, norm))
         kinds[_kind(name)] = count + 1, min(norm, least)
+    watched = reach and reach.step == reach.steps  # A step that float16 skipped shows nothing
     facts = {
         'base': base,
         'steps_watched': reach.step if reach else 0,
-        'without_gradient': reach.late if reach else None,  # None: not watched
+        'without_gradient': reach.late if watched else None,  # None: not watched to the end
         'adapters': {kind: {'count': count, 'least_norm': least}
                      for kind, (count, least) in kinds.items()}}
     file = RunFiles(directory).certificate

@@ -279,6 +279,7 @@ CHANGEABLE = {
     'batch.micro': _PRODUCT,
     'batch.accumulation': _PRODUCT,
     'sharding.group': 'how many ranks share one copy of the weights',
+    'batch.padded': 'what a plan counts with',
     'sharding.loading': 'how the base is read',
     'intervals.logging': 'at which steps a loss is written',
     'intervals.evaluation': 'at which steps held-out rows are judged',

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -427,7 +428,8 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 FACT = {
     'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
-    'compiler': {'content': '/usr/bin/gcc'},
+    'compiler': {'content': '/usr/bin/gcc'}, 'allocator': {'content': ''},
+    'builder': {'content': '/usr/bin/c++, /usr/bin/ninja'},
     'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
     'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
@@ -520,6 +522,49 @@ def test_a_real_preflight_for_gpus_stops_without_a_compiler(tmp_path, monkeypatc
     assert "CC is 'no-such-compiler', which is no program here" in found['compiler'].what
     monkeypatch.setenv('CC', sys.executable)  # Any program will do for a look
     assert 'no program here' not in f'{preflight(recipe, tmp_path/"run")}'
+
+
+OFFLOAD = {
+    'cluster.device': 'cuda', 'sharding.strategy': 'zero2', 'sharding.offload_optimizer': 'cpu'}
+
+
+@pytest.mark.parametrize('changes, stops', [
+    (OFFLOAD, True),
+    (OFFLOAD | {'sharding.offload_optimizer': 'none'}, False),
+    (OFFLOAD | {'optimizer.kind': 'sgd'}, False),
+    (OFFLOAD | {'cluster.device': 'cpu'}, False)])  # torch's own optimizer steps there
+def test_a_node_that_cannot_compile_an_offloaded_optimizer_is_named(changes, stops):
+    bare = OTHER | {'gpus': 1, 'builder': {'error': 'there is no c++ and no ninja'}}
+    found = assess(TWO.changed(changes), [FACT | {'gpus': 1}, bare])
+    assert [(f.check, f.host) for f in found] == ([('builder', 'node2')] if stops else [])
+    for finding in found:
+        assert finding.stops
+        assert 'no c++ and no ninja' in finding.what
+        assert 'pip install ninja' in finding.fix
+
+
+@pytest.mark.parametrize('facts, built', [
+    ("installed_ops={'cpu_adam': True}\naccelerator_name='cuda'\n", True),
+    ("installed_ops={'cpu_adam': True}\naccelerator_name='cpu'\n", False),  # Compiled again
+    ("installed_ops={'cpu_adam': False}\naccelerator_name='cuda'\n", False)])
+def test_an_optimizer_that_came_compiled_needs_no_compiler(tmp_path, monkeypatch, facts, built):
+    (tmp_path/'git_version_info_installed.py').write_text(facts)
+    place = SimpleNamespace(origin=str(tmp_path/'__init__.py'))
+    monkeypatch.setattr(witness, 'find_spec', lambda name: place)
+    found = witness.describe_builder({'PATH': '/nowhere'})
+    without = {'error': 'there is no c++ and no ninja'}
+    assert found == ({'content': 'compiled already'} if built else without)
+
+
+def test_a_shell_that_sets_torchs_allocator_is_found_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:128')
+    recipe = ONE.changed({'cluster.device': 'cuda', 'cluster.processes': 1})
+    found = {f.check: f for f in preflight(recipe, tmp_path/'run').problems}
+    assert 'PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 is set here' in found['allocator'].what
+    assert 'put it into cluster.variables' in found['allocator'].fix
+    given = {'cluster.variables': {'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:128'}}
+    found = preflight(recipe.changed(given), tmp_path/'run').problems
+    assert 'allocator' not in {finding.check for finding in found}
 
 
 LINK = {

@@ -2,9 +2,11 @@
 import os
 
 import pytest
+import torch
 
 from llm_workbook.config.recipe import Recipe, recipe_names, shrink
-from llm_workbook.parallel.backends import check_transport, fsdp_env, transport_env, zero_config
+from llm_workbook.parallel.backends import (
+    check_transport, fsdp_env, read_allocator, set_allocator, transport_env, zero_config)
 from llm_workbook.parallel.ranks import RankError, run_ranks
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
@@ -104,6 +106,56 @@ def test_an_interface_that_is_not_here_is_refused_by_name(monkeypatch):
         check_transport(on_loopback)
     with pytest.raises(ValueError, match=r"'ib7' is not on \S+, which has (\S+, )*lo\b"):
         check_transport(on_loopback.changed({'cluster.interface': 'ib7'}))
+
+
+GROWS = 'expandable_segments:True'
+ON_GPUS = RECIPE.changed({'cluster.device': 'cuda'})
+NAMES = 'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'  # That a recipe may set
+FIXED = {'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:False'}
+
+
+def test_every_rank_on_a_gpu_is_told_of_segments_that_grow():
+    for recipe in map(Recipe.named, recipe_names()):
+        told = {'PYTORCH_ALLOC_CONF': GROWS} if recipe.cluster.device == 'cuda' else {}
+        assert told.items() <= fsdp_env(recipe).items()
+        assert 'PYTORCH_ALLOC_CONF' not in fsdp_env(recipe).keys() - told.keys()
+    fixed = ON_GPUS.changed({'cluster.variables': FIXED})
+    assert transport_env(fixed) == FIXED
+
+
+@pytest.mark.parametrize('shell', [
+    FIXED, {'PYTORCH_HIP_ALLOC_CONF': 'backend:native'}, {'PYTORCH_ALLOC_CONF': ''}])
+def test_a_shell_may_not_overrule_the_allocator_of_a_recipe(monkeypatch, shell):
+    [name] = shell
+    monkeypatch.setenv(name, shell[name])
+    for asks in check_transport, set_allocator:
+        with pytest.raises(ValueError, match=f'{name}={shell[name]} is set here, and torch would'):
+            asks(ON_GPUS)
+    check_transport(RECIPE)  # It asks for nothing
+    given = ON_GPUS.changed({'cluster.variables': {name: shell[name]}}) if name in NAMES else RECIPE
+    check_transport(given)
+
+
+@pytest.mark.parametrize('env, found', [
+    ({}, ''),
+    ({'PYTORCH_ALLOC_CONF': GROWS}, GROWS),
+    (FIXED | {'PYTORCH_ALLOC_CONF': GROWS}, 'expandable_segments:False'),
+    (FIXED | {'PYTORCH_HIP_ALLOC_CONF': GROWS}, 'expandable_segments:False'),
+    ({'PYTORCH_HIP_ALLOC_CONF': 'x:1', 'PYTORCH_ALLOC_CONF': GROWS}, 'x:1')])
+@pytest.mark.parametrize('old', [False, True])
+def test_the_first_of_three_names_counts_to_us_as_to_torch(env, found, old):
+    def read():
+        if old: del torch._C._accelerator_getAllocatorSettings
+        return read_allocator()
+    assert run_ranks(read, 1, env=env) == [found]
+
+
+def test_an_allocator_that_torch_has_read_already_is_set_too():
+    named = RECIPE.changed({'cluster.variables': {'PYTORCH_ALLOC_CONF': GROWS}})
+    def set_late():
+        before = read_allocator()
+        return before, set_allocator(named), os.environ['PYTORCH_ALLOC_CONF']
+    assert run_ranks(set_late, 1) == [('', GROWS, GROWS)]
 
 
 def test_gloo_takes_the_interface():

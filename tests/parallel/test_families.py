@@ -63,8 +63,8 @@ def recipe(tmp_path_factory):
 # Refused before a rank starts
 
 REFUSED = {
-    'gemma2': ({}, "model.attention 'sdpa': Gemma2ForCausalLM .*set model.attention to 'eager'"),
-    'gpt_oss': ({}, "model.attention 'sdpa': GptOssForCausalLM .*set model.attention to 'eager'"),
+    'gemma2': ({}, "model.attention = 'sdpa': Gemma2ForCausalLM .*set model.attention to 'eager'"),
+    'gpt_oss': ({}, "model.attention = 'sdpa': GptOssForCausalLM .*set model.attention to 'eager'"),
     'gpt2': ({}, "c_attn.weight lies transposed on disk.*set sharding.loading to 'every_rank'"),
     'mixtral': ({}, "% of the weights of .*stay in 16 bit, most of them in .*method.unpacked to 0"),
     'qwen3_moe': (

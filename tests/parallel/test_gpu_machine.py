@@ -3,6 +3,7 @@
 The GPU is emulated. The tests marked `wheel` are for the CUDA build of torch, which make
 test-cuda-wheel installs: on it, the pages of recipes and the quickstart run on that machine too.
 """
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,9 @@ from trouble import fine_tune, losses, slow_case, small_recipe
 
 from llm_workbook import Recipe, rehearse
 from llm_workbook.parallel import ranks as module
-from llm_workbook.parallel.ranks import notebook_ranks
+from llm_workbook.parallel.backends import read_allocator
+from llm_workbook.parallel.ranks import notebook_ranks, run_ranks
+from llm_workbook.training import fine_tune as training
 
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
 QLORA = {
@@ -68,6 +71,17 @@ def test_cpu_runs_leave_the_gpu_alone(gpu_machine, tmp_path, changes):
     run = fine_tune(recipe, tmp_path/'run')
     assert len(losses(tmp_path/'run')) == 2
     assert run.evaluations
+
+
+def test_a_launched_rank_sets_the_allocator_before_a_library_opens_the_gpu(tmp_path, monkeypatch):
+    recipe = Recipe.named('8b-1x24gb-qlora')
+    def stop(finished): raise KeyError(os.environ.get('PYTORCH_ALLOC_CONF'), read_allocator())
+    monkeypatch.setattr(training, '_import_libraries', stop)
+    def train():
+        with pytest.raises(KeyError) as stopped: training.train_here(recipe, tmp_path/'run')
+        return stopped.value.args
+    grows = 'expandable_segments:True'
+    assert run_ranks(train, 1) == [(grows, grows)]
 
 
 @pytest.mark.slow

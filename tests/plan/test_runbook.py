@@ -16,11 +16,10 @@ FULL = '70b-2x8-a100-80-full'
 def test_every_rung_saves_what_it_says_and_keeps_the_rows_of_a_step(name):
     recipe = Recipe.named(name)
     before_b, rows = estimate(recipe).ledger.total('step'), recipe.global_batch
-    first, *others = memory_ladder(recipe)
-    assert first.gpu_b == before_b
-    assert not first.counted
-    assert others
-    for rung in others:
+    rungs = memory_ladder(recipe)
+    assert rungs
+    for rung in rungs:
+        assert rung.counted
         smaller = recipe.changed(rung.changes)
         plan = estimate(smaller)
         assert plan.ledger.total('step') == rung.gpu_b == before_b - rung.saved_b
@@ -29,6 +28,17 @@ def test_every_rung_saves_what_it_says_and_keeps_the_rows_of_a_step(name):
         assert all(room.spare_b >= 0 for room in plan.rooms if room.place != 'gpu')
         assert smaller.global_batch == rows * smaller.cluster.nodes // recipe.cluster.nodes
         before_b = rung.gpu_b
+
+
+@pytest.mark.parametrize('name', ['PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'])
+def test_segments_that_cannot_grow_are_the_first_rung(name):
+    fixed = {'cluster.variables': {name: 'expandable_segments:False', 'NCCL_DEBUG': 'INFO'}}
+    recipe = Recipe.named('8b-1x24gb-qlora').changed(fixed)
+    first, *others = memory_ladder(recipe)
+    assert not first.counted
+    assert first.gpu_b == estimate(recipe).ledger.total('step')
+    assert recipe.changed(first.changes).cluster.allocator == {name: 'expandable_segments:True'}
+    assert ('NCCL_DEBUG', 'INFO') in recipe.changed(others[-1].changes).cluster.variables
 
 
 @pytest.mark.parametrize('name', recipe_names())

@@ -145,7 +145,8 @@ def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words)
         {'sharding.strategy': 'ddp', 'batch.accumulation': 2},
         {
             'sharding.activation_checkpointing': 'full', 'method.kind': 'qlora',
-            'precision.compute': 'bfloat16', 'optimizer.warmup': 0.5}])
+            'precision.compute': 'bfloat16', 'optimizer.warmup': 0.5},
+        {'cluster.variables': {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}])
 def test_a_run_keeps_what_was_in_force(recipe, tmp_path, changes):
     run = training.fine_tune(recipe.changed(changes), tmp_path/'run', 120, live=False)
     in_force = explain_config(run)
@@ -155,6 +156,9 @@ def test_a_run_keeps_what_was_in_force(recipe, tmp_path, changes):
             assert in_force[name].found == asked[name]
             assert in_force[name].came.startswith('line ')
     assert in_force['batch.global'].found == run.recipe.global_batch
+    asked_of_torch = ''.join(run.recipe.cluster.allocator.values())
+    assert in_force['cluster.allocator'].found == asked_of_torch
+    assert in_force['cluster.allocator'].read == 'torch'
     assert in_force['optimizer.warmup_steps'].found == round(asked['optimizer.warmup'] * 2)
     assert in_force['optimizer.clip'].found == 1.0
     assert in_force['optimizer.steps'].found == 2

@@ -8,7 +8,7 @@ from llm_workbook.config.recipe import Method, Recipe, shrink
 from llm_workbook.parallel.load import load_sharded
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.training.fine_tune import fine_tune
-from llm_workbook.training.reach import Reach
+from llm_workbook.training.reach import Reach, write_certificate
 from llm_workbook.training.watchdog import Votes
 
 ROWS = torch.arange(1, 41).view(2, 20)
@@ -39,6 +39,18 @@ def test_one_adapter_without_a_gradient_is_noted_and_a_kind_without_is_refused()
         assert [name for name in late if 'layers.1.mlp.down_proj.lora_B' in name] == late != []
     for error in run_ranks(watched, 2, (range(4),), timeout_s=120):
         assert '4 adapters, all of down_proj, had no gradient in 1 steps' in error
+
+
+@pytest.mark.parametrize('steps, known', [(0, None), (1, None), (2, [])])
+def test_a_certificate_says_nothing_of_steps_that_float16_has_skipped(tmp_path, steps, known):
+    model = torch.nn.Linear(2, 2)
+    reach = Reach(model, 2)
+    for _ in range(steps):  # A skipped step is not noted
+        model(torch.ones(2)).sum().backward()
+        reach.note(Votes())
+    norms = {'layers.0.q_proj.lora_B.weight': 1.0}
+    written = json.loads(write_certificate(tmp_path, norms, reach, None).read_text())
+    assert (written['steps_watched'], written['without_gradient']) == (steps, known)
 
 
 @pytest.mark.slow
