@@ -465,7 +465,9 @@ def _passing(passing, rank) -> Iterator[Line]:
         gradients = name in ('forward', 'optimizer') or rank.zero > 1
 
         for line in lines:
-            if line.kind in counted or gradients and line.kind == 'gradients': continue
+            if line.kind in counted: continue
+            moving = rank.zero and not line.lasting  # Into a bucket
+            if gradients and line.kind == 'gradients' and not moving: continue
             yield line
 
 # %% ../../nbs/plan/08_ledger.ipynb #05f17fed

@@ -322,7 +322,9 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
     elif rank.recipe.batch.accumulation > 1: there = ('',)
     else:
         after_forward = [name for name in instants if INSTANTS[name].phase != 'forward']
-        there = tuple(name for name in after_forward if name != 'loss')
+        none_yet = ['loss']  # Until a bucket is full
+        if rank.recipe.zero.reduce_bucket > rank.tensors.largest: none_yet.append('head')
+        there = tuple(name for name in after_forward if name not in none_yet)
     return _Reduced(number_b, n, m, there, name, source)
 
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909
