@@ -214,7 +214,7 @@ def _in_buckets(run, step, instants) -> None:
     sent_b = number_b * max(bucket - weight // 2, weight)  # The next weight no longer fits
     if run.strategy == 'zero3': sent_b += sent_b // run.ranks  # And what comes out of it
     instants['layer reduced'] = step.tables | {
-        'kept': left_b, 'alive': step.big.peak.saved_b, 'flow': 2 * step.big.stream_b,
+        'kept': left_b, 'alive': max(0, step.big.peak.saved_b), 'flow': 2 * step.big.stream_b,
         'moving': largest_b, 'sent': sent_b}
 
 

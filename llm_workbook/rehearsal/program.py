@@ -526,7 +526,7 @@ def _mark_step(trainer, recorder, recipe):
             else: self.note('end', 'ended_s')
 
         def on_log(self, args, state, control, logs=None, **more):
-            if 'loss' in (logs or {}): self.on_step_end(args, state)  # Reading the loss belongs to it
+            if 'loss' in (logs or {}): self.on_step_end(args, state)  # Reading it belongs to it
 
     trainer.add_callback(Marking())
     return marks

@@ -55,6 +55,7 @@ def _answered(owner, name, answer):
 
     return patch.object(owner, name, run)
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29000ff
 def _known_numbers():
     "Numbers that decide what happens next: no gradient overflows, and all ranks agree."
     import deepspeed.runtime.zero.partition_parameters as parameters
@@ -65,28 +66,31 @@ def _known_numbers():
     for module in (parameters, coordinator):
         yield patch.object(module, 'assert_ints_same_as_other_ranks', lambda numbers: None)
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900110
 def _optimizers():
     import deepspeed.runtime.zero.stage3 as third
     import deepspeed.runtime.zero.stage_1_and_2 as first
     return (first, first.DeepSpeedZeroOptimizer), (third, third.DeepSpeedZeroOptimizer_Stage3)
 
-# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900110
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900132
 def _block(recorder, tensor):
     "The block of a tensor; None for what has no memory."
     import torch
     return recorder.memory.meet(tensor, '') if isinstance(tensor, torch.Tensor) else None
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900143
 def _name(recorder, tensor, kind, host=False):
     "Say the class of a tensor, and whether it waits in host memory."
     block = _block(recorder, tensor)
     if block is not None: block.kind, block.host = kind, host
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900154
 def _name_new(recorder, tensor, kind):
     "Say the class of a tensor that has none, or was only a message so far."
     block = _block(recorder, tensor)
     if block is not None and block.kind in ('', 'collective'): block.kind = kind
 
-# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900121
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900165
 def watch_zero(
     recorder: Recorder,  # That has watched the engine
     engine: 'deepspeed.DeepSpeedEngine',  # That has an optimizer
@@ -109,16 +113,19 @@ def watch_zero(
     _name(recorder, getattr(zero, 'grad_partitions_flat_buffer', None), 'gradients', states_wait)
     _name_buckets(recorder, zero)
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900176
 def _waits(zero):
     "Whether states and whether weights wait in host memory."
     states = getattr(zero, 'cpu_offload', False) or getattr(zero, 'offload_optimizer', False)
     return bool(states), bool(getattr(zero, 'offload_param', False))
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900187
 def _masters(zero):
     "The parts of the float32 weights that this rank updates."
     for name in ('single_partition_of_fp32_groups', 'fp32_partitioned_groups_flat'):
         yield from getattr(zero, name, ())
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900198
 def _name_buckets(recorder, zero):
     "Buckets of gradients, and the copies through which weights and gradients go to host memory."
     for bucket in zero.ipg_buckets.values():
@@ -130,7 +137,7 @@ def _name_buckets(recorder, zero):
         buffer = getattr(zero, f'temp_grad_buffer_for_{place}_offload', None)
         _name(recorder, buffer, 'zero_buckets', host=place == 'cpu')
 
-# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900143
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29001ba
 def _before(owner, name, note):
     "A patch: `note` gets the arguments of a method before it runs."
     method = getattr(owner, name)
@@ -141,6 +148,7 @@ def _before(owner, name, note):
 
     return patch.object(owner, name, run)
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29001cb
 def _after(owner, name, note):
     "A patch: `note` gets the arguments of a method when it has run."
     method = getattr(owner, name)
@@ -152,6 +160,7 @@ def _after(owner, name, note):
 
     return patch.object(owner, name, run)
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29001dc
 def _named_on_the_way(recorder):
     "Name gradients, buckets and gathered weights as DeepSpeed makes them."
     from deepspeed.runtime.zero.partitioned_param_coordinator import (
@@ -171,7 +180,7 @@ def _named_on_the_way(recorder):
     yield _after(first, 'setup_buckets', buckets)
     yield _after(PartitionedParameterCoordinator, 'fetch_sub_module', gathered)
 
-# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900165
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29001fe
 def _copies_to_the_gpu(recorder):
     "Weights that wait in host memory are sent from a copy on the GPU, which a CPU does not make."
     import deepspeed.runtime.zero.partition_parameters as parameters
@@ -185,7 +194,7 @@ def _copies_to_the_gpu(recorder):
 
     return patch.object(parameters, '_dist_allgather_fn', run)
 
-# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900187
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900220
 def _updates(recorder):
     "The whole step of DeepSpeed is an update: that of torch's optimizer is a part of it."
     for _, optimizer in _optimizers():
@@ -193,6 +202,7 @@ def _updates(recorder):
         yield patch.object(
             optimizer, '_optimizer_step', _placed_update(recorder, optimizer._optimizer_step))
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900231
 def _recorded_step(recorder, take_step):
     def step(zero, *args, **kwargs):
         for gradients in _reduced(zero): _name_new(recorder, gradients, 'gradients')
@@ -205,6 +215,7 @@ def _recorded_step(recorder, take_step):
         return result
     return step
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900242
 def _placed_update(recorder, update):
     "What torch's optimizer makes lies where the states do."
     def run(zero, group):
@@ -217,20 +228,24 @@ def _placed_update(recorder, update):
             for tensor in state.values(): _place(recorder, tensor, states_wait)
     return run
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900253
 def _place(recorder, tensor, host):
     block = _block(recorder, tensor)
     if block is not None: block.host = host
 
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900264
 def _reduced(zero):
     "The gradients of this rank's part, in the order in which they came."
     for parts in (getattr(zero, 'averaged_gradients', None) or {}).values(): yield from parts or ()
 
-# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29001a9
+# %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e2900286
 @contextmanager
 def zero_engine(
     recorder: Recorder,  # Of the block, which it is inside
 ) -> Iterator[None]:  # For as long as the block lasts
     "Inside, DeepSpeed's engine runs on fake tensors, and the recorder knows what is what."
+    if not isinstance(recorder, Recorder):
+        raise ValueError(f'{recorder!r} is no Recorder: take the one that `recorded` gives')
     from deepspeed.utils import logger
     level = logger.level
     with ExitStack() as stack:
