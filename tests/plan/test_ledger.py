@@ -504,11 +504,11 @@ def test_buffers_of_a_step_are_gone_while_loading_and_saving_and_so_is_their_rou
 def test_a_full_bucket_is_copied_to_be_sent_and_zero3_makes_its_part_besides(stage, ranks):
     made = memory(BASE.changed({
         'method.kind': 'full', 'sharding.strategy': f'zero{stage}', 'cluster.nodes': 1,
-        'cluster.processes': ranks, 'zero.reduce_bucket': 10**9}))
+        'cluster.processes': ranks, 'zero.reduce_bucket': 10**6}))
     sent = [x.size_b for x in made.lines if x.name == 'a full bucket, copied to be reduced']
     moving = [x.size_b for x in made.lines
               if x.name == 'a gradient on its way into a bucket' and x.instant == 'last layer']
-    copy_b = 2 * 10**9 - moving[0] // 2
+    copy_b = 2 * (10**6 - moving[0] // 4)
     assert sent == [copy_b + (copy_b // ranks if stage == 3 else 0)]
 
 
