@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 from bench.shared.heap import held_b, highest_b, mapped_b, wait_for_release
 from bench.shared.models import build, rows
-from bench.shared.real_ranks import recorded
+from bench.shared.real_ranks import recorded, warm_up
 from bench.shared.small_rehearsals import QUIET, STEPS
 
 
@@ -136,6 +136,7 @@ def main() -> None:
     from llm_workbook.parallel.ranks import notebook_ranks
     transformers.logging.set_verbosity_error()
     recipe = Recipe.model_validate(job)
+    if recipe.sharding.strategy.startswith('zero'): warm_up()
     print(json.dumps(notebook_ranks(rank, recipe.cluster.ranks, (job,), 300, fsdp_env(recipe))))
 
 

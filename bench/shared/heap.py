@@ -65,15 +65,22 @@ def wait_for_release(before_b: int, size_b: int, seconds: float = 30) -> None:
 def held_b(model, optimizer) -> int:
     """Give the bytes that this rank keeps between steps, each storage once.
 
-    Parameters, buffers, 4-bit statistics, optimizer states, and the buckets of DDP.
+    Parameters, buffers, 4-bit statistics, optimizer states, the buckets of DDP, and what ZeRO
+    keeps besides.
     """
     import torch
+    from bench.shared.real_ranks import gradients, optimizer_tensors
     from llm_workbook.model.quantize import payload_bytes
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    if hasattr(optimizer, 'ipg_buckets'):
+        tensors += [getattr(parameter, 'ds_tensor', None) for parameter in model.parameters()]
+        named = *optimizer_tensors(optimizer), *gradients(model, optimizer)
+        tensors += [tensor for _, tensor in named]
     storages = {}
     for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor): continue
         local = getattr(tensor, '_local_tensor', tensor)  # This rank's part of a sharded tensor
         storage = local.untyped_storage()
         storages[storage._cdata] = storage.nbytes()

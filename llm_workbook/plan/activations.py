@@ -62,7 +62,7 @@ def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
         stream_b=master_b if full and unsharded else compute_b,
         kind=method.kind,
         grad_b=master_b if unsharded else compute_b,
-        adapter_b=master_b,
+        adapter_b=compute_b if strategy.startswith('zero') else master_b,
         rank=method.rank,
         targets=method.targets,
         dropout=method.dropout > 0,

@@ -520,7 +520,9 @@ def _passing(run, step, zero) -> _Group:
     for name, lines in passing_lines(run, step).items():
         gradients = name in ('forward', 'optimizer') or zero > 1
         left_out = counted | ({'gradients'} if gradients else set())
-        kept += [line for line in lines if line.kind not in left_out]
+        if zero and gradients: left_out -= {'gradients'}  # Those that move into a bucket count
+        kept += [line for line in lines if line.kind not in left_out
+                 and not (gradients and line.kind == 'gradients' and line.lasting)]
     return _Group(tuple(kept), (), _Sums.of(kept))
 
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1df

@@ -343,13 +343,13 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
     n, m = _partition(rank), _touched(rank)
     name, source = 'gradients, one partition', 'DeepSpeed, stage_1_and_2.py'
     if rank.place('gradients') != 'gpu':
-        source = f'{source}: the gradients of the fp32 partition'
-        return _Reduced(4, n, n, ('',), name, source)
+        return _Reduced(4, n, n, ('',), name, f'{source}: the gradients of the fp32 partition')
     if rank.zero == 1: there = ('optimizer',)
     elif rank.accumulates: there = ('',)
     else:
         after_forward = [name for name in instants if INSTANTS[name].phase != 'forward']
-        there = tuple(name for name in after_forward if name != 'loss')
+        late = rank.knobs.reduce_bucket > rank.tensors.largest  # The head fills no bucket
+        there = tuple(name for name in after_forward if name not in ('loss', 'head' * late))
     return _Reduced(number_b, n, m, there, name, source)
 
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909

@@ -94,6 +94,12 @@ _KINDS |= {
     'bucket': _Kind(
         'collective', 'a bucket of gathered weights, already copied out',
         'min(prefetch_bucket, gathered) × bytes', 'DeepSpeed, partition_parameters.py'),
+    'moving': _Kind(
+        'gradients', 'a gradient on its way into a bucket', 'numbers of one weight × bytes',
+        'DeepSpeed'),
+    'sent': _Kind(
+        'collective', 'a full bucket, copied to be reduced',
+        'min(reduce_bucket, numbers) × bytes', 'DeepSpeed, flatten'),
     'ipg': _Kind(
         'zero_buckets', 'buckets of gradients', 'reduce_bucket × bytes × 2 if overlap',
         'DeepSpeed', True),
@@ -178,6 +184,7 @@ def _unsharded(run, step, instants) -> None:
     }
     for name, sizes in instants.items():
         new_b = sizes.pop('whole', 0)
+        if run.strategy.startswith('zero'): sizes['moving'] = new_b
         if not run.accumulates: gradients_b = done_b.get(name, 0) + new_b
         else: gradients_b = total_b + (new_b if name == 'embedding' else 0)
         sizes['gradients'] = gradients_b // run.ranks
@@ -185,7 +192,32 @@ def _unsharded(run, step, instants) -> None:
         if run.strategy.startswith('zero'):
             bucket_b = min(zero.reduce_bucket * run.setting.compute_b, total_b)
             sizes['ipg'] = bucket_b * (2 if zero.overlap else 1)
+    if run.strategy.startswith('zero'): _in_buckets(run, step, instants)
     if run.strategy == 'zero3': _fetched(run, step, instants)
+
+
+# %% ../../nbs/plan/05_step_memory.ipynb #ebf2e8fd
+def _in_buckets(run, step, instants) -> None:
+    "ZeRO drops a gradient when it lies in a bucket, and copies a full bucket to reduce it."
+    parts, bucket = step.layers, run.zero.reduce_bucket
+    largest_b = step.big.part.neighbours // 3 * run.setting.compute_b  # Of two that are alike
+    for name in ('last layer', 'first layer'):
+        if name in instants: instants[name]['moving'] = min(instants[name]['moving'], largest_b)
+    numbers = parts.trained + step.embedding.trained + step.tail.trained
+    number_b = run.setting.compute_b
+    if bucket >= numbers:
+        if 'embedding' in instants: instants['embedding']['sent'] = numbers * number_b
+        return
+    early = 0 if step.tied_b else step.tail.trained  # A tied gradient is whole at the end alone
+    done = min(1, max(0, (bucket - early) / max(1, parts.trained)))
+    kept_b, beside_b = _waiting(run, step)
+    left_b = int((1 - done) * (kept_b if run.recomputes else beside_b))
+    weight = largest_b // number_b
+    sent_b = number_b * max(bucket - weight // 2, weight)  # The next weight no longer fits
+    if run.strategy == 'zero3': sent_b += sent_b // run.ranks  # And what comes out of it
+    instants['layer reduced'] = step.tables | {
+        'kept': left_b, 'alive': max(0, step.big.peak.saved_b), 'flow': 2 * step.big.stream_b,
+        'moving': largest_b, 'sent': sent_b}
 
 
 # %% ../../nbs/plan/05_step_memory.ipynb #2c8f5a62
@@ -201,6 +233,7 @@ def _fetched(run, step, instants) -> None:
         if name in ('embedding', 'optimizer'): continue
         gathered = min(live, step.big.part.split) if name == 'first layer' else live
         sizes['live'] = gathered * split_b // numbers
+        if live == numbers: continue  # All is there, and nothing is fetched again
         sizes['bucket'] = min(run.zero.prefetch_bucket, gathered) * split_b // numbers
 
 

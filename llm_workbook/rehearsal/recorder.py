@@ -294,6 +294,7 @@ class Recorder:
         self.events = self.progress.events  # Of type `Event`
         self.blocks = self.memory.blocks  # Of type `Block`
         self.messages = []  # Of type `Message`
+        self.after_update = 'between'  # Phase that follows a step of torch's optimizer
         self.flop_formulas = _flop_formulas(gpu)
 
     def phase(self,
@@ -409,7 +410,7 @@ def _end_update(recorder, optimizer, *_):
     for state in optimizer.state.values():
         for tensor in _tensors(list(state.values())):
             recorder.memory.tag(tensor, 'optimizer', host=True)
-    recorder.phase('between')
+    recorder.phase(recorder.after_update)
 
 def _hooks(recorder):
     "Register the hooks; each can be removed."

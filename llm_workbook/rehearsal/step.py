@@ -101,6 +101,8 @@ def _card_b(recipe):
     return find_node(recipe.cluster.hardware).gpu.memory_b
 
 # %% ../../nbs/rehearsal/05_step.ipynb #8ecca9f2
+_IN_BUCKETS = 'ddp', 'zero1', 'zero2', 'zero3'  # What does not follow the layers
+
 def rehearse(
     recipe: Recipe,  # Any that `rehearsable` does not refuse
     exact: bool = False,  # Whether every layer runs; else two small models do
@@ -120,7 +122,7 @@ def rehearse(
         return Timeline(tuple(spans(step.recorder, step.begin, step.end)), step.layers)
 
     depths = None
-    if not exact and changed.sharding.strategy != 'ddp':  # DDP's buckets do not follow the layers
+    if not exact and changed.sharding.strategy not in _IN_BUCKETS:
         depths = shallow_depths(find_spec(changed.model.source, changed.model.revision))
     try:
         if depths: timeline = extrapolated(run(depths[0]), run(depths[1]), depths[2])

@@ -500,6 +500,18 @@ def test_buffers_of_a_step_are_gone_while_loading_and_saving_and_so_is_their_rou
     assert len(rounding['step']) == 4
 
 
+@pytest.mark.parametrize('stage, ranks', [(2, 2), (3, 2), (3, 4)])
+def test_a_full_bucket_is_copied_to_be_sent_and_zero3_makes_its_part_besides(stage, ranks):
+    made = memory(BASE.changed({
+        'method.kind': 'full', 'sharding.strategy': f'zero{stage}', 'cluster.nodes': 1,
+        'cluster.processes': ranks, 'zero.reduce_bucket': 10**6}))
+    sent = [x.size_b for x in made.lines if x.name == 'a full bucket, copied to be reduced']
+    moving = [x.size_b for x in made.lines
+              if x.name == 'a gradient on its way into a bucket' and x.instant == 'last layer']
+    copy_b = 2 * (10**6 - moving[0] // 4)
+    assert sent == [copy_b + (copy_b // ranks if stage == 3 else 0)]
+
+
 @pytest.mark.parametrize('checkpointing', ['none', 'full'])
 def test_zero_reduces_in_the_backward_pass_alone(checkpointing):
     zero = memory(
@@ -509,6 +521,10 @@ def test_zero_reduces_in_the_backward_pass_alone(checkpointing):
                 'sharding.activation_checkpointing': checkpointing})).lines
     buckets = {
         x.instant for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
-    partition = {x.instant for x in zero if x.kind == 'gradients' and x.phase == 'step'}
-    assert buckets == {'loss', 'head', 'last layer', 'first layer', 'embedding'}
-    assert partition == {'head', 'last layer', 'first layer', 'embedding', 'optimizer'}
+    partition = {x.instant for x in zero if x.name == 'gradients, one partition'}
+    moving = {x.instant for x in zero if x.name == 'a gradient on its way into a bucket'}
+    backward = {'loss', 'head', 'last layer', 'first layer', 'embedding'}
+    assert backward <= buckets <= backward | {'layer reduced'}
+    assert moving == buckets
+    # The first bucket takes more than the head
+    assert partition == buckets - {'loss', 'head'} | {'optimizer'}

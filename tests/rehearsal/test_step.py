@@ -136,19 +136,20 @@ def test_every_recipe_of_the_package_can_be_scripted_or_says_why_not(name):
     else: assert made.cluster.device == 'cpu' and notes and rehearsable(made)[0] == made
 
 
-def test_states_that_wait_alone_count_to_the_gpu_and_the_notes_say_so():
-    made, notes = rehearsable(
-        Recipe.named('7b-zero3-offload').changed({'sharding.offload_parameters': 'none'}))
-    assert made.sharding.offload_optimizer == 'none'
-    assert any('count to the GPU' in note for note in notes)
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2', 'zero3'])
+def test_zero_is_played_as_itself_for_two_steps(plain, strategy):
+    asked = plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16',
+                                  'sharding.offload_optimizer': 'cpu', 'zero.reduce_bucket': 10**6})
+    made, notes = rehearsable(asked)
+    assert (made.sharding.strategy, made.sharding.offload_optimizer) == (strategy, 'cpu')
+    assert (made.zero, made.optimizer.steps) == (asked.zero, 2)
+    assert any("DeepSpeed's engine" in note for note in notes)
 
 
-@pytest.mark.parametrize('strategy, kept', [('zero2', True), ('zero3', False), ('fsdp1', False)])
-def test_what_runs_for_another_strategy_keeps_what_it_keeps(plain, strategy, kept):
-    "ZeRO-2 holds all weights for the whole step; ZeRO-3 and FSDP1 drop what they have gathered."
+def test_fsdp1_is_played_by_fsdp2_and_the_notes_say_so(plain):
     part, notes = rehearsable(
-        plain.changed(FULL | {'sharding.strategy': strategy, 'precision.compute': 'bfloat16'}))
-    assert (part.sharding.strategy, part.sharding.reshard_after_forward) == ('fsdp2', not kept)
+        plain.changed(FULL | {'sharding.strategy': 'fsdp1', 'precision.compute': 'bfloat16'}))
+    assert (part.sharding.strategy, part.sharding.reshard_after_forward) == ('fsdp2', True)
     assert [note for note in notes if ' runs as FSDP2' in note]
 
 

@@ -1,0 +1,107 @@
+"""DeepSpeed's engine on fake tensors: against DeepSpeed on real ranks, and against the ledger."""
+import os
+from types import SimpleNamespace
+
+import pytest
+
+os.environ['HF_HUB_OFFLINE'] = '1'
+
+from bench.lines.rehearsal_error import real
+from bench.shared.small_rehearsals import AGAIN, FULL, LORA, QLORA, percent, recipe
+from trouble import slow_case
+
+from llm_workbook import Recipe, rehearse
+from llm_workbook.plan.ledger import memory
+from llm_workbook.rehearsal.program import record_step, rehearsable
+
+SHORT = {'batch.length': 64, 'precision.compute': 'bfloat16'}
+BUCKETS = {'zero.reduce_bucket': 3_000_000, 'zero.prefetch_bucket': 1_000_000}
+AWAY = {'sharding.offload_optimizer': 'cpu'}
+
+
+def zero(stage, **more): return {'sharding.strategy': f'zero{stage}'} | BUCKETS | more
+
+
+WAYS = {
+    'zero1, full': FULL | zero(1),
+    'zero2, full': FULL | zero(2),
+    'zero3, full': FULL | zero(3),
+    'zero2, lora': LORA | zero(2) | AGAIN,
+    'zero3, lora': LORA | zero(3),
+    'zero2, qlora': QLORA | zero(2) | AGAIN,
+    'zero3, qlora': QLORA | zero(3) | AGAIN,
+    'zero1, accumulated': FULL | zero(1) | {'batch.accumulation': 2},
+    'zero3, accumulated': FULL | zero(3) | {'batch.accumulation': 2},
+    'zero2, offloaded': FULL | zero(2) | AWAY,
+    'zero3, offloaded': FULL | zero(3) | AWAY | {'sharding.offload_parameters': 'cpu'},
+    'zero2, one buffer': FULL | zero(2, **{'zero.overlap': False}),
+    'zero2, four ranks': FULL | zero(2) | {'cluster.processes': 4},
+    'zero3, four ranks': FULL | zero(3) | {'cluster.processes': 4},
+}
+
+
+def played(made):
+    "The step of a rehearsal; the memory of host and GPU together, as CPU ranks have it."
+    step = record_step(rehearsable(made)[0])
+    recorder, begin, end = step.recorder, step.begin, step.end
+    return SimpleNamespace(
+        peak_b=max(recorder.alive_b(None, begin, end)),
+        flops=sum(event.flops for event in recorder.events[begin:end]),
+        messages=[m for m in recorder.messages if begin <= m.event < end])
+
+
+@pytest.mark.parametrize('name', [
+    name if name == 'zero3, full' else slow_case(name) for name in WAYS])
+def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, tmp_path):
+    made = recipe('quick', WAYS[name] | SHORT, tmp_path)
+    saw, ours = real(made), played(made)
+    assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
+    assert [tuple(message) for message in saw['collectives']] == [
+        ('backward' * (m.phase == 'backward'), m.kind, m.size_b) for m in ours.messages]
+    assert ours.flops == saw['flops']
+
+
+PLANS = [(stage, kind, ranks) for stage in (1, 2, 3) for kind in ('full', 'lora', 'qlora')
+         for ranks in (2, 4, 8)]
+
+
+def planned(stage, kind, ranks, **changes):
+    "A Llama of 1.2 billion parameters on GPUs."
+    plain = Recipe(
+        name='zero', model={'source': 'llama-3.2-1b'}, data={'source': 'sample-conversations'},
+        method={'kind': kind}, precision={'compute': 'bfloat16'},
+        cluster={'processes': ranks, 'device': 'cuda'},
+        sharding={'activation_checkpointing': 'full', 'strategy': f'zero{stage}'},
+        batch={'micro': 2, 'length': 2048})
+    return plain.changed(changes)
+
+
+@pytest.mark.parametrize('stage, kind, ranks', [
+    plan if plan == (2, 'qlora', 8) else slow_case(*plan) for plan in PLANS])
+def test_ledger_and_engine_give_the_same_bytes(stage, kind, ranks):
+    made = planned(stage, kind, ranks)
+    assert memory(made).total('step', level='allocated') == pytest.approx(
+        rehearse(made).peak_b, rel=.03)
+
+
+def test_what_is_offloaded_lies_in_host_memory(tmp_path):
+    here, away = (rehearse(recipe('quick', FULL | zero(2) | SHORT | changes, tmp_path))
+                  for changes in ({}, AWAY))
+    assert here.by_kind()['master'] == 4 * 12_635_328
+    assert 'master' not in away.by_kind()
+    assert max(span.host_b for span in away.timeline.spans) > 3 * here.by_kind()['master']
+    assert away.peak_b < here.peak_b
+
+
+def test_a_rehearsal_of_zero_leaves_nothing_behind(tmp_path):
+    import deepspeed
+    import torch
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    made = recipe('quick', LORA | zero(3) | SHORT, tmp_path)
+    first, persisted = rehearse(made), Init.num_persisted_parameters
+    assert rehearse(made).messages == first.messages
+    assert not is_deepspeed_zero3_enabled()
+    assert Init.num_persisted_parameters == persisted
+    assert deepspeed.comm.comm.cdb is None
+    assert type(torch.nn.Linear(2, 2).weight) is torch.nn.Parameter
