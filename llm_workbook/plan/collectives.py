@@ -337,7 +337,16 @@ def _zero3_gathers(recipe, spec, units, node) -> tuple[list, list]:
         return [_message('all_gather', instant, count, portion_b, lane, node)]
     recomputes = recipe.sharding.activation_checkpointing != 'none'
     live = live_numbers(zero, numbers, spec.hidden * spec.vocab, recomputes)
-    return gathers('forward', 1.), gathers('backward', 1 - live / max(1, numbers))
+    twice = _released(units, zero, len(spec.units) - 1) if recomputes else 0
+    return gathers('forward', 1.), gathers('backward', 1 + (twice - live) / max(1, numbers))
+
+def _released(units, zero, outside) -> int:
+    """Count the numbers that are dropped between a layer's recomputation and its backward pass.
+
+    A weight is used again after all that follow it in the layer, there and back.
+    """
+    kept = zero.max_reuse // 2
+    return sum(u.count * max(0, u.gathered - kept) for u in units if u.part < outside)
 
 # %% ../../nbs/plan/09_collectives.ipynb #cfba64d8
 def _whole_exchange(recipe, spec, units, node) -> Exchange:

@@ -260,7 +260,7 @@ def _rooms(ledger, node) -> tuple[tuple, ...]:
     rooms = [('host', on_host, machine.memory_b), ('disk', on_disk, machine.disk_b)]
     if cluster.device == 'cpu':
         for phase in _PHASES: on_host[phase] += cluster.processes * on_gpu[phase]
-    else: rooms.insert(0, ('gpu', on_gpu, machine.gpu.memory_b))
+    else: rooms.insert(0, ('gpu', on_gpu, machine.gpu.usable_b))
     fullest = [max(needed, key=lambda phase: (needed[phase], phase)) for _, needed, _ in rooms]
     return tuple((place, phase, needed[phase], have_b)
                  for phase, (place, needed, have_b) in zip(fullest, rooms))
@@ -453,10 +453,10 @@ _OF_THE_BASE = 'weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers',
 def _card_b(card) -> int | None:
     "Memory of the GPU of a machine, a `Node` or its name."
     if not card: return None
-    return card.gpu.memory_b if isinstance(card, Node) else _named_card_b(card)
+    return card.gpu.usable_b if isinstance(card, Node) else _named_card_b(card)
 
 @cache
-def _named_card_b(name) -> int: return find_node(name).gpu.memory_b
+def _named_card_b(name) -> int: return find_node(name).gpu.usable_b
 
 def _passing(passing, rank) -> Iterator[Line]:
     "What a step holds for a while, without what `resident_lines` counts."

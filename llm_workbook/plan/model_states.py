@@ -328,6 +328,7 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909
 def _gradients(rank, instants) -> Iterator[Line]:
     trained = rank.tensors.trained
+    if rank.recipe.optimizer.in_backward: return  # Each goes as it comes: the step counts it
     if rank.recipe.batch.accumulation > 1 and rank.zero < 2:
         w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
