@@ -208,10 +208,14 @@ def _selected(tape, checkpointing) -> list:
 def _total_b(tensors) -> int: return sum(tensor.size_b for tensor in tensors)
 
 # %% ../../nbs/plan/04_activations.ipynb #58f0c56f
+def _first_b(setting) -> int:
+    "Bytes of an element of what the embedding gives: only norms make the stream wider after it."
+    return setting.compute_b if setting.frozen == 'norms' else setting.stream_b
+
 def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
     tape, start = layer_tape(unit, spec, setting)
     if checkpointing != 'none':
-        first_b = start.size_b // start.element_b * setting.first_b
+        first_b = start.size_b // start.element_b * _first_b(setting)
         return _recomputed(unit, tape, start, checkpointing, part, first_b)
     saved_b = _total_b(tape.saved)
     first, _ = layer_tape(unit, spec, setting, needs=setting.trains)
@@ -254,7 +258,7 @@ def _tables(spec, setting) -> dict[str, int]:
     elif setting.attention == 'sdpa': mask_b = len(windows if setting.masked else windows - {None})
     else: mask_b = 0
     return {
-        'rotary': 2 * setting.length * width * setting.first_b,
+        'rotary': 2 * setting.length * width * _first_b(setting),
         'mask': mask_b * setting.rows * setting.length,
         'ids': 8 * setting.rows,
     }
@@ -359,7 +363,7 @@ def _kept_by_layers(spec, run) -> list[tuple]:
             tape, start = layer_tape(unit, spec, run.setting, needs)
             tensors = [start, *_selected(tape, run.checkpointing)] if run.recomputes else tape.saved
             if run.recomputes and index == 0 and run.setting.frozen == 'norms':
-                first = tape.tensor('input', start.width, run.setting.first_b)
+                first = tape.tensor('input', start.width, _first_b(run.setting))
                 kept.append((1, first, f'{unit.name}: input of the first'))
                 kept.append((count - 1, start, f'{unit.name}: input'))
                 tensors = tensors[1:]

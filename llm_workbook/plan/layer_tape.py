@@ -49,19 +49,9 @@ class Setting(NamedTuple):
         return self.stream_b > self.compute_b
 
     @property
-    def first_b(self) -> int:  # Bytes
-        "Size an element of what the embedding gives: only norms make the stream wider after it."
-        return self.compute_b if self.frozen == 'norms' else self.stream_b
-
-    @property
     def casts(self) -> bool:  # A 16-bit copy of each weight is kept for the backward pass
         "Say whether matrices are in float32 and multiplied in 16 bit."
         return self.autocast and self.frozen != 'norms'
-
-    @property
-    def fused(self) -> bool:  # One kernel for a norm, and one for the gate
-        "Say whether small operations are one kernel, which keeps its inputs alone."
-        return self.kernels != 'plain'
 
     @property
     def trains(self) -> bool:  # And not only adapters
@@ -80,7 +70,7 @@ def _cast(tape, name, x, element_b) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd39
 def _norm(tape, x, setting, heads=1, gemma=False) -> Tensor:
     "RMSNorm of `x`, or of each of its heads."
-    if setting.fused: return _fused_norm(tape, x, setting, heads)
+    if setting.kernels != 'plain': return _fused_norm(tape, x, setting, heads)
     width, stream_b = x.width, x.element_b
     wide = _cast(tape, 'norm: float32', x, 4)
     square = tape.op(
@@ -114,10 +104,9 @@ def _weighted(tape, y, numbers, setting, gemma) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd40
 def _fused_norm(tape, x, setting, heads) -> Tensor:
     "RMSNorm in one kernel: it keeps its input as it is, and one number for each row."
-    root = tape.tensor('norm: root', heads, 4)
     return tape.op(
         'norm: fused', (x,), x.width, x.element_b,
-        saves=(x, root),
+        saves=(x, tape.tensor('norm: root', heads, 4)),
         grads_b=x.width // heads * setting.grad_b if setting.trains else 0)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #f2ac1b49
@@ -144,15 +133,14 @@ def _linear(tape, x, weight, setting) -> Tensor:
 def _packed_linear(tape, x, weight, setting) -> Tensor:
     "bitsandbytes computes in 16 bit and gives back the type that it was given."
     name, compute_b = weight.module, setting.compute_b
-    wide_b = x.element_b
-    x = _cast(tape, f'{name}: 16-bit input', x, compute_b)
+    narrow = _cast(tape, f'{name}: 16-bit input', x, compute_b)
     unpacked_b = weight.numel * compute_b + weight.numel // 8  # With statistics, twice
     out = tape.op(
-        name, (x,), weight.shape[0], compute_b,
-        saves=(x,) if setting.packed == 'int8' or setting.keeps else (),
+        name, (narrow,), weight.shape[0], compute_b,
+        saves=(narrow,) if setting.packed == 'int8' or setting.keeps else (),
         work_b=unpacked_b,
         fore_b=unpacked_b)
-    return _cast(tape, f'{name}: float32', out, wide_b)
+    return _cast(tape, f'{name}: float32', out, x.element_b)
 
 def _frozen_linear(tape, x, weight, setting) -> Tensor:
     "Under autocast the 16-bit copy of a float32 weight is kept for the gradient of `x`."
@@ -205,8 +193,8 @@ def _low_rank(tape, x, weight, setting) -> Tensor:
     x = _cast(tape, f'{name}: adapter input', x, adapter_b)
     if setting.dropout: x = _dropped(tape, x, name, setting)
     number_b, copies = adapter_b, ((), ())
-    if setting.frozen: number_b = setting.compute_b  # Autocast
-    if number_b < adapter_b:
+    if setting.frozen and setting.compute_b < adapter_b:  # Autocast
+        number_b = setting.compute_b
         copies = [(tape.tensor(f'{name}: 16-bit adapter', rank * width, number_b, rows=1),)
                   for width in (width_in, width_out)]
     x = _cast(tape, f'{name}: 16-bit adapter input', x, number_b)
@@ -229,7 +217,8 @@ def _dropped(tape, x, name, setting) -> Tensor:
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #0222f36e
 def _rotated(tape, x, setting) -> Tensor:
-    work_b = 0 if setting.fused else 2 * setting.rows * x.width * setting.stream_b
+    work_b = 2 * setting.rows * x.width * setting.stream_b
+    if setting.kernels != 'plain': work_b = 0
     x = tape.op(
         'rotary', (x,), x.width, setting.stream_b,
         work_b=work_b)
@@ -321,7 +310,7 @@ def _gated(tape, both, width, setting) -> Tensor:
     activated = tape.tensor('activated gate', width, both.element_b)
     return tape.op(
         'gated product', (both,), width, both.element_b,
-        saves=(both,) if setting.fused else (both, activated),
+        saves=(both,) if setting.kernels != 'plain' else (both, activated),
         work_b=2 * activated.size_b)
 
 def _mlp(tape, x, linear, setting) -> Tensor:
@@ -330,7 +319,7 @@ def _mlp(tape, x, linear, setting) -> Tensor:
         inner = _gated(tape, both, both.width // 2, setting)
     elif 'gate_proj' in linear:
         gate = _linear(tape, x, linear['gate_proj'], setting)
-        if not setting.fused:
+        if setting.kernels == 'plain':
             gate = tape.op(
                 'activation', (gate,), gate.width, gate.element_b,
                 saves=(gate,))
@@ -530,17 +519,15 @@ def _loss(tape, x, spec, setting) -> Tensor:
             keeps=True)
         x = _map(tape, 'softcap', x, compute_b)
     x = _cast(tape, 'logits: float32', x, 4)
-    labels = tape.tensor('labels', 1, 8)
-    if setting.kernels == 'compile':  # Two numbers a row, in the place of the log-softmax
-        return tape.op(
-            'loss', (x,), 0, 4,
-            saves=(x, tape.tensor('loss statistics', 2, 4), labels))
-    x = tape.op(
-        'log-softmax', (x,), width, 4,
-        keeps=True)
+    saves = (tape.tensor('labels', 1, 8),)
+    if setting.kernels == 'compile': saves += (tape.tensor('loss statistics', 2, 4),)
+    else:
+        x = tape.op(
+            'log-softmax', (x,), width, 4,
+            keeps=True)
     return tape.op(
         'loss', (x,), 0, 4,
-        saves=(x, labels))
+        saves=(x, *saves))
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #ccaa236b
 _TILE_ROWS, _TILE_WORDS = 4096, 32768

@@ -20,7 +20,7 @@ from .activations import step_sizes
 from .collectives import Collective, node_of, step_messages
 from .host_time import (
     assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
-from .kernel_bytes import Small, small_kernels_b
+from .kernel_bytes import SmallKernels, small_kernels_b
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
 _DENSE = ('attention', 'mlp', 'router', 'head', 'expert')  # Classes of weights that multiply
@@ -539,10 +539,11 @@ def estimate_step(
     _check_units(recipe, node.gpu)
     precision = _where_stored(recipe.precision, _adapter_type(recipe))
     kernels = recipe.model.kernels
-    works = _works(spec, Small(recipe.method, precision, kernels, recipe.batch.loss_head))
+    small = SmallKernels(recipe.method, precision, kernels, recipe.batch.loss_head)
+    works = _works(spec, small)
     layers = layer_launches(spec, recipe.method, precision, recipe.model.attention, kernels)
     passes = [_layer_passes(*pair, recipe, spec, node) for pair in zip(works, layers)]
-    large, small = step_messages(recipe, spec, node)
+    large, few = step_messages(recipe, spec, node)
     waits = _step_waits(large, [layer.seconds for layer in passes], recipe, node)
     trained = sum(exchange.trained for exchange in large)
     stream_bps = _STREAM * node.gpu.bandwidth_bps
@@ -550,9 +551,9 @@ def estimate_step(
     parts = _kernel_seconds(passes, recipe.batch.accumulation)
     parts['launches'] += wrapped_units_s(recipe, spec)
     parts['optimizer'] = step_s
-    parts['messages'] = waits.messages + _messages_s(small)
+    parts['messages'] = waits.messages + _messages_s(few)
     parts['copies'] = waits.copies + copies_s + _offloaded_s(recipe, spec, node, passes)
-    collectives = (*_collectives(large), *small)
+    collectives = (*_collectives(large), *few)
     flops = _flop_counts(recipe, spec, works)
     return StepEstimate(collectives, tuple(parts.items()), *flops, recipe, node)
 

@@ -114,7 +114,8 @@ def cast(base, frozen: str) -> None:
     LORA | BF16 | {'precision.frozen': 'float32'},
     LORA | BF16 | {'precision.frozen': 'float32', 'method.dropout': 0.1},
     QLORA | BF16 | {'precision.frozen': 'norms'},
-    QLORA | BF16 | {'precision.frozen': 'float32'}, QLORA | BF16 | FULL | {'precision.frozen': 'norms'}],
+    QLORA | BF16 | {'precision.frozen': 'float32'},
+    QLORA | BF16 | FULL | {'precision.frozen': 'norms'}],
     ids=str)
 def test_frozen_weights_in_float32_keep_what_autograd_keeps(changes):
     made = recipe(changes)
