@@ -210,6 +210,13 @@ def fetch_s(
     return host if where == 'cpu' else host + recipe.cluster.processes / node.disk_bps
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000023
+def _paged_s(recipe, numbers, node) -> float:
+    "Give the time of states that find no room beside the weights: out, and in again."
+    if not recipe.optimizer.kind.startswith('paged') or recipe.cluster.device != 'cuda': return 0.
+    states_b = _MOVED[recipe.optimizer.kind].states_b / 2  # Moved: read and written
+    excess_b = numbers * (states_b + _number_b(recipe)) - node.gpu.usable_b
+    return 2 * max(0., excess_b) / node.host_link.bps
+
 def optimizer_s(
     recipe: 'Recipe',  # What to run
     trained: int,  # Numbers with a gradient, of all ranks
@@ -229,7 +236,8 @@ def optimizer_s(
         if recipe.optimizer.in_backward: each = max(each, _ALONE)
         launches = each * tensors
         launch_s = _LAUNCH_S * launches if cluster.device == 'cuda' else 0.
-        return max(launch_s, numbers * _optimizer_bytes(recipe) / stream_bps), 0.
+        step_s = max(launch_s, numbers * _optimizer_bytes(recipe) / stream_bps)
+        return step_s, _paged_s(recipe, numbers, node)
     copies_s = 6 * numbers / node.host_link.bps
     if place == 'nvme': copies_s += 24 * numbers * cluster.processes / node.disk_bps
     return numbers * host_optimizer_bytes(recipe) * cluster.processes / node.host_bps, copies_s
