@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-cluster test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-cluster cuda-environment test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -48,8 +48,10 @@ test-cluster: $(VENV)/.dev $(VENV)/.compiler ## Train, preempt, cut and resume o
 	@$(BIN)/python tools/suite.py cluster
 
 # `===` asks for this very name: an index may also have a build for CPUs, whose name says so, and pip would prefer it.
-test-cuda-wheel: ## Run recipes on CPU ranks with torch's CUDA build (5 GB, in .venv-cuda), on an emulated GPU machine
+cuda-environment:
 	@$(MAKE) --no-print-directory VENV=$(CUDA_VENV) TORCH="$$(sed -n 's/^\(torch\)==/\1===/p' constraints.txt)" $(CUDA_VENV)/.dev
+
+test-cuda-wheel: cuda-environment ## Run recipes on CPU ranks with torch's CUDA build (5 GB, in .venv-cuda), on an emulated GPU machine
 	@$(CUDA_VENV)/bin/python tools/suite.py cuda-wheel
 
 mutants: $(VENV)/.dev $(VENV)/.compiler ## Plant known mistakes in a copy and see that the tests catch them (ONLY=name for one, JOBS=2)

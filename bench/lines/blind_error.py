@@ -1,66 +1,31 @@
 """How far plans are from runs that were predicted before their figures were entered.
 
-Each row of bench/blind.yaml is scored twice: the prediction that was committed before its figures,
-and the one that the library makes now. A source that bench/published.yaml has taken since is no
-longer blind: constants may be fitted on it, so only its committed predictions count.
-`python -m bench.lines.blind_error` keeps the predictions of new rows.
+Each row of a round (bench/blind.yaml, bench/blind2.yaml) is scored twice: the prediction that was
+committed before its figures, and the one that the library makes now. A source that
+bench/published.yaml has taken since is no longer blind: constants may be fitted on it, so only its
+committed predictions count. The rounds are reported apart: the library was mended after the first.
+`python -m bench.lines.blind_error` keeps the predictions of new rows;
+`python -m bench.lines.blind_error ROUND FIGURES.yaml` enters the figures of a round.
 """
-import datetime
-import json
 import statistics
-import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
-from bench.record import ROOT, record
-from bench.shared.published import error, ledger_gib, middle, node_of, recipe_of, spec_of, table
+import yaml
 
-KEPT = ROOT/'bench'/'blind_predictions.json'
+from bench.record import record
+from bench.shared.published import error, middle, recipe_of, table
+from bench.shared.rounds import (FIGURES, ROUNDS, blind, enter, has_figures, keep, predict,
+                                 uncommitted)
+
 SCORES = 'blind', 'today'
 SMALL = 1000  # Tokens of a pass on one GPU: below it, launching kernels is most of the time
 
 
-def predict(row: dict) -> dict:
-    "Predict what is asked of a row: GiB by kind, seconds for a million tokens, what overflows."
-    from llm_workbook import estimate_step, memory
-    recipe = recipe_of(row['id'], 'blind')
-    node, spec = node_of(recipe, 'blind'), spec_of(recipe, 'blind')
-    ledger = memory(recipe, spec, node)
-    said = {'memory': {kind: round(ledger_gib(ledger, kind, node), 3)
-                       for kind in row['asked'] if kind != 'time'}}
-    if 'time' in row['asked']:
-        said['time'] = round(1e6 / estimate_step(recipe, spec, node).tokens_per_s, 4)
-    short = [f'{place}, {phase}' for place, phase, need_b, have_b in ledger.rooms(node)
-             if need_b > have_b]
-    return said | {'short': short}
-
-
-def kept() -> list[dict]:
-    "Read the predictions that were kept, a batch for each commit of the library."
-    return json.loads(KEPT.read_text(encoding='utf-8')) if KEPT.exists() else []
-
-
-def blind() -> dict[str, dict]:
-    "Give the kept prediction of every row."
-    return {row_id: said for batch in kept() for row_id, said in batch['rows'].items()}
-
-
-def keep() -> None:
-    "Predict rows that have no prediction yet, and refuse those whose figures are there already."
-    new = [row for row in table('blind')['rows'] if row['id'] not in blind()]
-    late = [row['id'] for row in new if 'memory' in row or 'time' in row]
-    if late: raise ValueError(f'figures were entered before a prediction: {", ".join(late)}')
-    if not new: return
-    commit = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=ROOT, capture_output=True, text=True,
-                            check=True).stdout.strip()
-    made = {'library': commit, 'date': datetime.date.today().isoformat(),
-            'rows': {row['id']: predict(row) for row in new}}
-    lines = json.dumps([*kept(), made], indent=1)
-    KEPT.write_text(lines + '\n', encoding='utf-8')
-
-
-def measured(row: dict) -> dict:
+def measured(row: dict, which: str = 'blind') -> dict:
     "Give the figures of a row in the units of `predict`."
-    recipe = recipe_of(row['id'], 'blind')
+    recipe = recipe_of(row['id'], which)
     found = {'memory': {figure['kind']: figure['gib'] for figure in row.get('memory', ())}}
     if 'time' not in row: return found
     given = row['time']
@@ -69,13 +34,14 @@ def measured(row: dict) -> dict:
     return found | {'time': round(1e6 / tokens_per_s, 4)}
 
 
-def score(row: dict) -> dict:
+def score(row: dict, which: str = 'blind') -> dict:
     "Compare the figures of a row with both predictions."
-    recipe, figures = recipe_of(row['id'], 'blind'), measured(row)
+    recipe, figures = recipe_of(row['id'], which), measured(row, which)
     said = {name: row.get(name, default)
             for name, default in (('id', ''), ('source', ''), ('judged', True))}
     said |= {'tokens': recipe.batch.micro * recipe.batch.length, 'measured': figures}
-    for name, guess in zip(SCORES, (blind()[row['id']], predict(row)), strict=True):
+    guesses = blind(which)[row['id']], predict(row, which)
+    for name, guess in zip(SCORES, guesses, strict=True):
         errors = {'memory': {kind: error(gib, guess['memory'][kind])
                              for kind, gib in figures['memory'].items()}}
         if 'time' in figures: errors['time'] = error(figures['time'], guess['time'])
@@ -83,16 +49,16 @@ def score(row: dict) -> dict:
     return said
 
 
-def fitted_since() -> list[str]:
+def fitted_since(which: str = 'blind') -> list[str]:
     "Name the sources that bench/published.yaml has by now."
     taken = {source['url'] for source in table()['sources'].values()}
-    return [name for name, source in table('blind')['sources'].items() if source['url'] in taken]
+    return [name for name, source in table(which)['sources'].items() if source['url'] in taken]
 
 
 @cache
-def scored() -> tuple[dict, ...]:
-    "Score every row."
-    return tuple(score(row) for row in table('blind')['rows'])
+def scored(which: str = 'blind') -> tuple[dict, ...]:
+    "Score every row of a round whose figures are there."
+    return tuple(score(row, which) for row in table(which)['rows'] if has_figures(row))
 
 
 def errors(rows, name: str, what: str) -> list[float]:
@@ -114,9 +80,15 @@ def refused(rows, name: str) -> list[str]:
     return [row['id'] for row in rows if row['judged'] and row[name]['short']]
 
 
-def summary(rows, name: str) -> dict:
+def counting(rows, name: str, which: str):
+    "Leave out the rows that are no longer blind today."
+    return rows if name == 'blind' else [row for row in rows
+                                         if row['source'] not in fitted_since(which)]
+
+
+def summary(rows, name: str, which: str = 'blind') -> dict:
     "Summarise a prediction: errors by sort of figure and by source, and false refusals."
-    if name == 'today': rows = [row for row in rows if row['source'] not in fitted_since()]
+    rows = counting(rows, name, which)
     passes = {'time': lambda row: row['tokens'] >= SMALL,
               'time of small passes': lambda row: row['tokens'] < SMALL}
     said = {what: middles(errors(rows, name, what))
@@ -126,10 +98,9 @@ def summary(rows, name: str) -> dict:
     sources = {}
     for source in dict.fromkeys(row['source'] for row in rows if row['judged']):
         own = [row for row in rows if row['source'] == source]
-        sources[source] = {what: middles(errors(own, name, what)) for what in ('memory', 'time')}
+        sources[source] = {what: middles(errors(own, name, what)) for what in FIGURES}
     return said | {'sources': sources, 'refused': refused(rows, name),
-                   'each source once': {what: each_once(sources, what)
-                                        for what in ('memory', 'time')}}
+                   'each source once': {what: each_once(sources, what) for what in FIGURES}}
 
 
 def each_once(sources: dict, what: str) -> dict:
@@ -137,16 +108,63 @@ def each_once(sources: dict, what: str) -> dict:
     return middle([said[what]['median'] for said in sources.values() if said[what]['figures']])
 
 
+def held(rows, name: str, which: str = 'blind') -> dict:
+    """Count the figures of judged rows that lie in the range of their prediction, by sort.
+
+    Figures without a range are not counted: the first predictions were kept without them.
+    """
+    said = {}
+    for what in FIGURES:
+        inside = [low <= ratio <= high for row in counting(rows, name, which) if row['judged']
+                  for ratio, (low, high) in ratios(row, name, what)]
+        said[what] = {'figures': len(inside), 'inside': sum(inside)}
+        if inside: said[what]['share'] = round(sum(inside) / len(inside), 3)
+    return said
+
+
+def ratios(row: dict, name: str, what: str) -> list[tuple]:
+    "Give measured over predicted of a row's figures of a sort, each with the ends of its range."
+    ends = row[name].get('ranges', {}).get(what)
+    if not ends or what not in row['measured']: return []
+    figures, guesses = row['measured'][what], row[name][what]
+    if what == 'time': figures, guesses = {'time': figures}, {'time': guesses}
+    return [(value / guesses[kind], ends) for kind, value in figures.items()]
+
+
+def report(which: str) -> dict:
+    "Report a round: counts, errors of both predictions, ranges held, and every row."
+    rows = scored(which)
+    return {'fitted_since': fitted_since(which), 'judged': sum(row['judged'] for row in rows),
+            'summary': {name: summary(rows, name, which) for name in SCORES},
+            'held': {name: held(rows, name, which) for name in SCORES}, 'rows': list(rows)}
+
+
 def measure() -> dict:
-    "Score every row; the value is the median error of memory, predicted blind, in percent."
+    """Score every row; the value is the median error of memory, predicted blind, in percent.
+
+    The value is that of the first round; `second` is the report of the second, once it has figures.
+    """
     rows = scored()
     sizes = [abs(value) for value in errors(rows, 'blind', 'memory')]
     seconds = [abs(value) for value in errors(rows, 'blind', 'time')]
-    said = {name: summary(rows, name) for name in SCORES}
+    first = report('blind')
+    more = {'second': report('blind2')} if scored('blind2') else {}
     return record('blind_error', sizes, '% of the measured memory',
                   time_median=round(statistics.median(seconds), 2), time_worst=max(seconds),
-                  sources=len(said['blind']['sources']), fitted_since=fitted_since(),
-                  judged=sum(row['judged'] for row in rows), summary=said, rows=list(rows))
+                  sources=len(first['summary']['blind']['sources']), **first, **more)
 
 
-if __name__ == '__main__': keep()
+def main(words: list[str]) -> None:
+    "Keep the predictions of new rows, or enter the figures of a round from a file."
+    if words:
+        which, path = words
+        enter(which, yaml.safe_load(Path(path).read_text(encoding='utf-8')))
+        print(f'{which}: figures entered')
+        return
+    for which in ROUNDS:
+        if all(row['id'] in blind(which) for row in table(which)['rows']): continue
+        if changed := uncommitted(which): sys.exit(f'commit these first:\n{changed}')
+        print(f'{which}: {len(keep(which))} rows predicted')
+
+
+if __name__ == '__main__': main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """What others have published: tables of their runs, each row a recipe on a machine.
 
-The tables are `published`, `blind`, and `known_failures`: runs that ended without memory.
+The tables are `published`, `blind`, `blind2`, and `known_failures`: runs that ended without memory.
 """
 import statistics
 from functools import cache
