@@ -118,12 +118,14 @@ class _Unit(NamedTuple):  # The sums of a group
     trained: int  # Numbers with a gradient
     tensors: int  # Parameters with a gradient
     whole: tuple[int, ...]  # ZeRO-3: bytes of each parameter that is never split
+    released: int  # ZeRO-3: numbers dropped between recomputation and backward pass
 
 class _Cut(NamedTuple):  # How tensors are grouped and cut
     strategy: str
     units: str  # 'trainer' or 'shard_model'
     ranks: int  # That share one copy of the weights
     threshold: int  # ZeRO-3 keeps parameters whole that have no more numbers
+    reuse: int = 0  # And gathered, if they are used again after fewer numbers
 
     def on_rank_b(self, tensors, number_b) -> int:
         "Count the bytes that each rank has of `tensors`, padding included; `number_b`: of each."
@@ -156,7 +158,16 @@ def _unit(group, sizes, cut) -> _Unit:
         pieces=len(split),
         trained=sum(t.numel for t in trained),
         tensors=len(trained),
-        whole=tuple(cut.ranks * cut.on_rank_b([t], sizes.sent) for t in whole))
+        whole=tuple(cut.ranks * cut.on_rank_b([t], sizes.sent) for t in whole),
+        released=_released(split, cut.reuse))
+
+def _released(tensors, reuse) -> int:
+    "Count numbers that are used again only after `reuse` others: those behind them, twice."
+    behind, released = sum(t.numel for t in tensors), 0
+    for tensor in sorted(tensors, key=_place_in_layer):
+        behind -= tensor.numel
+        if 2 * behind >= reuse: released += tensor.numel
+    return released
 
 # %% ../../nbs/plan/09_collectives.ipynb #0d8fda0f
 @dataclass(frozen=True)
@@ -337,16 +348,9 @@ def _zero3_gathers(recipe, spec, units, node) -> tuple[list, list]:
         return [_message('all_gather', instant, count, portion_b, lane, node)]
     recomputes = recipe.sharding.activation_checkpointing != 'none'
     live = live_numbers(zero, numbers, spec.hidden * spec.vocab, recomputes)
-    twice = _released(units, zero, len(spec.units) - 1) if recomputes else 0
+    twice = 0
+    if recomputes: twice = sum(u.count * u.released for u in units if u.part < len(spec.units) - 1)
     return gathers('forward', 1.), gathers('backward', 1 + (twice - live) / max(1, numbers))
-
-def _released(units, zero, outside) -> int:
-    """Count the numbers that are dropped between a layer's recomputation and its backward pass.
-
-    A weight is used again after all that follow it in the layer, there and back.
-    """
-    kept = zero.max_reuse // 2
-    return sum(u.count * max(0, u.gathered - kept) for u in units if u.part < outside)
 
 # %% ../../nbs/plan/09_collectives.ipynb #cfba64d8
 def _whole_exchange(recipe, spec, units, node) -> Exchange:
@@ -428,7 +432,8 @@ def step_messages(
     spec = spec or spec_of(recipe)
     strategy, ranks = recipe.sharding.strategy, recipe.cluster.ranks
     shard, _ = _lanes(recipe)
-    cut = _Cut(strategy, units, shard.ranks, recipe.zero.persistence_threshold)
+    zero = recipe.zero
+    cut = _Cut(strategy, units, shard.ranks, zero.persistence_threshold, zero.max_reuse)
     sums = _units(spec, recipe.method, recipe.precision, cut)
     if ranks == 1 or strategy in ('fsdp1', 'fsdp2', 'none'):
         large = tuple(_fsdp_exchange(recipe, unit, node) for unit in sums)
