@@ -29,10 +29,9 @@ class StepRun(NamedTuple):
     reduce_b: int  # Of its gradient on the wire
     reshards: bool  # Gathered weights are dropped after use
     cuda: bool  # Runs on GPUs
-    optimizer: str  # Its kind
     zero: Zero  # DeepSpeed's knobs
     on_host: tuple[str, ...]  # What lies in host memory: 'gradients', 'temporaries', 'away'
-    in_backward: bool  # Each weight steps as its gradient comes
+    in_backward: str  # Kind of the optimizer, if each weight steps as its gradient comes
 
     @property
     def recomputes(self) -> bool:  # Some of the forward pass
@@ -107,7 +106,7 @@ def _run(recipe, spec=None) -> StepRun:
         raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
     method, precision, sharding = recipe.method, recipe.precision, recipe.sharding
     cuda = recipe.cluster.device == 'cuda'
-    in_backward = recipe.optimizer.in_backward
+    in_backward = recipe.optimizer.kind if recipe.optimizer.in_backward else ''
     setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, cuda)
     if in_backward: setting = setting._replace(fresh=False)  # No gradient stays
     if spec and spec.experts:
@@ -126,7 +125,6 @@ def _run(recipe, spec=None) -> StepRun:
         reduce_b=reduce_b,
         reshards=sharding.reshard_after_forward,
         cuda=cuda,
-        optimizer=recipe.optimizer.kind,
         zero=recipe.zero,
         on_host=_on_host(sharding),
         in_backward=in_backward)
@@ -208,17 +206,20 @@ def _selected(tape, checkpointing) -> list:
 def _total_b(tensors) -> int: return sum(tensor.size_b for tensor in tensors)
 
 # %% ../../nbs/plan/04_activations.ipynb #58f0c56f
+_tape = lru_cache(64)(layer_tape)  # The same with and without checkpointing
+
 def _first_b(setting) -> int:
     "Bytes of an element of what the embedding gives: only norms make the stream wider after it."
     return setting.compute_b if setting.frozen == 'norms' else setting.stream_b
 
 def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
-    tape, start = layer_tape(unit, spec, setting)
+    tape, start = _tape(unit, spec, setting)
     if checkpointing != 'none':
         first_b = start.size_b // start.element_b * _first_b(setting)
         return _recomputed(unit, tape, start, checkpointing, part, first_b)
     saved_b = _total_b(tape.saved)
-    first, _ = layer_tape(unit, spec, setting, needs=setting.trains)
+    first = tape
+    if not setting.trains: first, _ = layer_tape(unit, spec, setting, needs=False)
     return LayerSizes(
         count=unit.count,
         kept_b=saved_b,
@@ -232,21 +233,22 @@ def _recomputed(unit, tape, start, checkpointing, part, first_b) -> LayerSizes:
     "The same under checkpointing; `first_b`: the input of the very first layer."
     kept = start, *_selected(tape, checkpointing)
     kept_b = _total_b(kept)
-    front = fullest_forward(tape, start, True, kept)._replace(flow_b=_waiting_gradient_b(tape))
-    peak = _fullest([*backward_instants(tape, kept), front])
+    backward = backward_instants(tape, kept)
+    waiting_b = _waiting_gradient_b(tape, backward)
+    front = fullest_forward(tape, start, True, kept)._replace(flow_b=waiting_b)
+    peak = _fullest([*backward, front])
     first_kept_b = kept_b - start.size_b + first_b
     return LayerSizes(unit.count, kept_b, first_kept_b, front, peak, start.size_b, part)
 
 def _fullest(instants) -> Instant: return max(instants, key=lambda instant: instant.total_b)
 
-def _waiting_gradient_b(tape) -> int:
+def _waiting_gradient_b(tape, backward) -> int:
     "The gradients that are there when a layer runs forward again."
     needed = [op for op in reversed(tape.ops) if op.out.needs]
-    for op, instant in zip(needed, backward_instants(tape)):
+    for op, instant in zip(needed, backward):
         if not op.saves: continue
         new_b = 0 if op.alias else _total_b(tensor for tensor in op.inputs if tensor.needs)
         return instant.flow_b - new_b
-
 
 # %% ../../nbs/plan/04_activations.ipynb #92e62745
 def _tables(spec, setting) -> dict[str, int]:
@@ -263,6 +265,7 @@ def _tables(spec, setting) -> dict[str, int]:
         'ids': 8 * setting.rows,
     }
 
+@lru_cache(256)
 def _head_facts(spec, setting) -> dict:
     "Those fields of `StepSizes` that the head and the loss decide."
     tape = head_tape(spec, setting)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..config.document import Problem, RecipeError
 from ..config.this_machine import detect
 from ..config.hardware import node as find_node
+from ..config.recipe import Cluster, Method, Precision, Zero
 from ..model.layout import NUMBER_B, layout, number_sizes, parts_of
 from ..model.spec import spec_of
 from .activations import live_numbers
@@ -27,17 +28,17 @@ def wire_bytes(
     backend: str = 'nccl',  # Or 'gloo'
 ) -> int:  # Sent by one rank, bytes
     "Count what one rank puts on the wire for one collective."
-    rounds = _rounds(backend)
-    if kind not in rounds:
-        raise ValueError(f'{kind!r} is no collective; known: {", ".join(rounds)}')
+    if kind not in _ROUNDS:
+        raise ValueError(f'{kind!r} is no collective; known: {", ".join(_ROUNDS)}')
     if ranks < 1 or tensor_b < 0:
         raise ValueError(f'{tensor_b} bytes over {ranks} ranks: need 0 bytes and 1 rank or more')
-    return rounds[kind] * tensor_b * (ranks - 1) // ranks
+    return _rounds(kind, backend) * tensor_b * (ranks - 1) // ranks
 
-def _rounds(backend) -> dict[str, int]:
-    "Say how often each collective sends its tensor round the ring."
-    scatters = 2 if backend == 'gloo' else 1
-    return {'all_gather': 1, 'broadcast': 1, 'all_reduce': 2, 'reduce_scatter': scatters}
+_ROUNDS = {'all_gather': 1, 'broadcast': 1, 'all_reduce': 2, 'reduce_scatter': 1}
+
+def _rounds(kind, backend) -> int:
+    "Say how often a collective sends its tensor round the ring."
+    return 2 if backend == 'gloo' and kind == 'reduce_scatter' else _ROUNDS[kind]
 
 # %% ../../nbs/plan/09_collectives.ipynb #ceaf8352
 def collective_s(
@@ -52,7 +53,7 @@ def collective_s(
     if ranks == 1: return 0.
     near, far = node.link, node.network
     sent_b = wire_bytes(kind, tensor_b, ranks, node.backend)
-    rounds = _rounds(node.backend)[kind]
+    rounds = _rounds(kind, node.backend)
     inside_bps = near.bps
     if rounds == 2 and near.all_reduce_bps: inside_bps = near.all_reduce_bps
     if nodes == 1:
@@ -207,17 +208,45 @@ class Exchange:
             trained=self.trained + other.trained)
 
 # %% ../../nbs/plan/09_collectives.ipynb #684ce4a8
+class _Sending(NamedTuple):  # What of a recipe decides its messages
+    method: Method
+    precision: Precision
+    cluster: Cluster
+    zero: Zero
+    strategy: str
+    group: int | None  # Ranks that share one copy, where the recipe says so
+    reshards: bool
+    recomputes: bool
+    passes: int  # Of one step
+    clips: bool
+    logs: bool  # In every step
+
+def _sending(recipe) -> _Sending:
+    sharding = recipe.sharding
+    return _Sending(
+        method=recipe.method,
+        precision=recipe.precision,
+        cluster=recipe.cluster,
+        zero=recipe.zero,
+        strategy=sharding.strategy,
+        group=sharding.group,
+        reshards=sharding.reshard_after_forward,
+        recomputes=sharding.activation_checkpointing != 'none',
+        passes=recipe.batch.accumulation,
+        clips=recipe.optimizer.clip > 0,
+        logs=recipe.intervals.logging == 1)
+
+# %% ../../nbs/plan/09_collectives.ipynb #684ce4a9
 class _Lane(NamedTuple):  # A set of ranks that talk to each other
     ranks: int
     nodes: int
     crowd: int  # Such sets that use the network at once
 
 # %% ../../nbs/plan/09_collectives.ipynb #4b593167
-def _lanes(recipe) -> tuple[_Lane, _Lane]:
+def _lanes(run) -> tuple[_Lane, _Lane]:
     "Give the ranks that share one copy of the weights, and those that hold the same slice."
-    cluster, sharding = recipe.cluster, recipe.sharding
-    ranks = cluster.ranks
-    if sharding.strategy == 'fsdp2' and sharding.group: ranks = sharding.group
+    cluster, ranks = run.cluster, run.cluster.ranks
+    if run.strategy == 'fsdp2' and run.group: ranks = run.group
     nodes = ceil(ranks / cluster.processes)
     shard = _Lane(ranks, nodes, 1)
     copies = cluster.ranks // ranks
@@ -231,12 +260,11 @@ def _message(kind, instant, count, tensor_b, lane, node) -> Collective:
     return Collective(kind, instant, count, tensor_b, wire_b, lane.ranks, time_s)
 
 # %% ../../nbs/plan/09_collectives.ipynb #a18b57f2
-def _fsdp_exchange(recipe, unit, node) -> Exchange:
+def _fsdp_exchange(run, unit, lanes, node) -> Exchange:
     "Give what FSDP sends for one unit: gathers in each pass, reductions once per step."
-    shard, copies = _lanes(recipe)
-    passes = recipe.batch.accumulation
-    dropped = recipe.sharding.reshard_after_forward and not unit.kept
-    again = passes if dropped else 0
+    shard, copies = lanes
+    dropped = run.reshards and not unit.kept
+    again = run.passes if dropped else 0
     whole_b = shard.ranks * unit.gather_b
     grads_b = shard.ranks * unit.reduce_b
     def messages(kind, instant, times, tensor_b, lane):
@@ -246,7 +274,7 @@ def _fsdp_exchange(recipe, unit, node) -> Exchange:
     summed = messages('all_reduce', 'backward', 1, unit.reduce_b, copies)
     return Exchange(
         part=unit.part,
-        forward_gathers=messages('all_gather', 'forward', passes, whole_b, shard),
+        forward_gathers=messages('all_gather', 'forward', run.passes, whole_b, shard),
         backward_gathers=messages('all_gather', 'backward', again, whole_b, shard),
         reductions=scattered + summed,
         every_pass=False,
@@ -306,23 +334,23 @@ def _zero_buckets(sizes, limit) -> tuple[tuple[int, int], ...]:
 # %% ../../nbs/plan/09_collectives.ipynb #e3a9683d
 _MIB = 2**20
 
-def _reductions(recipe, spec, units, node) -> list[Collective]:
+def _reductions(run, spec, units, node) -> list[Collective]:
     "Reduce whole gradients in buckets, as DDP and ZeRO do."
-    strategy, precision = recipe.sharding.strategy, recipe.precision
-    number_b = number_sizes(recipe.method, precision, strategy).trained
+    strategy, precision = run.strategy, run.precision
+    number_b = number_sizes(run.method, precision, strategy).trained
     if precision.reduce: number_b = NUMBER_B[precision.reduce]
-    sizes = _gradient_sizes(spec, recipe.method)
+    sizes = _gradient_sizes(spec, run.method)
     first, limit = _MIB // number_b, 25 * _MIB // number_b
     if strategy == 'ddp': buckets = _ddp_buckets(sizes, first, limit)
-    else: buckets = _zero_buckets(sizes, recipe.zero.reduce_bucket)
-    lane, _ = _lanes(recipe)
+    else: buckets = _zero_buckets(sizes, run.zero.reduce_bucket)
+    lane, _ = _lanes(run)
     kind, padding_b = 'all_reduce', 0
     if strategy == 'zero3':  # Each parameter is padded to a multiple of the ranks
         kind = 'reduce_scatter'
         even_b = number_b * sum(numbers * count for numbers, count in buckets)
         padded_b = lane.ranks * sum(u.count * u.reduce_b for u in units)
         padding_b = padded_b - even_b
-    times = recipe.batch.accumulation if strategy in ('zero2', 'zero3') else 1
+    times = run.passes if strategy in ('zero2', 'zero3') else 1
     messages = []
     for numbers, count in buckets:
         size_b = number_b * numbers + padding_b
@@ -331,63 +359,60 @@ def _reductions(recipe, spec, units, node) -> list[Collective]:
     return messages
 
 # %% ../../nbs/plan/09_collectives.ipynb #1ae6dcc9
-def _zero3_gathers(recipe, spec, units, node) -> tuple[list, list]:
+def _zero3_gathers(run, spec, units, node) -> tuple[list, list]:
     "Gather in the forward and in the backward pass, in portions of the prefetch bucket."
-    lane, _ = _lanes(recipe)
-    zero = recipe.zero
+    lane, _ = _lanes(run)
     numbers = sum(u.count * u.gathered for u in units)
     pieces = sum(u.count * u.pieces for u in units)
     on_rank_b = sum(u.count * u.gather_b for u in units)
     total_b = lane.ranks * on_rank_b
     def gathers(instant, share):
         if not share * total_b: return []
-        buckets = round(share * numbers / zero.prefetch_bucket)
+        buckets = round(share * numbers / run.zero.prefetch_bucket)
         portions = min(pieces, max(1, buckets))
-        count = recipe.batch.accumulation * portions
+        count = run.passes * portions
         portion_b = round(share * total_b / portions)
         return [_message('all_gather', instant, count, portion_b, lane, node)]
-    recomputes = recipe.sharding.activation_checkpointing != 'none'
-    live = live_numbers(zero, numbers, spec.hidden * spec.vocab, recomputes)
-    twice = 0
-    if recomputes: twice = sum(u.count * u.released for u in units if u.part < len(spec.units) - 1)
+    live = live_numbers(run.zero, numbers, spec.hidden * spec.vocab, run.recomputes)
+    layers = [u for u in units if u.part < len(spec.units) - 1]
+    twice = sum(u.count * u.released for u in layers) if run.recomputes else 0
     return gathers('forward', 1.), gathers('backward', 1 + (twice - live) / max(1, numbers))
 
 # %% ../../nbs/plan/09_collectives.ipynb #cfba64d8
-def _whole_exchange(recipe, spec, units, node) -> Exchange:
+def _whole_exchange(run, spec, units, node) -> Exchange:
     "Give what DDP and ZeRO send for the whole model."
-    strategy = recipe.sharding.strategy
     ahead, again = [], []
-    if strategy == 'zero3': ahead, again = _zero3_gathers(recipe, spec, units, node)
+    if run.strategy == 'zero3': ahead, again = _zero3_gathers(run, spec, units, node)
     return Exchange(
         part=None,
         forward_gathers=tuple(ahead),
         backward_gathers=tuple(again),
-        reductions=tuple(_reductions(recipe, spec, units, node)),
-        every_pass=strategy in ('zero2', 'zero3'),
+        reductions=tuple(_reductions(run, spec, units, node)),
+        every_pass=run.strategy in ('zero2', 'zero3'),
         held_b=sum(u.count * u.gather_b for u in units),
         grads_b=sum(u.count * u.reduce_b for u in units),
         trained=sum(u.count * u.trained for u in units))
 
 # %% ../../nbs/plan/09_collectives.ipynb #9b6461ac
-def _small_messages(recipe, spec, units, node) -> tuple[Collective, ...]:
+def _small_messages(run, spec, units, node) -> tuple[Collective, ...]:
     "List what stands alone: kind, instant, count, bytes of the tensor, ranks."
-    strategy = recipe.sharding.strategy
-    shard, _ = _lanes(recipe)
-    every = _Lane(recipe.cluster.ranks, recipe.cluster.nodes, 1)
+    strategy = run.strategy
+    shard, _ = _lanes(run)
+    every = _Lane(run.cluster.ranks, run.cluster.nodes, 1)
     messages = []
     if strategy == 'ddp' and spec.buffers_b:
         messages.append(('broadcast', 'forward', 1, spec.buffers_b, every))
-    if strategy in ('fsdp1', 'fsdp2') and recipe.optimizer.clip and shard.ranks > 1:
+    if strategy in ('fsdp1', 'fsdp2') and run.clips and shard.ranks > 1:
         norms_b = 4 * sum(u.count * u.tensors for u in units)
         messages.append(('all_reduce', 'clip', 1, norms_b, shard))
-    if strategy in ('zero1', 'zero2'): messages += _zero_optimizer(recipe, units, every)
+    if strategy in ('zero1', 'zero2'): messages += _zero_optimizer(run, units, every)
     if strategy == 'zero3': messages += _zero3_optimizer(units, every)
-    messages += _logs(recipe, every)
+    messages += _logs(run, every)
     return tuple(_message(*message, node) for message in messages)
 
-def _zero_optimizer(recipe, units, lane) -> list[tuple]:
+def _zero_optimizer(run, units, lane) -> list[tuple]:
     "ZeRO-1 and 2: the check for overflow, the norm, and the new weights, gathered."
-    number_b = NUMBER_B[recipe.precision.compute]
+    number_b = NUMBER_B[run.precision.compute]
     trained = sum(u.count * u.trained for u in units)
     multiple = 2 * lane.ranks
     padded = multiple * ceil(trained / multiple)
@@ -407,14 +432,13 @@ def _zero3_optimizer(units, lane) -> list[tuple]:
     return messages
 
 # %% ../../nbs/plan/09_collectives.ipynb #59334fa6
-def _logs(recipe, lane) -> list[tuple]:
+def _logs(run, lane) -> list[tuple]:
     "List the gathers of a trainer for its log, by size."
-    passes = recipe.batch.accumulation
-    half = NUMBER_B[recipe.precision.compute] == 2
-    is_half = half and recipe.method.kind == 'full' and recipe.sharding.strategy == 'fsdp2'
-    counts = Counter({8: 3 * passes + 1})
-    counts[2 if is_half else 4] += passes  # The entropy, in the type of the logits
-    if recipe.intervals.logging == 1: counts[4] += 2
+    half = NUMBER_B[run.precision.compute] == 2
+    is_half = half and run.method.kind == 'full' and run.strategy == 'fsdp2'
+    counts = Counter({8: 3 * run.passes + 1})
+    counts[2 if is_half else 4] += run.passes  # The entropy, in the type of the logits
+    if run.logs: counts[4] += 2
     return [('all_gather', 'trainer', count, size_b * lane.ranks, lane)
             for size_b, count in counts.items()]
 
@@ -428,17 +452,19 @@ def step_messages(
     "Predict every message of one optimizer step."
     if units not in ('trainer', 'shard_model'):
         raise ValueError(f"units {units!r} must be 'trainer' or 'shard_model'")
-    node = node_of(recipe, node)
-    spec = spec or spec_of(recipe)
-    strategy, ranks = recipe.sharding.strategy, recipe.cluster.ranks
-    shard, _ = _lanes(recipe)
-    zero = recipe.zero
-    cut = _Cut(strategy, units, shard.ranks, zero.persistence_threshold, zero.max_reuse)
-    sums = _units(spec, recipe.method, recipe.precision, cut)
-    if ranks == 1 or strategy in ('fsdp1', 'fsdp2', 'none'):
-        large = tuple(_fsdp_exchange(recipe, unit, node) for unit in sums)
-    else: large = (_whole_exchange(recipe, spec, sums, node),)
-    return large, _small_messages(recipe, spec, sums, node) if ranks > 1 else ()
+    return _messages(_sending(recipe), spec or spec_of(recipe), node_of(recipe, node), units)
+
+@lru_cache(1024)
+def _messages(run, spec, node, units) -> tuple[tuple[Exchange, ...], tuple[Collective, ...]]:
+    "Predict them once for all recipes that send the same."
+    ranks, lanes = run.cluster.ranks, _lanes(run)
+    zero = run.zero
+    cut = _Cut(run.strategy, units, lanes[0].ranks, zero.persistence_threshold, zero.max_reuse)
+    sums = _units(spec, run.method, run.precision, cut)
+    if ranks == 1 or run.strategy in ('fsdp1', 'fsdp2', 'none'):
+        large = tuple(_fsdp_exchange(run, unit, lanes, node) for unit in sums)
+    else: large = (_whole_exchange(run, spec, sums, node),)
+    return large, _small_messages(run, spec, sums, node) if ranks > 1 else ()
 
 # %% ../../nbs/plan/09_collectives.ipynb #bc7a290a
 def node_of(
@@ -451,7 +477,7 @@ def node_of(
     try:
         if isinstance(node, str): node = _named_node(node)
         path, value = 'cluster.processes', cluster.processes
-        return node.using(cluster.processes)
+        return _used(node, cluster.processes)
     except RecipeError: raise
     except ValueError as error:
         raise RecipeError([Problem(path, repr(value), str(error))]) from error
@@ -459,3 +485,6 @@ def node_of(
 # %% ../../nbs/plan/09_collectives.ipynb #80231947
 @lru_cache(64)
 def _named_node(name): return find_node(name)
+
+@lru_cache(64)
+def _used(node, processes): return node.using(processes)

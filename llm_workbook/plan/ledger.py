@@ -8,18 +8,22 @@ __all__ = ['Totals', 'Ledger', 'memory']
 # %% ../../nbs/plan/08_ledger.ipynb #e2d3cba9
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from html import escape
+from itertools import accumulate
 from math import prod
+from operator import add
+from typing import NamedTuple
 
 from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
 from ..model.spec import ModelSpec, spec as find_spec
+from .activations import step_sizes
 from .lines import KINDS, Line
 from .loading import loading_lines
 from .model_states import count_of, resident_lines, rank_of, whole_states
-from .step_memory import instant_lines
+from .step_memory import passing_lines, temporary_lines
 
 # %% ../../nbs/plan/08_ledger.ipynb #51d7eec4
 def _saving_line(kind, instant, place, size_b, why, **more) -> Line:
@@ -28,7 +32,7 @@ def _saving_line(kind, instant, place, size_b, why, **more) -> Line:
 
 def _save(rank, lasting, first, writes) -> Iterator[Line]:
     "What a rank holds while it saves: `first` gathers, and a rank that `writes` has its own part."
-    full = rank.recipe.method.kind == 'full'
+    full = rank.method.kind == 'full'
     kind = 'weights' if full else 'adapters'
     number_b = rank.number_b('weights', True)
     numbers = count_of(rank.tensors.trained)
@@ -60,7 +64,7 @@ def _gathered(rank, instant) -> Iterator[Line]:
 _MOST_CHECKPOINTS = 3  # Two whole ones, and one being written
 
 def _checkpoints(rank, lasting, first, writes) -> Iterator[Line]:
-    saving, optimizer = rank.recipe.intervals, rank.recipe.optimizer
+    saving, optimizer = rank.intervals, rank.optimizer
     if not saving.saving: return
     count = min(_MOST_CHECKPOINTS, optimizer.steps // saving.saving)
     if not count: return
@@ -72,7 +76,7 @@ def _sharded_checkpoints(rank, lasting, writes, count) -> Iterator[Line]:
     if writes:
         content_b = sum(line.size_b for line in lasting
                         if line.trained or line.kind in ('optimizer', 'master'))
-    sharers = rank.recipe.cluster.ranks if rank.strategy == 'ddp' else 1
+    sharers = rank.cluster.ranks if rank.strategy == 'ddp' else 1
     part_b = -(-content_b // sharers)
     kept = '', 'disk', count, f'{count} checkpoints, the part of this rank'
     copied = 'checkpoint', 'host', 1, 'the part of this rank, copied for a thread to write'
@@ -109,28 +113,22 @@ _PHASES, _PLACES = ('load', 'step', 'save'), ('gpu', 'host', 'pinned', 'disk')
 
 def _fixed(tensors, card_b) -> Iterator[Line]:
     "What no tensor asks for, beside a ledger of tensors; `card_b`: memory of the GPU, or None."
-    recipe = tensors.recipe
-    kinds = _fixed_kinds(recipe)
-    process = 'process', 'host', _PROCESS_B, 'the ledger page', 'Python and libraries'
-    rows, room_b = [process], card_b
+    kinds, room_b = _fixed_kinds(tensors.recipe), card_b
+    if card_b: room_b -= sum(_FIXED[kind][0] for kind in kinds)
+    for phase in _PHASES:
+        yield from _fixed_lines(phase, kinds)
+        if kinds: yield _unused(tensors, phase, room_b)
+
+@cache
+def _fixed_lines(phase, kinds) -> tuple[Line, ...]:
+    "What is the same in every plan."
+    rows = [('process', 'host', _PROCESS_B, 'the ledger page', 'Python and libraries')]
     for kind in kinds:
         planned_b, _, source = _FIXED[kind]
         rows.append((kind, 'gpu', planned_b, source, kind))
-        if card_b: room_b -= planned_b
-    for phase in _PHASES:
-        for kind, place, size_b, source, name in rows:
-            yield Line(
-                kind=kind,
-                phase=phase,
-                instant='',
-                place=place,
-                size_b=size_b,
-                formula='c',
-                symbols={'c': size_b},
-                source=source,
-                sure='cited',
-                name=name)
-        if recipe.cluster.device == 'cuda': yield _unused(tensors, phase, room_b)
+    return tuple(
+        Line(kind, phase, '', place, size_b, 'c', {'c': size_b}, source, 'cited', name)
+        for kind, place, size_b, source, name in rows)
 
 def _fixed_kinds(recipe) -> tuple[str, ...]:
     if recipe.cluster.device != 'cuda': return ()
@@ -139,10 +137,10 @@ def _fixed_kinds(recipe) -> tuple[str, ...]:
 # %% ../../nbs/plan/08_ledger.ipynb #97779ea1
 def _unused(tensors, phase, room_b) -> Line:
     "Blocks that the allocator keeps and no tensor uses."
-    P, A, O = tensors.pools(phase)
+    P, A, O = pools = tensors.pools(phase)
     M = tensors.total(phase, 'gpu', 'allocated')
     W = _wrapping_b(tensors, phase)
-    reserved_b = _reserved_b(tensors, phase, _WASTED)
+    reserved_b = _reserved_b(pools, W, _WASTED)
     room = reserved_b if room_b is None else room_b
     size_b = max(int(_LEAST_WASTED * M), min(reserved_b, room) - M)
     symbols = {
@@ -167,10 +165,9 @@ def _unused(tensors, phase, room_b) -> Line:
         sure='cited',
         name='unused blocks')
 
-def _reserved_b(tensors, phase, share) -> int:
+def _reserved_b(pools, wrapping_b, share) -> int:
     "Bytes reserved if this share of what comes and goes is wasted."
-    P, A, O = tensors.pools(phase)
-    wrapping_b = _wrapping_b(tensors, phase)
+    P, A, O = pools
     return int(P + max((1 + share) * A, wrapping_b) + O)
 
 # %% ../../nbs/plan/08_ledger.ipynb #91312533
@@ -188,57 +185,69 @@ def _wrapping_b(tensors, phase) -> int:
 _FIRST_LEVEL = {  # Class -> the first level that has it; 0 for tensors
     'allocator': 1, 'context': 2, 'nccl': 2, 'process': 2}
 
-class _Cell:  # Sums of one phase, place and instant
-    __slots__ = 'levels_b', 'gradients_b', 'alone_b'
+class _Cell(NamedTuple):  # Sums of one phase, place and instant, in bytes
+    allocated: int = 0  # This and the next two are the levels
+    reserved: int = 0
+    device: int = 0
+    gradients: int = 0
+    alone: int = 0  # Of lines that one rank of a node has for all
 
-    def __init__(self, levels_b=(0, 0, 0), gradients_b=0, alone_b=0):
-        self.levels_b = list(levels_b)  # What each level adds to the one before it
-        self.gradients_b = gradients_b
-        self.alone_b = alone_b  # Of lines that one rank of a node has for all
-
-    def add(self, line) -> None:
-        self.levels_b[_FIRST_LEVEL.get(line.kind, 0)] += line.size_b
-        if 'gradients' in (line.kind, line.pads): self.gradients_b += line.size_b
-        if not line.every_rank: self.alone_b += line.size_b
-
-    def copy(self) -> '_Cell': return _Cell(self.levels_b, self.gradients_b, self.alone_b)
-
-    def upto(self, level) -> int: return sum(self.levels_b[:_LEVELS.index(level) + 1])
+    def plus(self, other) -> '_Cell': return _Cell(*map(add, self, other))
 
 _EMPTY = _Cell()
 
+def _cell(lines) -> _Cell:
+    "Add up the lines of one phase, place and instant."
+    levels, gradients, alone = [0] * len(_LEVELS), 0, 0
+    for line in lines:
+        size_b = line.size_b
+        levels[_FIRST_LEVEL.get(line.kind, 0)] += size_b
+        if 'gradients' in (line.kind, line.pads): gradients += size_b
+        if not line.every_rank: alone += size_b
+    return _Cell(*accumulate(levels), gradients, alone)
+
 class _Sums:  # (phase, place) -> instant -> cell; '' for what is there all the time
-    def __init__(self, lines, others=None):
-        self.cells = {} if others is None else dict(others.cells)
-        copied = set()  # What belongs to `others` stays as it is
+    def __init__(self, cells): self.cells = cells
+
+    @classmethod
+    def of(cls, lines) -> '_Sums':
+        groups = {}  # (phase, place) -> instant -> lines
         for line in lines:
-            phase, place, instant = line.phase, line.place, line.instant
-            if (phase, place) not in copied:
-                copied.add((phase, place))
-                self.cells[phase, place] = dict(self.at(phase, place))
-            cells = self.cells[phase, place]
-            if (phase, place, instant) not in copied:
-                copied.add((phase, place, instant))
-                cells[instant] = cells.get(instant, _EMPTY).copy()
-            cells[instant].add(line)
+            instants = groups.setdefault((line.phase, line.place), {})
+            instants.setdefault(line.instant, []).append(line)
+        return cls({where: {instant: _cell(group) for instant, group in instants.items()}
+                    for where, instants in groups.items()})
+
+    def __add__(self, other) -> '_Sums':  # Both stay as they are
+        cells = dict(self.cells)
+        for where, more in other.cells.items():
+            mine = cells[where] = dict(cells.get(where, {}))
+            for instant, cell in more.items():
+                mine[instant] = mine[instant].plus(cell) if instant in mine else cell
+        return _Sums(cells)
 
     def at(self, phase, place) -> dict[str, _Cell]: return self.cells.get((phase, place), {})
+
+    def fullest_b(self, phase, place, level) -> int:
+        cells = self.at(phase, place)
+        passing = [getattr(cell, level) for instant, cell in cells.items() if instant]
+        return getattr(cells.get('', _EMPTY), level) + max(passing, default=0)
 
     def by_instant(self, phase, place, level) -> dict[str, int]:
         "Instant -> bytes, with what is there all the time."
         cells = self.at(phase, place)
-        always_b = cells.get('', _EMPTY).upto(level)
-        sizes = {instant: always_b + cell.upto(level) for instant, cell in cells.items() if instant}
+        always_b = getattr(cells.get('', _EMPTY), level)
+        sizes = {name: always_b + getattr(cell, level) for name, cell in cells.items() if name}
         return sizes or {'': always_b}
 
 # %% ../../nbs/plan/08_ledger.ipynb #17edfe71
 def _pools(cells) -> tuple[int, int, int]:
     "What stays, what comes and goes at most, and what the optimizer's pass takes; bytes."
     optimizer = cells.get('optimizer', _EMPTY)
-    passing = [cell.levels_b[0] - min(cell.gradients_b, optimizer.gradients_b)
+    passing = [cell.allocated - min(cell.gradients, optimizer.gradients)
                for instant, cell in cells.items() if instant not in ('', 'optimizer')]
     stays = cells.get('', _EMPTY)
-    return stays.levels_b[0], max(passing, default=0), optimizer.levels_b[0]
+    return stays.allocated, max(passing, default=0), optimizer.allocated
 
 # %% ../../nbs/plan/08_ledger.ipynb #3dd5bed1
 def _on_node_b(sums, phase, places, ranks) -> int:
@@ -246,7 +255,7 @@ def _on_node_b(sums, phase, places, ranks) -> int:
     shared = {}  # Instant -> bytes
     for place in places:
         for instant, cell in sums.at(phase, place).items():
-            together_b = ranks * sum(cell.levels_b) - (ranks - 1) * cell.alone_b
+            together_b = ranks * cell.device - (ranks - 1) * cell.alone
             shared[instant] = shared.get(instant, 0) + together_b
     return shared.pop('', 0) + max(shared.values(), default=0)
 
@@ -292,7 +301,7 @@ class Totals:
     sums: InitVar[object] = None  # Of `lines`, if they are added up already
 
     def __post_init__(self, sums):
-        object.__setattr__(self, '_sums', sums or _Sums(self.lines))
+        object.__setattr__(self, '_sums', sums or _Sums.of(self.lines))
 
     def total(self,
         phase: str,  # 'load', 'step' or 'save'
@@ -302,7 +311,7 @@ class Totals:
         "Add up one phase in one place."
         for word, known in (phase, _PHASES), (place, _PLACES), (level, _LEVELS):
             if word not in known: raise ValueError(f'{word!r} is none of {", ".join(known)}')
-        return max(self._sums.by_instant(phase, place, level).values())
+        return self._sums.fullest_b(phase, place, level)
 
     def peak(self,
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
@@ -355,7 +364,7 @@ class Ledger(Totals):
         node: 'Node | str | None' = None,  # Machine to fit
     ) -> 'Ledger':  # Another one; this stays as it is
         "Add lines, without adding up the others again."
-        sums = _Sums(lines, self._sums)
+        sums = self._sums + _Sums.of(lines)
         return Ledger(self.recipe, self.spec, self.rank, (*self.lines, *lines), node, sums)
 
     @property
@@ -363,7 +372,8 @@ class Ledger(Totals):
         "Bound the peak of the GPU by what is known of the allocator, the context and NCCL."
         least_b = most_b = self.peak('gpu', 'allocated')
         if self.recipe.cluster.device == 'cuda':
-            reserved = [_reserved_b(self, phase, _MOST_WASTED) for phase in _PHASES]
+            reserved = [_reserved_b(self.pools(phase), _wrapping_b(self, phase), _MOST_WASTED)
+                        for phase in _PHASES]
             most_b = max(int((1 + _LEAST_WASTED) * least_b), *reserved)
         for kind in _fixed_kinds(self.recipe):
             least_b += _FIXED[kind][0]
@@ -406,7 +416,7 @@ class Ledger(Totals):
             'allocated': allocated,
             'band': list(self.band),
             'device': {phase: self.total(phase) for phase in _PHASES},
-            'lines': [line._asdict() for line in self.lines],
+            'lines': [line._asdict() | {'symbols': dict(line.symbols)} for line in self.lines],
         }
 
     def plot(self) -> 'Figure':  # 700 pixels wide
@@ -434,22 +444,47 @@ def memory(
     "Account for every byte that `rank` holds while it loads, steps and saves."
     model = recipe.model
     spec = spec or find_spec(model.source, model.revision, model.head, model.classes)
-    this, first = rank_of(recipe, spec, rank), rank == 0
-    passing = instant_lines(spec, recipe)
-    step = resident_lines(this, spec, tuple(passing))
-    lasting = [line for line in step if line.lasting]
-    base = [line for line in lasting if line.kind in _OF_THE_BASE]
-    lines = (
-        *step,
-        *_passing(passing, this),
-        *loading_lines(this, spec, base, first),
-        *_save(this, lasting, first, writes=rank < this.group))
-    tensors = Ledger(recipe, spec, rank, lines)
+    this = rank_of(recipe, spec, rank)
+    run, step = step_sizes(spec, recipe)
+    passing = _passing(run, step, this.zero)
+    held = _held(this, spec, rank, tuple(passing_lines(run, step)))
+    optimizer = () if this.zero else temporary_lines(run, step, recipe.optimizer.kind)
+    lines = (*held.step, *passing.step, *optimizer, *held.others)
+    sums = held.sums + passing.sums + _Sums.of(optimizer)
+    tensors = Ledger(recipe, spec, rank, lines, sums=sums)
     card = node or recipe.cluster.hardware
     return tensors.with_lines(tuple(_fixed(tensors, _card_b(card))), node)
 
+# %% ../../nbs/plan/08_ledger.ipynb #8912f1de
+class _Group(NamedTuple):  # Lines that many plans share
+    step: tuple[Line, ...]
+    others: tuple[Line, ...]  # Of loading and saving
+    sums: _Sums
+
 _OF_THE_BASE = 'weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers', 'pinned_rounding'
 
+@lru_cache(1024)
+def _held(this, spec, number, instants) -> _Group:
+    "What the rank of this number holds, whatever the rows of a pass."
+    step = resident_lines(this, spec, instants)
+    lasting = [line for line in step if line.lasting]
+    base = [line for line in lasting if line.kind in _OF_THE_BASE]
+    first, writes = number == 0, number < this.group
+    others = (*loading_lines(this, spec, base, first), *_save(this, lasting, first, writes))
+    return _Group(tuple(step), others, _Sums.of((*step, *others)))
+
+@lru_cache(1024)
+def _passing(run, step, zero) -> _Group:
+    "What a step holds for a while, without what `resident_lines` counts; `zero`: the stage."
+    counted = {'buffers', 'zero_buckets'} | ({'optimizer'} if zero else set())
+    kept = []
+    for name, lines in passing_lines(run, step).items():
+        gradients = name in ('forward', 'optimizer') or zero > 1
+        left_out = counted | ({'gradients'} if gradients else set())
+        kept += [line for line in lines if line.kind not in left_out]
+    return _Group(tuple(kept), (), _Sums.of(kept))
+
+# %% ../../nbs/plan/08_ledger.ipynb #8912f1df
 def _card_b(card) -> int | None:
     "Memory of the GPU of a machine, a `Node` or its name."
     if not card: return None
@@ -458,15 +493,6 @@ def _card_b(card) -> int | None:
 @cache
 def _named_card_b(name) -> int: return find_node(name).gpu.usable_b
 
-def _passing(passing, rank) -> Iterator[Line]:
-    "What a step holds for a while, without what `resident_lines` counts."
-    counted = {'buffers', 'zero_buckets'} | ({'optimizer'} if rank.zero else set())
-    for name, lines in passing.items():
-        gradients = name in ('forward', 'optimizer') or rank.zero > 1
-
-        for line in lines:
-            if line.kind in counted or gradients and line.kind == 'gradients': continue
-            yield line
 
 # %% ../../nbs/plan/08_ledger.ipynb #05f17fed
 _SHOWN = {'gpu': 'GPU', 'host': 'host', 'pinned': 'host, page-locked', 'disk': 'disk'}

@@ -56,7 +56,7 @@ def loading_lines(
     if _waits_on_host(rank): return [files, *_from_host(rank, lines, first)]
     if _loads_whole(rank): return [files, *_every_rank(rank, lines)]
     if rank.zero: arriving = [_gathered_tensor(rank)]
-    elif rank.recipe.sharding.loading == 'sharded': arriving = _sharded(rank)
+    elif rank.loading == 'sharded': arriving = _sharded(rank)
     else: arriving = _rank0(rank, first)
     return [files, *_while_loading(lines), *arriving]
 
@@ -66,19 +66,19 @@ def _keeps_part(rank) -> bool:
 
 def _waits_on_host(rank) -> bool:
     "Whether the base lies whole in host memory until it is sharded."
-    return rank.recipe.sharding.loading in ('rank0_host', 'every_host')
+    return rank.loading in ('rank0_host', 'every_host')
 
 def _loads_whole(rank) -> bool:
     "Whether all of the base lies on every rank first."
-    loading = rank.recipe.sharding.loading
+    loading = rank.loading
     if not _keeps_part(rank): return True
-    if rank.recipe.method.kind == 'qlora': return bool(rank.zero) or loading != 'sharded'
+    if rank.method.kind == 'qlora': return bool(rank.zero) or loading != 'sharded'
     return loading == 'every_rank' and not rank.zero
 
 # %% ../../nbs/plan/07_loading.ipynb #a9e7d2c0
 def _whole(rank) -> tuple:
     "Bytes of the base as it is loaded, formula, symbols."
-    full = rank.recipe.method.kind == 'full'
+    full = rank.method.kind == 'full'
     stored = rank.tensors.frozen + rank.tensors.trained
     weights = [tensor for tensor in stored if tensor.kind == 'weights']
     payload = [tensor for tensor in stored if tensor.kind == 'payload']
@@ -99,7 +99,7 @@ def _every_rank(rank, lines) -> Iterator[Line]:
     instant = 'read' if flat else ''
     source = 'transformers: from_pretrained'
     yield _line(instant, size_b, (*why, source), 'the base, whole on every rank')
-    if rank.recipe.method.kind == 'qlora':
+    if rank.method.kind == 'qlora':
         source = 'transformers: one tensor after the other'
         yield _numbers('read', 2, tensors.packable, source, 'largest tensor to be packed')
     if flat:
@@ -132,7 +132,7 @@ _BUCKETS_B = 500 * 2**20  # Two buckets of torch's _sync_module_states
 
 def _from_host(rank, lines, first) -> Iterator[Line]:
     size_b, *why = _whole(rank)
-    alone = rank.recipe.sharding.loading == 'rank0_host'
+    alone = rank.loading == 'rank0_host'
     if first or not alone:
         source = 'transformers 4: packed on the GPU, kept on the host'
         name = 'the base, whole on the host'
@@ -166,7 +166,7 @@ _LOADER = 'llm-workbook: loading'
 
 def _sharded(rank) -> Iterator[Line]:
     tensors = rank.tensors
-    full = rank.recipe.method.kind == 'full'
+    full = rank.method.kind == 'full'
     whole = tensors.frozen + tensors.trained
     parts = [part for part in rank.part(whole, first=True)
              if part.kind in ('weights', 'payload')]
@@ -194,7 +194,7 @@ def _chunk(rank, parts) -> Line:
     sizes = [part.numel for part in parts if part.kind == 'weights']
     r = _CHUNK + 128
     c = min(_CHUNK, max(sizes, default=0))
-    w = rank.number_b('weights', rank.recipe.method.kind == 'full')
+    w = rank.number_b('weights', rank.method.kind == 'full')
     if w == 2: w = 0  # A 16-bit number is not cast
     size_b = 2 * r + w * c
     symbols = {'r': r, 'w': w, 'c': c}
@@ -204,7 +204,7 @@ def _chunk(rank, parts) -> Line:
 
 # %% ../../nbs/plan/07_loading.ipynb #b33820df
 def _packing(rank, parts) -> Iterator[Line]:
-    cuda = rank.recipe.cluster.device == 'cuda'
+    cuda = rank.cluster.device == 'cuda'
     W = rank.group
     B = ceil(rank.tensors.packable / 64)
     element = 2 * rank.number_b('payload', False)  # Numbers in an element of the payload

@@ -7,12 +7,14 @@ __all__ = ['TensorGroup', 'Tensors', 'count_of', 'tensors_of', 'Rank', 'rank_of'
 
 # %% ../../nbs/plan/06_model_states.ipynb #483c94eb
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from ..config.recipe import Method, Recipe
+from ..config.recipe import (
+    Cluster, Intervals, Method, Optimizer, Precision, Recipe, Zero)
 from ..display import nearest
 from llm_workbook.model.layout import (
 
@@ -36,7 +38,8 @@ class TensorGroup(NamedTuple):
         "Count the elements."
         return prod(self.shape)
 
-class Tensors(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Tensors:  # Compared by identity: `tensors_of` makes one for each question
     "What a method makes of a model."
     frozen: tuple[TensorGroup, ...]  # In the type that computes, or packed
     trained: tuple[TensorGroup, ...]  # Everything that gets a gradient
@@ -129,13 +132,23 @@ def _flattened(tensors, group) -> tuple[TensorGroup, ...]:
 
 # %% ../../nbs/plan/06_model_states.ipynb #f66f7578
 class Rank(NamedTuple):
-    "One process of a recipe, and the tensors its ranks share."
-    recipe: Recipe  # Of all ranks
+    "One process of a recipe: all that decides what it holds, whatever the rows of a pass."
     tensors: Tensors  # Of the whole model
-    strategy: str  # Of the recipe
+    sizes: NumberSizes  # Bytes of one number
     group: int  # Ranks that share one copy of the weights
     position: int  # Position within that group, from 0
-    sizes: NumberSizes  # Bytes of one number
+    accumulates: bool  # A step has several passes
+    method: Method  # How the base is packed, and what is trained
+    cluster: Cluster  # Its device and ranks are read
+    precision: Precision  # Of the recipe
+    optimizer: Optimizer  # Its kind and steps are read
+    intervals: Intervals  # When it saves, and what
+    knobs: Zero  # DeepSpeed's
+    strategy: str  # Of sharding
+    loading: str  # Who reads the base
+    offload_parameters: str  # 'none', 'cpu' or 'nvme'
+    offload_optimizer: str  # The same
+    pin_memory: bool  # What waits on the host is page-locked
 
     @property
     def zero(self) -> int:  # 1, 2 or 3; 0 for everything else
@@ -163,27 +176,27 @@ class Rank(NamedTuple):
         "Say where a class lives between the instants of its use."
         if self.zero and kind in ('master', 'optimizer', 'counters', 'gradients'):
             return _offloaded_by_zero(self, kind)
-        parameters = self.recipe.sharding.offload_parameters
+        parameters = self.offload_parameters
         if kind in ('weights', 'payload', 'adapters', 'padding', 'gradients'):
-            return {'none': 'gpu', 'cpu': _host(self.recipe), 'nvme': 'disk'}[parameters]
+            return {'none': 'gpu', 'cpu': _host(self), 'nvme': 'disk'}[parameters]
         moves = kind in ('optimizer', 'counters') and parameters != 'none'
         return 'host' if moves else 'gpu'
 
 # %% ../../nbs/plan/06_model_states.ipynb #cea59b40
-def _host(recipe) -> str:
+def _host(rank) -> str:
     "Where offloaded tensors wait in host memory."
-    return 'pinned' if recipe.sharding.pin_memory and recipe.cluster.device == 'cuda' else 'host'
+    return 'pinned' if rank.pin_memory and rank.cluster.device == 'cuda' else 'host'
 
 def _offloaded_by_zero(rank, kind) -> str:
-    setting = rank.recipe.sharding.offload_optimizer
+    setting = rank.offload_optimizer
     if setting == 'none': return 'gpu'
-    if kind == 'gradients': return _host(rank.recipe)
+    if kind == 'gradients': return _host(rank)
     if setting == 'nvme': return 'disk'
-    return _host(rank.recipe) if kind == 'master' and rank.zero < 3 else 'host'
+    return _host(rank) if kind == 'master' and rank.zero < 3 else 'host'
 
 # %% ../../nbs/plan/06_model_states.ipynb #407db02b
 def rank_of(
-    recipe: Recipe,  # Its cluster, sharding, precision and method are read
+    recipe: Recipe,  # All but the rows of a pass is read
     spec: ModelSpec,  # Of its model
     rank: int = 0,  # From 0
 ) -> Rank:  # With the tensors of the whole model
@@ -196,9 +209,23 @@ def rank_of(
         built = f'{spec.name} is built for something else'
         raise ValueError(f'model.head is {head!r}, and {built}: give `spec` a head')
     group = sharding.group or ranks
-    tensors = tensors_of(spec, recipe.method)
-    sizes = number_sizes(recipe.method, recipe.precision, sharding.strategy)
-    return Rank(recipe, tensors, sharding.strategy, group, rank % group, sizes)
+    return Rank(
+        tensors=tensors_of(spec, recipe.method),
+        sizes=number_sizes(recipe.method, recipe.precision, sharding.strategy),
+        group=group,
+        position=rank % group,
+        accumulates=recipe.batch.accumulation > 1,
+        method=recipe.method,
+        cluster=recipe.cluster,
+        precision=recipe.precision,
+        optimizer=recipe.optimizer,
+        intervals=recipe.intervals,
+        knobs=recipe.zero,
+        strategy=sharding.strategy,
+        loading=sharding.loading,
+        offload_parameters=sharding.offload_parameters,
+        offload_optimizer=sharding.offload_optimizer,
+        pin_memory=sharding.pin_memory)
 
 # %% ../../nbs/plan/06_model_states.ipynb #2e9a3a6f
 _ALL = 'every rank holds all of it'
@@ -280,7 +307,7 @@ def _flat_weights(rank, kind, group) -> Line:
 
 def _also_whole(rank, kind, group, b) -> Iterator[Line]:
     "ZeRO-3: small parameters, whole on every rank."
-    most = rank.recipe.zero.persistence_threshold
+    most = rank.knobs.persistence_threshold
     p = 0
     for tensor in group:
         if tensor.numel > most: continue
@@ -319,7 +346,7 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
         source = f'{source}: the gradients of the fp32 partition'
         return _Reduced(4, n, n, ('',), name, source)
     if rank.zero == 1: there = ('optimizer',)
-    elif rank.recipe.batch.accumulation > 1: there = ('',)
+    elif rank.accumulates: there = ('',)
     else:
         after_forward = [name for name in instants if INSTANTS[name].phase != 'forward']
         there = tuple(name for name in after_forward if name != 'loss')
@@ -328,8 +355,8 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909
 def _gradients(rank, instants) -> Iterator[Line]:
     trained = rank.tensors.trained
-    if rank.recipe.optimizer.in_backward: return  # Each goes as it comes: the step counts it
-    if rank.recipe.batch.accumulation > 1 and rank.zero < 2:
+    if rank.optimizer.in_backward: return  # Each goes as it comes: the step counts it
+    if rank.accumulates and rank.zero < 2:
         w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
         yield _line(rank, 'gradients', w * N, why,
@@ -344,16 +371,14 @@ def _gradients(rank, instants) -> Iterator[Line]:
         if part.m > n:
             yield _beyond(rank, 'gradients', b, n, part.m,
                           source=part.source, instant=instant, lasting=False)
-    sizes = _sizes(rank.part(trained, first=True), b)
-    if rank.zero: sizes = [(1, b * n)]
+    sizes = [(1, b * n)] if rank.zero else _sizes(rank.part(trained, first=True), b)
     yield from _rounded(rank, 'gradients', sizes, 'gradients', lasting=False)
 
 def _waiting_b(rank) -> int:
     "Bytes of a number of a gradient that waits for the last pass."
-    if not rank.strategy.startswith('fsdp') or rank.recipe.method.kind != 'full':
+    if not rank.strategy.startswith('fsdp') or rank.method.kind != 'full':
         return rank.number_b('weights', True)
-    precision = rank.recipe.precision
-    return NUMBER_B[precision.reduce or precision.compute]
+    return NUMBER_B[rank.precision.reduce or rank.precision.compute]
 
 def _partition(rank) -> int:
     "Numbers in a partition of ZeRO-1 or ZeRO-2."
@@ -376,9 +401,9 @@ def _touched_sizes(rank) -> list[int]:
 # %% ../../nbs/plan/06_model_states.ipynb #f413eb07
 def _states(rank, tensors) -> Iterator[Line]:
     "Lines of the optimizer's states; `tensors` as it sees them, on this rank."
-    optimizer = rank.recipe.optimizer.kind
+    optimizer = rank.optimizer.kind
     if optimizer == 'sgd': return
-    managed = optimizer.startswith('paged') and rank.recipe.cluster.device == 'cuda'
+    managed = optimizer.startswith('paged') and rank.cluster.device == 'cuda'
     large = [tensor for tensor in tensors if tensor.numel >= 100_000]
     paged = tuple(large) if managed else ()
     resident = tuple(tensor for tensor in tensors if tensor not in paged)
@@ -439,18 +464,17 @@ def _buckets(rank, instants) -> Iterator[Line]:
     if rank.zero: yield from _zero_buckets(rank, instants, b)
 
 def _zero_buckets(rank, instants, b) -> Iterator[Line]:
-    knobs = rank.recipe.zero
-    to_host = rank.zero < 3 and rank.recipe.sharding.offload_optimizer != 'none'
-    if knobs.contiguous or to_host:  # Stages 1 and 2 set the knob where they offload
-        k = 2 if knobs.overlap and rank.zero < 3 else 1
-        r = knobs.reduce_bucket
+    to_host = rank.zero < 3 and rank.offload_optimizer != 'none'
+    if rank.knobs.contiguous or to_host:  # Stages 1 and 2 set the knob where they offload
+        k = 2 if rank.knobs.overlap and rank.zero < 3 else 1
+        r = rank.knobs.reduce_bucket
         source = 'DeepSpeed, zero.reduce_bucket and zero.overlap'
         why = 'k * b * r', {'k': k, 'b': b, 'r': r}, source
         backward = [name for name in instants if INSTANTS[name].phase == 'backward']
         for instant in ('',) if rank.zero == 3 else backward:
             yield _line(rank, 'zero_buckets', k * b * r, why, instant=instant, lasting=False,
                         name='gradients on their way')
-    if rank.recipe.sharding.offload_optimizer != 'none': return
+    if rank.offload_optimizer != 'none': return
     n = count_of(_optimized(rank))
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 goes by groups of 10**9
     why = '(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'
@@ -461,11 +485,10 @@ def _zero_buckets(rank, instants, b) -> Iterator[Line]:
 # %% ../../nbs/plan/06_model_states.ipynb #3e2399bc
 def _offload(rank) -> Iterator[Line]:
     "Buffers between GPU, host and disk."
-    sharding = rank.recipe.sharding
-    if rank.zero and sharding.offload_optimizer != 'none': yield from _host_buffers(rank)
+    if rank.zero and rank.offload_optimizer != 'none': yield from _host_buffers(rank)
     b, n = rank.number_b('weights', True), count_of(_optimized(rank))
-    swaps = [(sharding.offload_parameters, 5 * b * 10**8, '5 * b * 10**8', 'weights'),
-             (sharding.offload_optimizer, 16 * min(10**9, n), '16 * min(10**9, n)', 'states')]
+    swaps = [(rank.offload_parameters, 5 * b * 10**8, '5 * b * 10**8', 'weights'),
+             (rank.offload_optimizer, 16 * min(10**9, n), '16 * min(10**9, n)', 'states')]
     host = rank.place('gradients')
     for setting, size_b, formula, name in swaps:
         if setting != 'nvme': continue
@@ -484,14 +507,8 @@ def _host_buffers(rank) -> Iterator[Line]:
 
 def _host_buffer(rank, sizes_b, why, name) -> Iterator[Line]:
     "A buffer on the host, of tensors of `sizes_b`."
-    yield _line(
-        rank,
-        'zero_buckets',
-        sum(sizes_b),
-        why,
-        place=rank.place('gradients'),
-        lasting=False,
-        name=name)
+    yield _line(rank, 'zero_buckets', sum(sizes_b), why,
+                place=rank.place('gradients'), lasting=False, name=name)
     tensors = [(1, size_b) for size_b in sizes_b]
     yield from _rounded(rank, 'gradients', tensors, name, lasting=False)
 
@@ -505,20 +522,13 @@ def _gradient_buffers(rank) -> Iterator[Line]:
     largest = 'b * L', {'b': b, 'L': L}, f'{source}: largest_param_numel'
     yield from _host_buffer(rank, [b * n], back, 'weights on their way back')
     yield from _host_buffer(rank, [b * L], largest, 'largest gradient')
-    yield _line(
-        rank,
-        'zero_buckets',
-        b * L,
-        largest,
-        lasting=False,
-        name='largest gradient, on the GPU')
-    if rank.recipe.batch.accumulation == 1: return
+    yield _line(rank, 'zero_buckets', b * L, largest,
+                lasting=False, name='largest gradient, on the GPU')
+    if not rank.accumulates: return
     sizes = _touched_sizes(rank)
-    symbols = {'b': b, 'T': sum(sizes)}
-    earlier = 'b * T', symbols, f'{source}: accumulated_grads_in_cpu'
+    earlier = 'b * T', {'b': b, 'T': sum(sizes)}, f'{source}: accumulated_grads_in_cpu'
     sizes_b = [b * size for size in sizes]
-    name = 'gradients of earlier passes'
-    yield from _host_buffer(rank, sizes_b, earlier, name)
+    yield from _host_buffer(rank, sizes_b, earlier, 'gradients of earlier passes')
 
 
 # %% ../../nbs/plan/06_model_states.ipynb #d38579b4
@@ -557,7 +567,7 @@ def _tables(rank, spec) -> Iterator[Line]:
 
 def _buffers_b(rank, spec) -> int:
     "Gemma's scale of the embedding has the type it is loaded in; rotary tables are float32."
-    short = rank.recipe.method.kind != 'full' and rank.number_b('weights', False) == 2
+    short = rank.method.kind != 'full' and rank.number_b('weights', False) == 2
     return spec.buffers_b - 2 if short and spec.kind.startswith('gemma') else spec.buffers_b
 
 def _master(rank, optimized) -> Iterator[Line]:

@@ -291,13 +291,15 @@ def search(
     trial = _Trial(base, axes or {})
     combinations = list(_combinations(trial))
     plans, refusals = [], []
-    gc.freeze()  # Else the collector looks through every object of the libraries again and again
+    collects = gc.isenabled()
+    gc.disable()  # Plans make no circles, and the collector would look through all of them
     try:
         for settings in tqdm(combinations, unit='plan', delay=1, leave=False):
             result = _judge(trial, settings)
             if isinstance(result, Plan): plans.append(result)
             else: refusals.append(result)
-    finally: gc.unfreeze()
+    finally:
+        if collects: gc.enable()
     plans.sort(key=lambda plan: _rank(plan, by))
     accepted = tuple(plan for plan in plans if not plan.not_run)
     planned = tuple(plan for plan in plans if plan.not_run)

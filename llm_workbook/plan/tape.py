@@ -54,7 +54,7 @@ class Tape:
     rows: int  # Tokens of one forward pass
     fresh: bool = True  # No gradient of a parameter is there yet, so each new one stays
     ops: list[Op] = field(default_factory=list)  # What was recorded
-    last_use: dict[int, int] = field(default_factory=dict)  # id of a tensor -> operation
+    last_use: dict[Tensor, int] = field(default_factory=dict)  # Tensor -> its last operation
 
     def tensor(self,
         name: str,  # What it is
@@ -76,29 +76,30 @@ class Tape:
     ) -> Tensor:  # The result
         "Record an operation."
         rows, keeps = more.pop('rows', None), more.pop('keeps', False)
-        needs = more.get('grads_b', 0) > 0 or any(tensor.needs for tensor in inputs)
+        needs = more.get('grads_b', 0) > 0 or any([tensor.needs for tensor in inputs])
         out = self.tensor(name, width, element_b, needs, rows)
         saved = (*saves, out) if keeps else saves
         self._append(Op(name, inputs, out, saved, **more))
         return out
 
     def _append(self, op):
-        if not self.fresh:  # The new gradient is added to the one that is there, and goes
+        if op.grads_b and not self.fresh:  # It is added to the one that is there, and goes
             op = op._replace(work_b=op.work_b + op.grads_b, grads_b=0)
+        used = (*op.inputs, *op.saves, op.out)
+        self.last_use.update(dict.fromkeys(used, len(self.ops)))
         self.ops.append(op)
-        for tensor in (*op.inputs, *op.saves, op.out): self.hold(tensor)
 
     def hold(self,
         tensor: Tensor,  # Of this tape
     ) -> None:
         "Note that a variable still names `tensor` after the last operation."
-        self.last_use[id(tensor)] = len(self.ops) - 1
+        self.last_use[tensor] = len(self.ops) - 1
 
     @property
     def saved(self) -> list[Tensor]:  # Each once
         "List what is kept for the backward pass."
         tensors = [tensor for op in self.ops if op.out.needs for tensor in op.saves]
-        return list({id(tensor): tensor for tensor in tensors}.values())
+        return list(dict.fromkeys(tensors))
 
 # %% ../../nbs/plan/02_tape.ipynb #6b02f97f
 def fullest_forward(
@@ -108,23 +109,34 @@ def fullest_forward(
     apart: tuple[Tensor, ...] = (),  # Tensors that are there anyway and counted elsewhere
 ) -> Instant:  # What is alive then
     "Walk the forward pass of `tape` to its fullest instant."
-    kept = set(map(id, tape.saved))
+    kept, ends = set(tape.saved), _ends(tape)
     saving = [place for place, op in enumerate(tape.ops) if op.saves and op.out.needs]
     last = max(saving, default=0)
-    alive = {id(tensor): tensor.size_b for tensor in (start, *apart)}
-    alive_b = sum(alive.values()) - sum(tensor.size_b for tensor in apart)
+    alive = {start, *apart}
+    alive_b = _total_b(alive) - _total_b(apart)
     fullest = Instant('', 0, 0, 0, 0)
     for place, op in enumerate(tape.ops[:last + 1] if stop else tape.ops):
         has_result = not op.view and not (stop and place == last)
         results = (*op.saves, op.out) if has_result else op.saves
-        new = {id(tensor): tensor.size_b for tensor in results if id(tensor) not in alive}
-        alive.update(new)
-        alive_b += sum(new.values())
+        for tensor in results:
+            if tensor in alive: continue
+            alive.add(tensor)
+            alive_b += tensor.size_b
         if alive_b + op.fore_b > fullest.total_b:
             fullest = Instant(op.name, alive_b, 0, op.fore_b, 0)
-        done = [key for key in alive if tape.last_use[key] == place and key not in kept]
-        for key in done: alive_b -= alive.pop(key)
+        for tensor in ends.get(place, ()):
+            if tensor not in alive or tensor in kept: continue
+            alive.remove(tensor)
+            alive_b -= tensor.size_b
     return fullest
+
+def _ends(tape) -> dict[int, list[Tensor]]:
+    "Operation -> the tensors that nothing needs after it."
+    ends = {}
+    for tensor, place in tape.last_use.items(): ends.setdefault(place, []).append(tensor)
+    return ends
+
+def _total_b(tensors) -> int: return sum([tensor.size_b for tensor in tensors])
 
 # %% ../../nbs/plan/02_tape.ipynb #4633762b
 class _Gradient:  # The gradient of an activation
@@ -138,30 +150,29 @@ def backward_instants(
     apart: tuple[Tensor, ...] = (),  # Tensors that are there anyway and counted elsewhere
 ) -> list[Instant]:  # Last operation first
     "Walk the backward pass of `tape`, and say what is alive in each operation."
-    elsewhere = set(map(id, apart))
     here = [op for op in reversed(tape.ops) if op.out.needs]
-    uses = Counter(id(tensor) for op in here for tensor in op.saves)
-    saved_b = sum(tensor.size_b for tensor in tape.saved if id(tensor) not in elsewhere)
+    uses = Counter([tensor for op in here for tensor in op.saves])
+    saved_b = _total_b(set(uses).difference(apart))
     grads_b = 0
     last = tape.ops[-1].out
-    gradients = {id(last): _Gradient(last.size_b, 1)}
+    gradients = {last: _Gradient(last.size_b, 1)}
     flow_b = last.size_b
     instants = []
     for op in here:
-        arriving = gradients.pop(id(op.out))
+        arriving = gradients.pop(op.out)
         inputs = [tensor for tensor in op.inputs if tensor.needs]
-        new_b = 0 if op.alias else sum(tensor.size_b for tensor in inputs)
+        new_b = 0 if op.alias else _total_b(inputs)
         grads_b += op.grads_b
         instants.append(Instant(op.name, saved_b, flow_b + new_b, op.work_b, grads_b))
         for tensor in inputs:
-            if id(tensor) in gradients: continue
+            if tensor in gradients: continue
             gradient = arriving if op.alias else _Gradient(tensor.size_b)
             gradient.holders += 1
-            gradients[id(tensor)] = gradient
+            gradients[tensor] = gradient
             if not op.alias: flow_b += tensor.size_b
         arriving.holders -= 1
         if not arriving.holders: flow_b -= arriving.size_b
         for tensor in op.saves:
-            uses[id(tensor)] -= 1
-            if not uses[id(tensor)]: saved_b -= tensor.size_b  # Also of what was there anyway
+            uses[tensor] -= 1
+            if not uses[tensor]: saved_b -= tensor.size_b  # Also of what was there anyway
     return instants

@@ -375,14 +375,27 @@ def test_an_estimate_takes_milliseconds():
         start = time.process_time()
         estimate(recipe)
         spent.append(time.process_time() - start)
-    assert sorted(spent)[len(spent) // 2] < 0.010
+    assert sorted(spent)[len(spent) // 2] < 0.005
 
 
 def test_a_search_of_thousands_takes_seconds(eight):
     start = time.process_time()
     again = search(eight.base)
-    # 4 s on a quiet core; beside other work the same took 6.7
-    assert (time.process_time() - start) / len(again) * 5000 < 12
+    assert (time.process_time() - start) / len(again) * 5000 < 6
+
+
+def test_a_search_in_which_all_fit_takes_seconds():
+    base = draft('llama-3.2-1b', '8x-h100', rows=512, length=256)
+    axes = {
+        'method.kind': 'lora', 'sharding.strategy': 'fsdp2', 'method.rank': [8, 16],
+        'optimizer.kind': ['adamw', 'adamw_bf16', 'sgd'],
+        'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
+    search(base, axes)
+    start = time.process_time()
+    again = search(base, axes)
+    assert not again.refused
+    # 2.6 s beside other work, 5.4 before plans shared their lines
+    assert (time.process_time() - start) / len(again) * 5000 < 5
 
 
 # The packaged plans

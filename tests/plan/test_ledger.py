@@ -427,6 +427,13 @@ def verdicts(changes: dict) -> tuple:
         found.fits('8x-h100'))
 
 
+def forget():
+    "Empty the caches of lines."
+    from llm_workbook.plan import ledger, step_memory
+    for cached in (step_memory.passing_lines, ledger._passing, ledger._held, ledger._fixed_lines):
+        cached.cache_clear()
+
+
 @pytest.mark.parametrize('changes', REWORDED, ids=str)
 def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
     from llm_workbook.plan import ledger, lines as plan_lines, loading, model_states, step_memory
@@ -438,14 +445,36 @@ def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
             plan_lines.Line(*args, **fields)._replace(
                 name=f'words {len(made)}', formula='a formula', source='a source'))
         return made[-1]
-    step_memory._lines.cache_clear()
+    forget()
     for module in (ledger, loading, model_states, step_memory):
         monkeypatch.setattr(module, 'Line', reworded)
     other = memory(BASE.changed(changes))
     assert made
     assert all(x.name.startswith('words') for x in other.lines)
     assert verdicts(changes) == plain
-    step_memory._lines.cache_clear()
+    forget()
+
+
+APART = [
+    {'sharding.reshard_after_forward': False}, {'batch.accumulation': 2}, {'batch.micro': 2},
+    {'sharding.activation_checkpointing': 'full'}, {'optimizer.kind': 'sgd'},
+    {'intervals.saving': 1}, {'method.rank': 4, 'method.kind': 'lora'}]
+
+
+@pytest.mark.parametrize('changes', APART, ids=str)
+def test_shared_lines_are_those_of_a_fresh_count(changes):
+    recipe = BASE.changed({'sharding.strategy': 'fsdp2', 'cluster.processes': 2})
+    for other in recipe, recipe.changed(changes):
+        memory(recipe)  # What this one leaves in the caches must not serve the other
+        shared = memory(other).to_dict()
+        forget()
+        assert memory(other).to_dict() == shared
+
+
+def test_what_a_ledger_gives_away_is_no_part_of_the_next():
+    found = memory(BASE).to_dict()
+    for line in found['lines']: line['symbols'].clear()
+    assert all(line.symbols for line in memory(BASE).lines)
 
 
 def test_a_ledger_with_more_lines_leaves_the_first_as_it_was():
