@@ -42,7 +42,7 @@ def single(recipe, autocast: bool = False):
     FSDP computes in bfloat16 everywhere. One process without FSDP uses autocast, which does not.
     """
     one_process = {'cluster.nodes': 1, 'cluster.processes': 1,
-                   'batch.accumulation': recipe.cluster.ranks,
+                   'batch.accumulation': recipe.cluster.ranks, 'sharding.group': None,
                    'optimizer.steps': 1,
                    'intervals.saving': 0}
     is_bfloat16 = recipe.method.kind == 'full' and recipe.precision.compute == 'bfloat16'

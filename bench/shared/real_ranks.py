@@ -197,19 +197,17 @@ class Untracked:
 # How a rank steps
 
 def shard_fsdp2(model, recipe, policy):
-    """Shard with `shard_model`, or as it does.
-
-    It takes neither a mixed-precision policy nor a mesh of groups.
-    """
+    """Shard with `shard_model`, or as it does: it takes no mixed-precision policy."""
+    from llm_workbook.model.recompute import recompute_selectively
     from llm_workbook.parallel.shard import shard_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
     ranks, group = recipe.cluster.ranks, recipe.sharding.group or recipe.cluster.ranks
-    if policy is None and group == ranks: return shard_model(model, recipe.sharding)
+    if policy is None: return shard_model(model, recipe.sharding)
     mesh = init_device_mesh('cpu', (ranks // group, group), mesh_dim_names=('replicas', 'shards'))
-    how = {'mesh': mesh if group < ranks else mesh['shards'],
-           'mp_policy': policy or MixedPrecisionPolicy()}
+    how = {'mesh': mesh if group < ranks else mesh['shards'], 'mp_policy': policy}
+    if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     for name, layer in [(name, m) for name, m in model.named_modules()
                         if type(m).__name__ in model._no_split_modules]:
         if recipe.sharding.activation_checkpointing == 'full':

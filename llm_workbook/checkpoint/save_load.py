@@ -48,7 +48,13 @@ def _states(model, optimizer):
             elif _is_of_one_rank(p, value, label): tensors[f'{label}@{rank_and_world()[0]}'] = value
             else: tensors[label] = value
     groups = [_group_values(group, names) for group in optimizer.param_groups]
-    return tensors, {'groups': groups, 'numbers': numbers}
+    return tensors, {'groups': groups, 'numbers': numbers, 'sharers': _sharers(optimizer)}
+
+def _sharers(optimizer):
+    "How many ranks share one copy of what trains: all, those of a group, or 1."
+    parameters = [p for group in optimizer.param_groups for p in group['params']]
+    meshes = [p.device_mesh for p in parameters if hasattr(p, 'device_mesh')]
+    return meshes[0].size(meshes[0].ndim - 1) if meshes else 1
 
 def _is_of_one_rank(p, value, label):
     "Whether a state is a plain tensor of a sharded parameter: then each rank has another."
@@ -81,7 +87,9 @@ def _fill_states(folder, model, optimizer, saved_ranks):
                               'than the one that was saved')
     for group, values in zip(groups, saved['groups']): _set_group(group, values)
     owners = {names[p]: (p, group) for group in groups for p in group['params']}
-    tensors = _empty_states(stored_tensors(folder), owners, saved_ranks)
+    on_disk = stored_tensors(folder)
+    _check_own_states(on_disk, saved_ranks, saved.get('sharers'), _sharers(optimizer))
+    tensors = _empty_states(on_disk, owners)
     read_slices(folder, tensors)
     optimizer.state.clear()
     for label, value in (tensors | saved['numbers']).items():
@@ -89,13 +97,20 @@ def _fill_states(folder, model, optimizer, saved_ranks):
         p, _ = owners[name]
         optimizer.state[p][key.partition('@')[0]] = value
 
-def _empty_states(on_disk, owners, saved_ranks):
-    "An empty tensor for each state that is on disk and that this rank needs."
-    rank, ranks = rank_and_world()
+def _check_own_states(on_disk, saved_ranks, saved_sharers, sharers):
+    "Refuse states of one rank where ranks have other parts than those that saved them."
+    _, ranks = rank_and_world()
     of_one_rank = [label for label in on_disk if '@' in label]
     if of_one_rank and saved_ranks != ranks:
         raise CheckpointError(f'{of_one_rank[0]} is of one of {saved_ranks} ranks, not {ranks}: '
                               f'load it on {saved_ranks}')
+    if of_one_rank and saved_sharers not in (None, sharers):  # None: an earlier version saved it
+        raise CheckpointError(f'{of_one_rank[0]} is of one of {saved_sharers} ranks that share a '
+                              f'copy, not {sharers}: set sharding.group to {saved_sharers}')
+
+def _empty_states(on_disk, owners):
+    "An empty tensor for each state that is on disk and that this rank needs."
+    rank, _ = rank_and_world()
     tensors = {}
     for label, (shape, dtype) in on_disk.items():
         if '@' in label and not label.endswith(f'@{rank}'): continue

@@ -75,23 +75,24 @@ class _Part(NamedTuple):
     local: 'torch.Tensor'  # Detached
     offset: tuple[int, ...]  # Where it begins in the whole tensor, in each dimension
     whole: bool  # Whether every rank holds all of the tensor
-    first: bool  # Whether no rank before this one holds the same part of a DTensor
+    copy: int  # Which copy of a DTensor this is a part of: 0 where there is one
 
 def _part(tensor):
     "The part of `tensor` on this rank."
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     if not isinstance(tensor, DTensor):
-        return _Part(tensor.detach(), (0,) * tensor.ndim, whole=True, first=True)
+        return _Part(tensor.detach(), (0,) * tensor.ndim, whole=True, copy=0)
     mesh, placements = tensor.device_mesh, tensor.placements
     odd = [p for p in placements if type(p) not in (Shard, Replicate)]
     if odd:
         raise CheckpointError(f'a tensor of shape {tuple(tensor.shape)} is placed as {odd[0]}: '
                               'no rank holds a slice of it')
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    copies = [at for at, p in zip(mesh.get_coordinate(), placements) if p.is_replicate()]
-    local = tensor.detach().to_local()
-    return _Part(local, tuple(offset), whole=False, first=not any(copies))
+    copy = 0
+    for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), placements):
+        if placement.is_replicate(): copy = size * copy + at
+    return _Part(tensor.detach().to_local(), tuple(offset), whole=False, copy=copy)
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #d8c793d4
 def local_slices(
@@ -105,7 +106,7 @@ def local_slices(
     slices, writes_b = [], [0] * ranks
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
         part = _part(tensor)
-        writes = part.first
+        writes = part.copy == 0
         if part.whole and '@' not in name:
             writer = writes_b.index(min(writes_b))
             writes_b[writer] += part.local.nbytes
@@ -230,6 +231,7 @@ class _Words(NamedTuple):
     words: 'torch.Tensor'
     start: int  # Place of the first of them in the whole tensor
     whole: bool  # Whether every rank has them all
+    copy: int = 0  # Which copy of the tensor they are of
 
 def _words(name, tensor):
     "The words of `tensor` on this rank, however it is cut."
@@ -241,9 +243,8 @@ def _words(name, tensor):
     inner = tensor.shape[1:]
     if part.local.shape[1:] != inner:
         raise CheckpointError(f'{name} is not cut along its first dimension alone')
-    words = part.local if part.first else part.local[:0]
     start = part.offset[0] * math.prod(inner) if part.offset else 0
-    return _Words(words, start, part.whole)
+    return _Words(part.local, start, part.whole, part.copy)
 
 # %% ../../nbs/checkpoint/03_sharded_files.ipynb #99a3b788
 class Base(NamedTuple):
@@ -259,19 +260,25 @@ def describe_base(
     frozen = {name: (_words(name, tensor), rounds) for name, tensor, rounds in _frozen(model)}
 
     def local_sums():
-        return {name: _mixed_sum(name, part.words, part.start)
+        return {name: (part.copy, _mixed_sum(name, part.words, part.start))
                 for name, (part, _) in frozen.items()}
 
     sums = on_every_rank(local_sums)
-    totals = {}
-    for name, (part, _) in frozen.items():
-        by_rank = [rank_sums[name] for rank_sums in sums]
-        if part.whole and len(set(by_rank)) > 1:
-            raise CheckpointError(f'{name} is not the same on all ranks, '
-                                  'though each holds it whole')
-        totals[name] = by_rank[0] if part.whole else sum(by_rank) % 2**64
+    totals = {name: _total(name, [of_rank[name] for of_rank in sums], part.whole)
+              for name, (part, _) in frozen.items()}
     exact = {name: total for name, total in totals.items() if not frozen[name][1]}
     return Base(_hex(totals), _hex(exact), _mean_scales(model))
+
+def _total(name, sums, whole):
+    "The sum of a tensor from (copy, sum) of each rank; every copy must have the same."
+    if whole: of_copies = {total for _, total in sums}
+    else:
+        by_copy = {}
+        for copy, total in sums: by_copy[copy] = (by_copy.get(copy, 0) + total) % 2**64
+        of_copies = {*by_copy.values()}
+    if len(of_copies) == 1: return of_copies.pop()
+    holders = 'on all ranks, though each holds it whole' if whole else 'in every group of ranks'
+    raise CheckpointError(f'{name} is not the same {holders}')
 
 def _hex(totals):
     if not totals: return ''

@@ -373,7 +373,7 @@ def planned_only(
 
 # %% ../../nbs/config/03_recipe.ipynb #b3e68271
 _TOY = {
-    'optimizer.steps': 240, 'optimizer.in_backward': False, 'sharding.group': None,
+    'optimizer.steps': 240, 'optimizer.in_backward': False,
     'sharding.offload_activations': 'none'}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
@@ -439,9 +439,11 @@ def shrink(
     sharding, intervals = recipe.sharding, recipe.intervals
     loads_shards = (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded')
     is_zero = sharding.strategy.startswith('zero')
+    is_hybrid = sharding.group and sharding.group < recipe.cluster.ranks
     toy = {
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
         'sharding.loading': 'sharded' if loads_shards else 'every_rank',
+        'sharding.group': 2 if nodes > 1 and is_hybrid else None,
         'cluster': Cluster(nodes=nodes, processes=1 if sharding.strategy == 'none' else 2),
         'zero': _small_zero(recipe.zero) if is_zero else recipe.zero,
         'intervals.evaluation': min(intervals.evaluation, 120),

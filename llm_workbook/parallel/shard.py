@@ -12,18 +12,31 @@ from html import escape
 from ..config.recipe import Sharding
 from ..display import html_table
 from ..model.quantize import payload_bytes
+from ..model.recompute import recompute_selectively
 from .agreement import rank_and_world
 
 # %% ../../nbs/parallel/03_shard.ipynb #49142b27
+def _mesh(device, group):
+    "The ranks as they share copies: all in a row, or a row for each copy."
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    ranks = dist.get_world_size()
+    group = group or ranks
+    if ranks % group:
+        raise ValueError(f'sharding.group {group} does not divide {ranks} ranks: '
+                         'take a divisor, or leave it out')
+    copies = ranks // group
+    if copies == 1: return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (copies, group), mesh_dim_names=('copies', 'parts'))
+
 def shard_model(
     model: 'torch.nn.Module',  # Whole, and the same on every rank; changed in place
     sharding: 'Sharding | None' = None,  # A recipe's `Sharding`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None: where the parameters are, never 'meta'
 ) -> 'torch.nn.Module':  # The same model, its parameters DTensors
-    "Shard each decoder layer, then what is left, over all ranks."
+    "Shard each decoder layer, then what is left, over all ranks or within groups of them."
     import torch.distributed as dist
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     sharding = sharding or Sharding()
     if not dist.is_initialized():
@@ -31,12 +44,13 @@ def shard_model(
     if sharding.strategy != 'fsdp2':
         raise ValueError(f"strategy {sharding.strategy!r} shards nothing; use 'fsdp2'")
     device = device or next(model.parameters()).device.type
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = _mesh(device, sharding.group)
     kinds = getattr(model, '_no_split_modules', None) or ()
     layers = [(name, m) for name, m in model.named_modules() if type(m).__name__ in kinds]
     if not layers:
         raise ValueError(f'{type(model).__name__} does not name its layers '
                          '(in _no_split_modules)')
+    if sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     for name, layer in reversed(layers):  # What lies inside of another before it, as in a tower
         if sharding.activation_checkpointing == 'full':
             layer = checkpoint_wrapper(layer)

@@ -41,10 +41,6 @@ def _base_flops(spec, unit) -> float:
     logits = 0 if unit.name or not spec.tied else 2 * spec.hidden * spec.vocab
     return sum(_matrix_flops(spec, weight) for weight in unit.weights) + logits
 
-def _every_second_flops(spec, unit) -> float:
-    flops = [_matrix_flops(spec, weight) for weight in unit.weights]
-    return sum([count for count in flops if count][1::2])
-
 # %% ../../nbs/plan/10_step_time.ipynb #fa6f3743
 def _adapter_flops(spec, unit, pairs) -> float:
     "Count the adapters of a layer, on average where only some layers have them."
@@ -77,6 +73,16 @@ def _last_flops(unit, pairs, method) -> int:
     if role(last, method) == 'packed': return 0
     return 2 * last.numel
 
+def _again_flops(spec, unit, pairs, method) -> float:
+    "Count what selective checkpointing computes again: adapters, and every second product."
+    products = [w for w in unit.weights if w.linear and w.module.endswith('_proj')]
+    products.sort(key=lambda w: (w.kind != 'attention', w.module == 'o_proj'))  # As they run
+    flops = _base_flops(spec, unit) + _adapter_flops(spec, unit, pairs)
+    flops -= sum(_matrix_flops(spec, weight) for weight in products[::2])
+    is_adapted = any(pair.target.endswith(_LASTS) for pair in pairs)
+    ends_kept = any(weight.module in _LASTS for weight in products[::2])
+    return flops if ends_kept and not is_adapted else flops - _last_flops(unit, pairs, method)
+
 # %% ../../nbs/plan/10_step_time.ipynb #67988630
 class _Work(NamedTuple):  # What one layer does for one token in the forward pass
     count: int
@@ -88,7 +94,7 @@ class _Work(NamedTuple):  # What one layer does for one token in the forward pas
     lora: float  # Of its adapters
     first: float  # Of those that only read the layer's input
     last: float  # Of the product that recomputation leaves out
-    second: float  # Of every second product: k, o and up of a Llama layer
+    again: float  # Of what selective checkpointing computes again: k, o, up of a Llama layer
     packed: int  # Packed weights, in numbers; not per token
     moved: float  # Bytes that small kernels read and write
 
@@ -107,16 +113,12 @@ def _work(spec, unit, pairs, small) -> _Work:
     roles = {weight: role(weight, method) for weight in unit.weights}
     dense = sum(weight.numel for weight in unit.weights if weight.kind in _DENSE)
     return _Work(
-        count=unit.count,
-        outside=not unit.name,
-        trained=any(kind in ('trained', 'head') for kind in roles.values()),
-        window=unit.window,
+        count=unit.count, outside=not unit.name,
+        trained=any(kind in ('trained', 'head') for kind in roles.values()), window=unit.window,
         weights_b=dense * NUMBER_B[precision.compute],
-        base=_base_flops(spec, unit),
-        lora=_adapter_flops(spec, unit, pairs),
-        first=_first_flops(spec, unit, pairs),
-        last=_last_flops(unit, pairs, method),
-        second=_every_second_flops(spec, unit),
+        base=_base_flops(spec, unit), lora=_adapter_flops(spec, unit, pairs),
+        first=_first_flops(spec, unit, pairs), last=_last_flops(unit, pairs, method),
+        again=_again_flops(spec, unit, pairs, method),
         packed=sum(weight.numel for weight, kind in roles.items() if kind == 'packed'),
         moved=small_kernels_b(spec, unit, pairs, small))
 
@@ -156,8 +158,8 @@ def _times(recipe, work) -> tuple[_Times, _Times]:
 def _recomputed(checkpointing, work) -> _Times:
     if work.outside or checkpointing == 'none': return _NOTHING
     if checkpointing == 'full': return _FORWARD
-    every_second = work.second / work.base
-    return _Times(base=every_second, lora=.5, attention=0, moved=1, packed=.5)
+    products = (work.again - work.lora) / work.base
+    return _Times(base=products, lora=1, attention=0, moved=1, packed=.5)
 
 # %% ../../nbs/plan/10_step_time.ipynb #29b17843
 def _keys(recipe, work) -> int:
@@ -295,7 +297,7 @@ def _flop_counts(recipe, spec, works) -> _Flops:
     for work in works:
         score = work.count * _score_flops(spec)
         products = work.count * ((3 if work.trained else 2) * work.base + 3 * work.lora)
-        again, whole = _recomputed_flops(recipe.sharding, work)
+        again, whole = _recomputed_flops(recipe, work)
         needed += products + 3 * score * _seen_keys(recipe, work)
         times = (3 if _is_eager(recipe) else 3.5) + whole  # Fused: five products backward, not four
         run += products + work.count * again + times * score * _computed_keys(recipe, work)
@@ -304,12 +306,13 @@ def _flop_counts(recipe, spec, works) -> _Flops:
     saved = 0 if recipe.method.kind == 'full' or reentrant else works[0].first
     return _Flops(*(tokens * (flops - saved) for flops in (needed, run, counted)))
 
-def _recomputed_flops(sharding, work) -> tuple[float, int]:
+def _recomputed_flops(recipe, work) -> tuple[float, int]:
     "Give what is computed again: FLOPs of products, and how often attention."
-    if work.outside or sharding.activation_checkpointing == 'none': return 0., 0
-    if sharding.activation_checkpointing == 'selective': return work.second + work.lora / 2, 0
+    how = recipe.sharding.activation_checkpointing
+    if work.outside or how == 'none': return 0., 0
+    if how == 'selective': return work.again, int(_is_eager(recipe))
     again = work.base + work.lora
-    return (again if sharding.reentrant else again - work.last), 1
+    return (again if recipe.sharding.reentrant else again - work.last), 1
 
 # %% ../../nbs/plan/10_step_time.ipynb #67ebf999
 @dataclass(frozen=True, repr=False)

@@ -23,6 +23,7 @@ from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import (
     configuration, load_tokenizer, materialise, skeleton)
 from ..model.quantize import keep_payload, nf4_config
+from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
 from ..parallel.shard import assert_sharding
@@ -45,9 +46,6 @@ _REFUSALS = [
         "DeepSpeed does not run on fake tensors, and nothing of torch's is like ZeRO-1", 'zero2'),
     _Refusal('method.quant', ['int8'], 'the kernels of LLM.int8 look at the numbers', 'nf4'),
     _Refusal('precision.compute', ['fp8'], 'its kernels need a GPU', 'bfloat16'),
-    _Refusal(
-        'sharding.activation_checkpointing', ['selective'],
-        'accelerate checkpoints whole layers', 'full'),
     _Refusal(
         'optimizer.kind', ['adamw_bf16'], "torch's trainer has no such optimizer", 'adamw'),
 ]
@@ -501,6 +499,7 @@ def _plain_trainer(recipe, folder, row, model):
     from transformers import PrinterCallback, Trainer
     adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method)
+    if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = Trainer(model, sft_config(recipe, folder), train_dataset=[row])
     attach_scaler(recipe, trainer.accelerator)
     if adapted: cast_adapters(trainer.model)

@@ -25,6 +25,7 @@ from ..display import html_table
 from ..files import resolve
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import base_config, load_tokenizer
+from ..model.recompute import recompute_selectively
 from ..parallel.backends import (
     check_transport, cpu_fsdp, fsdp_env, mixed_precision, set_fsdp, zero_config)
 from ..parallel.fresh_process import (
@@ -292,8 +293,8 @@ def make_trainer(
     args.dataset_kwargs = {'skip_prepare_dataset': prepared}
     longest = recipe.batch.length if prepared else None
     adapted = recipe.method.kind != 'full'
-    if adapted:
-        model = add_adapters(model, recipe.method, recipe.seed)
+    if adapted: model = add_adapters(model, recipe.method, recipe.seed)
+    if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = resumable(SFTTrainer)(
         model, args, train_dataset=_dataset(rows, keys, longest),
         eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..model.architecture import in_modules, in_tower, towers
 from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
+from ..model.recompute import keeps_selection
 from ..model.spec import spec_of
 from ..parallel.shard import ShardingMismatch, assert_sharding
 
@@ -215,7 +216,13 @@ def _checkpointing(live):
     layers = [m for m in _layers(live) if not hasattr(m, '_checkpoint_wrapped_module')]
     switched = [m for m in layers if id(m) in inside or getattr(m, 'gradient_checkpointing', False)]
     if not switched: return 'none'
-    return 'full' if len(switched) == len(layers) else 'selective'
+    if len(switched) < len(layers): return f'{len(switched)} of {len(layers)} layers'
+    return _one('selective' if _selects(m) else 'full' for m in layers)
+
+def _selects(layer):
+    "Whether a layer that is checkpointed keeps attention and every second product."
+    function = getattr(layer, '_gradient_checkpointing_func', None)
+    return function is not None and keeps_selection(function)
 
 # %% ../../nbs/training/08_live_settings.ipynb #aedd8cdb
 def _reentrant(live):

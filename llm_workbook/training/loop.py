@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters
+from ..model.recompute import recompute_selectively
 from ..parallel.backends import cpu_fsdp, set_fsdp, zero_config
 from ..parallel.load import loaded_base
 from .classifier import (
@@ -158,8 +159,9 @@ def _fuse_head(model):
     add_fused_lm_head(model, outputs=('log_probs',))
 
 def _recompute(model, recipe):
-    "Keep no activations of the layers; under FSDP2 accelerate wraps the layers itself."
+    "Keep no activations of the layers, or some; under FSDP2 accelerate wraps them to keep none."
     sharding = recipe.sharding
+    if sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     if sharding.activation_checkpointing != 'full' or sharding.strategy == 'fsdp2': return
     model.gradient_checkpointing_enable({'use_reentrant': sharding.reentrant})
     if recipe.method.kind != 'full':

@@ -278,6 +278,7 @@ CHANGEABLE = {
     'cluster.processes': _PRODUCT,
     'batch.micro': _PRODUCT,
     'batch.accumulation': _PRODUCT,
+    'sharding.group': 'how many ranks share one copy of the weights',
     'sharding.loading': 'how the base is read',
     'intervals.logging': 'at which steps a loss is written',
     'intervals.evaluation': 'at which steps held-out rows are judged',

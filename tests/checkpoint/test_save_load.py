@@ -231,6 +231,16 @@ def test_other_ranks_read_what_they_need(tmp_path, first, then):
             assert not messages
 
 
+def test_one_copy_alone_is_written(tmp_path):
+    from safetensors.torch import load_file
+    before, _ = run_ranks(saved, 4, ('hsdp', tmp_path))[0]
+    files = sorted((tmp_path / 'checkpoint-3' / 'model').glob('*.safetensors'))
+    written = [sum(t.numel() for t in load_file(file).values()) for file in files]
+    assert len(written) == 4 and written[2:] == [0, 0]
+    model = [t for name, t in before.items() if name in checkpoint_tensors(toy())]
+    assert sum(written) == sum(t.numel() for t in model) > 0
+
+
 def test_ddp_warns_of_other_ranks(tmp_path):
     run_ranks(saved, 2, ('ddp', tmp_path))
     [(_, _, messages)] = run_ranks(resumed, 1, ('none', tmp_path))
@@ -286,6 +296,36 @@ def test_optimizers_go_on(tmp_path, name, how):
     on = [step(*live, number) for number in (3, 4)]
     load_checkpoint(tmp_path / 'checkpoint-3', *fresh)
     assert on == [step(*fresh, number) for number in (3, 4)]
+
+
+def with_tables(how):
+    "A model and an optimizer that keeps a plain table for the slice of each rank."
+    import torch
+    from llm_workbook.parallel.shard import shard_model
+
+    class Tables(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group['params']:
+                    self.state[p]['table'] = torch.ones(p.to_local().numel())
+            return super().step(closure)
+
+    model = shard_model(toy()) if how == 'fsdp2' else hybrid(toy())
+    optimizer = Tables(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def saves_tables(folder):
+    live = with_tables('hsdp')
+    step(*live, 0)
+    save_checkpoint(folder / 'checkpoint-1', *live)
+    load_checkpoint(folder / 'checkpoint-1', *with_tables('hsdp'))
+    load_checkpoint(folder / 'checkpoint-1', *with_tables('fsdp2'))
+
+
+def test_tables_of_one_rank_are_refused_in_other_groups(tmp_path):
+    words = r'table@0 is of one of 2 ranks that share a copy, not 4: set sharding.group to 2'
+    with pytest.raises(RankError, match=words): run_ranks(saves_tables, 4, (tmp_path,))
 
 
 def test_a_rate_that_is_a_tensor_stays_one(tmp_path):

@@ -471,7 +471,6 @@ def test_what_a_cpu_cannot_do_shrinks_to_what_it_can():
         {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'},
         {'optimizer.kind': 'adamw_bf16'},
         {'batch.loss_head': 'full'},
-        {'sharding.activation_checkpointing': 'selective'},
         {'intervals.checkpoint': 'full'},
         {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'},
         {'sharding.strategy': 'zero3', 'sharding.activation_checkpointing': 'full'},

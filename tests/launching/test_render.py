@@ -547,10 +547,15 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_accelerate_starts_ddp(small):
-    "The strategy that none of the recipes of tests/launching/test_launch_table.py has."
-    changes = {'cluster.nodes': 1, 'cluster.processes': 2, 'sharding.strategy': 'ddp'}
-    assert_commands_train(small.changed(changes), 'accelerate')
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'cluster.processes': 2, 'sharding.strategy': 'ddp'},
+        {'cluster.processes': 4, 'sharding.group': 2}],
+    ids=['ddp', 'in pairs'])
+def test_accelerate_starts_what_no_published_recipe_has(small, changes):
+    "Strategies that none of the recipes of tests/launching/test_launch_table.py has."
+    assert_commands_train(small.changed({'cluster.nodes': 1} | changes), 'accelerate')
 
 
 def test_two_that_render_at_once_both_succeed(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from bench.shared.real_ranks import SMALL_REST_B, run_recipe
 from trouble import slow_case
 
 HERE = (
-    'fsdp2-full-bf16', 'fsdp2-full-accumulated', 'fsdp2-full-checkpointed', 'fsdp2-lora',
+    'fsdp2-full-bf16', 'fsdp2-full-accumulated', 'fsdp2-full-checkpointed', 'fsdp2-full-hybrid',
+    'fsdp2-lora',
     'fsdp2-lora-kept', 'fsdp2-qlora', 'fsdp2-qlora-experts', 'trainer-qlora', 'ddp-full',
     'ddp-qlora-uint8', 'zero1-lora', 'zero2-full-fp32', 'zero3-full-bf16',
     'zero3-qlora')  # The benchmark runs the rest too

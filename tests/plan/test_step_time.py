@@ -194,20 +194,23 @@ def counted(recipe, config) -> int:
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from llm_workbook.model.adapters import add_adapters
+    from llm_workbook.model.recompute import recompute_selectively
     made = CONFIG_MAPPING[config['model_type']].from_dict(dict(config))
     model = AutoModelForCausalLM.from_config(
         made, dtype=torch.float32, attn_implementation='eager').train()
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method)
     layers = model.get_decoder().layers
-    if recipe.sharding.activation_checkpointing == 'full':
+    how = recipe.sharding.activation_checkpointing
+    if how == 'full':
         for i, layer in enumerate(layers): layers[i] = checkpoint_wrapper(layer)
+    if how == 'selective': recompute_selectively(model)
     ids = torch.randint(5, 100, (2, 32))
     with FlopCounterMode(display=False) as flops:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return flops.get_total_flops()
 
 
-@pytest.mark.parametrize('again', ['none', 'full'])
+@pytest.mark.parametrize('again', ['none', 'selective', 'full'])
 @pytest.mark.parametrize('kind', ['full', 'lora'])
 @pytest.mark.parametrize('name', MODELS)
 def test_flops_are_those_that_torch_counts(name, kind, again):

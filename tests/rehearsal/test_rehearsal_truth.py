@@ -27,9 +27,16 @@ def rehearsed(made):
 HALF = FULL | {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
 
 
+SELECTIVE = {'sharding.activation_checkpointing': 'selective'}
+PAIRS = {'cluster.processes': 4, 'sharding.group': 2}
+
+
 @pytest.mark.parametrize(
-    'changes', [slow_case(FULL), slow_case(QLORA | AGAIN), slow_case(HALF)],
-    ids=['full', 'qlora', 'float16'])
+    'changes', [slow_case(how) for how in (
+        FULL, QLORA | AGAIN, HALF, FULL | PAIRS, QLORA | PAIRS, FULL | SELECTIVE,
+        QLORA | SELECTIVE)],
+    ids=['full', 'qlora', 'float16', 'full in pairs', 'qlora in pairs', 'full, selective',
+         'qlora, selective'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
     saw = real(made)

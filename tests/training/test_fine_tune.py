@@ -164,8 +164,6 @@ AHEAD = {  # what a recipe can say and this version does not carry out, for each
     'precision.master': {'precision.master': 'bfloat16'},
     'precision.reduce': {'precision.reduce': 'bfloat16'},
     'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'},
-    'sharding.group': {'sharding.group': 1},
-    'sharding.activation_checkpointing': {'sharding.activation_checkpointing': 'selective'},
     'sharding.loading': {'sharding.loading': 'rank0'},
     'batch.packing': {'batch.packing': True},
     'batch.loss_head': {'batch.loss_head': 'full'},
