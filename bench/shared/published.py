@@ -79,7 +79,7 @@ def ledger_gib(ledger, kind: str, node) -> float:
     A full card is full, as the allocator then empties its cache and goes on.
     """
     size = ledger.total('step', level='device' if kind == 'bound' else kind)
-    return (min(size, node.gpu.memory_b) if kind in ('reserved', 'device') else size) / GIB
+    return (min(size, node.gpu.usable_b) if kind in ('reserved', 'device') else size) / GIB
 
 
 def middle(values: list[float]) -> dict:

@@ -32,6 +32,7 @@ _Rate = Annotated[Real, Field(gt=0, le=1e14)]
 _Ceiling = Annotated[Real, Field(gt=0, le=1)]
 _Capability = Annotated[Real, Field(ge=1, le=20)]
 _BF16, _FP8 = 8.0, 8.9  # Compute capability that brought the units
+_USABLE = 0.985  # Share of memory that torch finds, where nobody has looked: near the least seen
 _CEILING = 0.8  # Share of the peak to plan with where nobody measured one: near the median
 _CHANNEL_BPS = 25.6e9  # Of host memory: 3,200 million times 8 bytes a second, DDR4
 _HOST_SHARE = 0.5  # Of all channels, that an optimizer on the host reaches
@@ -56,6 +57,7 @@ class Gpu(Part):
     "One kind of GPU; for a CPU, one core."
     name: Name  # As in 'h100'
     memory_b: Annotated[int, Field(gt=0, le=10**13)]  # What the driver reports as total, bytes
+    usable: _Ceiling | None = None  # Share of it that torch finds; the driver keeps the rest
     capability: _Capability | None = None  # NVIDIA's, as in 8.6; None: not known, or not NVIDIA's
     bf16_flops: _Flops | None = None  # Dense peak with fp32 accumulation, FLOP/s; None: no units
     fp16_flops: _Flops  # The same in fp16
@@ -96,6 +98,11 @@ class Gpu(Part):
             raise ValueError(f'no such number format {compute!r}; {known}')
         if peaks[compute]: return peaks[compute] * (self.ceiling or _CEILING)
         raise ValueError(f'{self.name} has no {compute} units: compute in {self.half}')
+
+    @property
+    def usable_b(self) -> int:  # bytes: tensors, blocks that are kept, context and NCCL
+        "Give the memory that a process can fill."
+        return int(self.memory_b * (self.usable or _USABLE))
 
     @property
     def half(self) -> Literal['bfloat16', 'float16']:  # float16 without bf16 units

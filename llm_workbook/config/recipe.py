@@ -82,6 +82,8 @@ class Model(Part):
     source: Name  # Packaged name, directory, or `owner/name` on the Hub
     revision: str | None = None  # Commit, tag or branch on the Hub; a commit is the safe choice
     attention: Literal['sdpa', 'eager', 'flash'] = 'sdpa'  # flash: the package flash-attn
+    kernels: Literal['plain', 'compile',
+                     'liger'] = 'plain'  # compile: torch.compile; liger: the package liger-kernel
     head: Literal['causal_lm', 'classification'] = 'causal_lm'  # Next token, or a new head
     classes: Annotated[Count, Field(ge=2)] = 2  # Outputs of a classification head
 
@@ -116,11 +118,13 @@ class Method(Part):
     storage: Literal['bfloat16', 'float16', 'float32', 'uint8',
                      'int8'] = 'bfloat16'  # Type the payload is kept in (nf4)
     unpacked: Annotated[Real, Field(le=1)] = 0.1  # Share left in 16 bit, at most (qlora)
+    keep_inputs: bool = False  # Packed layers keep what they read: bitsandbytes before 0.43.2
 
 class Precision(Part):
     "Number formats, each for one thing."
     compute: Literal['bfloat16', 'float16', 'float32',
                      'fp8'] = 'bfloat16'  # Of the matrix products, and of frozen weights
+    frozen: Literal['norms', 'float32'] | None = None  # Of them in float32; None: nothing
     master: Literal['float32', 'bfloat16'] = 'float32'  # Trained weights as the optimizer sees them
     reduce: Literal['float32', 'bfloat16',
                     'float16'] | None = None  # Gradients on the wire; None: as FSDP or ZeRO does it
@@ -157,6 +161,7 @@ class Sharding(Part):
     group: Count | None = None  # Ranks that share one copy of the weights (hybrid fsdp2); None: all
     offload_parameters: Literal['none', 'cpu', 'nvme'] = 'none'  # Where weights wait for their turn
     offload_optimizer: Literal['none', 'cpu', 'nvme'] = 'none'  # Where optimizer states live
+    offload_activations: Literal['none', 'cpu'] = 'none'  # Where saved tensors wait for backward
     pin_memory: bool = True  # Page-locked host memory: faster copies, rounded up to powers of two
     activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # Recompute, not keep
     reentrant: bool = False  # Which of torch's two implementations of checkpointing
@@ -185,7 +190,8 @@ class Batch(Part):
     length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
     padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
-    loss_head: Literal['chunked', 'full'] = 'chunked'  # The logits in tiles, or at once
+    loss_head: Literal['chunked', 'full',
+                       'fused'] = 'chunked'  # Logits in tiles; at once; never kept (Liger, CCE)
 
 _Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds
 
@@ -193,6 +199,7 @@ class Optimizer(Part):
     "The optimizer and its schedule."
     kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw',
                   'paged_adamw_8bit', 'sgd', 'adafactor'] = 'adamw'  # fused: no temporary copies
+    in_backward: bool = False  # Step each weight as its gradient comes, and drop the gradient
     learning_rate: _Float32 = 2e-4  # Highest value, after the warm-up
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # After the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
@@ -349,7 +356,7 @@ class Recipe(Document):
         return fields_table({key: _words(getattr(self, key)) for key in type(self).model_fields})
 
 # %% ../../nbs/config/03_recipe.ipynb #5cdf9a48
-_UNUSED = {'qlora': set(), 'lora': {'double_quant', 'storage', 'unpacked'},
+_UNUSED = {'qlora': set(), 'lora': {'double_quant', 'storage', 'unpacked', 'keep_inputs'},
            'full': set(Method.model_fields) - {'kind'}}
 
 def _words(value) -> Markup:  # One cell of the table: the settings of a part, or a plain value
@@ -384,7 +391,9 @@ def planned_only(
     return problems
 
 # %% ../../nbs/config/03_recipe.ipynb #b3e68271
-_TOY = {'optimizer.steps': 240}
+_TOY = {
+    'optimizer.steps': 240, 'optimizer.in_backward': False,
+    'sharding.offload_activations': 'none'}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
 _TOY_REVIEWS = Data(source='sample-reviews', format='classification',
@@ -430,7 +439,7 @@ def _toy_contents(recipe) -> dict:
 def _own_contents(recipe) -> dict:
     "The recipe's own model and rows, a few rows at a time."
     batch = {'micro': min(recipe.batch.micro, 2), 'accumulation': min(recipe.batch.accumulation, 2)}
-    return {'model.attention': _cpu_attention(recipe),
+    return {'model.attention': _cpu_attention(recipe), 'model.kernels': 'plain',
             'batch': recipe.batch.model_copy(update=batch)}
 
 def _cpu_attention(recipe):

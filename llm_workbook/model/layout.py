@@ -417,9 +417,10 @@ def number_sizes(
     compute_b, master_b = NUMBER_B[precision.compute], NUMBER_B[precision.master]
     trained_b = compute_b if strategy.startswith('zero') else master_b
     gathered_b = min(compute_b, trained_b) if method.kind == 'full' else trained_b
+    frozen_b = NUMBER_B['float32'] if precision.frozen == 'float32' else compute_b
     return NumberSizes(
-        frozen=compute_b,
-        tower=trained_b if method.kind == 'full' else compute_b,
+        frozen=frozen_b,
+        tower=trained_b if method.kind == 'full' else frozen_b,
         payload=1 if method.quant == 'int8' else NUMBER_B[method.storage],
         trained=trained_b,
         gathered=gathered_b,

@@ -31,7 +31,8 @@ class StepRun(NamedTuple):
     reshards: bool  # Gathered weights are dropped after use
     cuda: bool  # Runs on GPUs
     zero: Zero  # DeepSpeed's knobs
-    on_host: tuple[str, ...]  # What lies in host memory: 'gradients', 'temporaries'
+    on_host: tuple[str, ...]  # What lies in host memory: 'gradients', 'temporaries', 'away'
+    in_backward: str  # Kind of the optimizer, if each weight steps as its gradient comes
 
     @property
     def recomputes(self) -> bool:  # Some of the forward pass
@@ -41,7 +42,12 @@ class StepRun(NamedTuple):
     @property
     def accumulates(self) -> bool:  # In more than one pass
         "Say whether gradients are there when the last forward pass begins."
-        return not self.setting.fresh
+        return not self.setting.fresh and not self.in_backward
+
+    @property
+    def offloads(self) -> bool:  # Activations
+        "Say whether what layers keep waits on the host."
+        return 'away' in self.on_host
 
     @property
     def sharded(self) -> bool:  # By FSDP
@@ -55,19 +61,27 @@ def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
     compute_b, master_b = NUMBER_B[precision.compute], NUMBER_B[precision.master]
     if full: compute_b = min(compute_b, master_b)
     unsharded = strategy in ('none', 'ddp')
+    stream_b = master_b if full and unsharded else compute_b
+    scaled = full and strategy == 'fsdp2' and precision.compute == 'float16'
+    frozen = precision.frozen or ''
+    if frozen: stream_b = NUMBER_B['float32']
     return Setting(
         micro=batch.micro,
         length=batch.length,
         compute_b=compute_b,
-        stream_b=master_b if full and unsharded else compute_b,
+        stream_b=stream_b,
         kind=method.kind,
         grad_b=master_b if unsharded else compute_b,
         adapter_b=compute_b if strategy.startswith('zero') else master_b,
         rank=method.rank,
         targets=method.targets,
         dropout=method.dropout > 0,
+        frozen=frozen,
         packed=method.quant if method.kind == 'qlora' else '',
+        keeps=method.keep_inputs,
+        kernels=model.kernels,
         attention=model.attention,
+        output_b=4 if scaled and batch.loss_head != 'full' else 0,  # Its outputs are float32
         head=batch.loss_head if model.head == 'causal_lm' else str(model.classes),
         masked=batch.packing or batch.padded and batch.micro > 1,
         cuda=cuda,
@@ -101,16 +115,19 @@ def _sharing_ranks(recipe) -> int:
 def _on_host(sharding) -> tuple[str, ...]:
     parameters = sharding.offload_parameters != 'none'
     optimizer = sharding.offload_optimizer != 'none'
+    away = ('away',) if sharding.offload_activations != 'none' else ()
     if parameters or optimizer and sharding.strategy.startswith('zero'):
-        return 'gradients', 'temporaries'
-    return ('temporaries',) if optimizer else ()
+        return 'gradients', 'temporaries', *away
+    return ('temporaries', *away) if optimizer else away
 
 def _run(recipe, spec=None) -> StepRun:
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
     method, precision, sharding = recipe.method, recipe.precision, recipe.sharding
     cuda = recipe.cluster.device == 'cuda'
+    in_backward = recipe.optimizer.kind if recipe.optimizer.in_backward else ''
     setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, cuda)
+    if in_backward: setting = setting._replace(fresh=False)  # No gradient stays
     if spec and spec.experts:
         pairs = coverage(spec, method).pairs
         setting = setting._replace(expert_ranks=tuple((pair.target, pair.a[0]) for pair in pairs))
@@ -128,7 +145,8 @@ def _run(recipe, spec=None) -> StepRun:
         reshards=sharding.reshard_after_forward,
         cuda=cuda,
         zero=recipe.zero,
-        on_host=_on_host(sharding))
+        on_host=_on_host(sharding),
+        in_backward=in_backward)
 
 # %% ../../nbs/plan/04_activations.ipynb #6b28273e
 class PartSizes(NamedTuple):
@@ -167,6 +185,11 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
     neighbours: int  # The most of any part
     symbols: dict[str, int]  # For the formulas
 
+    @property
+    def kept_b(self) -> int:  # Wherever it waits
+        "Count the bytes that all layers keep for one backward pass."
+        return sum(sort.count * sort.kept_b for sort in self.sorts)
+
 # %% ../../nbs/plan/04_activations.ipynb #dc927697
 class _Cut(NamedTuple):  # How weights that are gathered are cut
     strategy: str
@@ -204,9 +227,15 @@ def _total_b(tensors) -> int: return sum(tensor.size_b for tensor in tensors)
 # %% ../../nbs/plan/04_activations.ipynb #58f0c56f
 _tape = lru_cache(64)(layer_tape)  # The same with and without checkpointing
 
+def _first_b(setting) -> int:
+    "Bytes of an element of what the embedding gives: only norms make the stream wider after it."
+    return setting.compute_b if setting.frozen == 'norms' else setting.stream_b
+
 def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
     tape, start = _tape(unit, spec, setting)
-    if checkpointing != 'none': return _recomputed(unit, tape, start, checkpointing, part)
+    if checkpointing != 'none':
+        first_b = start.size_b // start.element_b * _first_b(setting)
+        return _recomputed(unit, tape, start, checkpointing, part, first_b)
     saved_b = _total_b(tape.saved)
     first = tape
     if not setting.trains: first, _ = layer_tape(unit, spec, setting, needs=False)
@@ -219,15 +248,16 @@ def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
         stream_b=start.size_b,
         part=part)
 
-def _recomputed(unit, tape, start, checkpointing, part) -> LayerSizes:
-    "The same under checkpointing."
+def _recomputed(unit, tape, start, checkpointing, part, first_b) -> LayerSizes:
+    "The same under checkpointing; `first_b`: the input of the very first layer."
     kept = start, *_selected(tape, checkpointing)
     kept_b = _total_b(kept)
     backward = backward_instants(tape, kept)
     waiting_b = _waiting_gradient_b(tape, backward)
     front = fullest_forward(tape, start, True, kept)._replace(flow_b=waiting_b)
     peak = _fullest([*backward, front])
-    return LayerSizes(unit.count, kept_b, kept_b, front, peak, start.size_b, part)
+    first_kept_b = kept_b - start.size_b + first_b
+    return LayerSizes(unit.count, kept_b, first_kept_b, front, peak, start.size_b, part)
 
 def _fullest(instants) -> Instant: return max(instants, key=lambda instant: instant.total_b)
 
@@ -239,7 +269,6 @@ def _waiting_gradient_b(tape, backward) -> int:
         new_b = 0 if op.alias else _total_b(tensor for tensor in op.inputs if tensor.needs)
         return instant.flow_b - new_b
 
-
 # %% ../../nbs/plan/04_activations.ipynb #92e62745
 def _tables(spec, setting) -> dict[str, int]:
     "Bytes of what all layers share."
@@ -250,7 +279,7 @@ def _tables(spec, setting) -> dict[str, int]:
     elif setting.attention == 'sdpa': mask_b = len(windows if setting.masked else windows - {None})
     else: mask_b = 0
     return {
-        'rotary': 2 * setting.length * width * setting.stream_b,
+        'rotary': 2 * setting.length * width * _first_b(setting),
         'mask': mask_b * setting.rows * setting.length,
         'ids': 8 * setting.rows,
     }
@@ -355,6 +384,11 @@ def _kept_by_layers(spec, run) -> list[tuple]:
         for count, needs in groups:
             tape, start = layer_tape(unit, spec, run.setting, needs)
             tensors = [start, *_selected(tape, run.checkpointing)] if run.recomputes else tape.saved
+            if run.recomputes and index == 0 and run.setting.frozen == 'norms':
+                first = tape.tensor('input', start.width, _first_b(run.setting))
+                kept.append((1, first, f'{unit.name}: input of the first'))
+                kept.append((count - 1, start, f'{unit.name}: input'))
+                tensors = tensors[1:]
             kept += [(count, tensor, f'{unit.name}: {tensor.name}') for tensor in tensors]
     return kept
 

@@ -119,12 +119,14 @@ class _Unit(NamedTuple):  # The sums of a group
     trained: int  # Numbers with a gradient
     tensors: int  # Parameters with a gradient
     whole: tuple[int, ...]  # ZeRO-3: bytes of each parameter that is never split
+    released: int  # ZeRO-3: numbers dropped between recomputation and backward pass
 
 class _Cut(NamedTuple):  # How tensors are grouped and cut
     strategy: str
     units: str  # 'trainer' or 'shard_model'
     ranks: int  # That share one copy of the weights
     threshold: int  # ZeRO-3 keeps parameters whole that have no more numbers
+    reuse: int = 0  # And gathered, if they are used again after fewer numbers
 
     def on_rank_b(self, tensors, number_b) -> int:
         "Count the bytes that each rank has of `tensors`, padding included; `number_b`: of each."
@@ -157,7 +159,16 @@ def _unit(group, sizes, cut) -> _Unit:
         pieces=len(split),
         trained=sum(t.numel for t in trained),
         tensors=len(trained),
-        whole=tuple(cut.ranks * cut.on_rank_b([t], sizes.sent) for t in whole))
+        whole=tuple(cut.ranks * cut.on_rank_b([t], sizes.sent) for t in whole),
+        released=_released(split, cut.reuse))
+
+def _released(tensors, reuse) -> int:
+    "Count numbers that are used again only after `reuse` others: those behind them, twice."
+    behind, released = sum(t.numel for t in tensors), 0
+    for tensor in sorted(tensors, key=_place_in_layer):
+        behind -= tensor.numel
+        if 2 * behind >= reuse: released += tensor.numel
+    return released
 
 # %% ../../nbs/plan/09_collectives.ipynb #0d8fda0f
 @dataclass(frozen=True)
@@ -363,7 +374,9 @@ def _zero3_gathers(run, spec, units, node) -> tuple[list, list]:
         portion_b = round(share * total_b / portions)
         return [_message('all_gather', instant, count, portion_b, lane, node)]
     live = live_numbers(run.zero, numbers, spec.hidden * spec.vocab, run.recomputes)
-    return gathers('forward', 1.), gathers('backward', 1 - live / max(1, numbers))
+    layers = [u for u in units if u.part < len(spec.units) - 1]
+    twice = sum(u.count * u.released for u in layers) if run.recomputes else 0
+    return gathers('forward', 1.), gathers('backward', 1 + (twice - live) / max(1, numbers))
 
 # %% ../../nbs/plan/09_collectives.ipynb #cfba64d8
 def _whole_exchange(run, spec, units, node) -> Exchange:
@@ -445,7 +458,8 @@ def step_messages(
 def _messages(run, spec, node, units) -> tuple[tuple[Exchange, ...], tuple[Collective, ...]]:
     "Predict them once for all recipes that send the same."
     ranks, lanes = run.cluster.ranks, _lanes(run)
-    cut = _Cut(run.strategy, units, lanes[0].ranks, run.zero.persistence_threshold)
+    zero = run.zero
+    cut = _Cut(run.strategy, units, lanes[0].ranks, zero.persistence_threshold, zero.max_reuse)
     sums = _units(spec, run.method, run.precision, cut)
     if ranks == 1 or run.strategy in ('fsdp1', 'fsdp2', 'none'):
         large = tuple(_fsdp_exchange(run, unit, lanes, node) for unit in sums)

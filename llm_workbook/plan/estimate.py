@@ -249,7 +249,7 @@ def _fullest(instants) -> dict[str, int]:
 def _tight_b(node, ledger) -> int:
     "Give what a GPU might take where a plan fits and this would not; else 0."
     _, most_b = ledger.band  # With all that nobody can compute at its largest
-    have_b = node.gpu.memory_b
+    have_b = node.gpu.usable_b
     return most_b if ledger.peak('gpu') <= have_b < most_b else 0
 
 # %% ../../nbs/plan/11_estimate.ipynb #c2a0d1a2
@@ -372,7 +372,7 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     cover = coverage(spec, method)
     adapted = any(row.adapters for row in cover.rows if row.kind == 'expert')
     counted = {
-        'plan.logits_share': _logits_b(ledger) / node.gpu.memory_b,
+        'plan.logits_share': _logits_b(ledger) / node.gpu.usable_b,
         'plan.experts': 0 if adapted else spec.experts,
         'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
     for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)

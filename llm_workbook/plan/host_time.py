@@ -19,7 +19,9 @@ class _Kernels(NamedTuple):  # Launched in one pass
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000027
 _LAYER = _Kernels(15, 25)  # Rotary positions, fused attention, gate, residual sums
+_FUSED_LAYER = _Kernels(6, 11)  # The same with one kernel each, and residual sums in the norms
 _NORM = _Kernels(8, 14)
+_FUSED_NORM = _Kernels(1, 2)
 _TRAINED_NORM = _Kernels(0, 2)  # More, if it trains
 _EAGER = _Kernels(10, 11)  # More, if attention is written out
 _ROUTING = _Kernels(19, 24)  # More, with experts
@@ -42,7 +44,7 @@ class Launches(NamedTuple):
     sizes: tuple[int, ...]  # Numbers in each tensor
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a00000a
-def _parts(unit, pairs, method, precision, eager) -> list[tuple[float, _Kernels]]:
+def _parts(unit, pairs, method, precision, eager, fused) -> list[tuple[float, _Kernels]]:
     "List what a layer is made of, and how often it has each."
     norms = [weight for weight in unit.weights if weight.kind == 'norm']
     matrices = [weight for weight in unit.weights if weight.kind in DENSE
@@ -50,7 +52,8 @@ def _parts(unit, pairs, method, precision, eager) -> list[tuple[float, _Kernels]
     trained = [weight for weight in matrices if role(weight, method) == 'trained']
     packed = [weight for weight in matrices if role(weight, method) == 'packed']
     adapters = sum(len(pair.paths) / unit.count for pair in pairs)
-    parts = [(1, _LAYER if unit.name else _OUTSIDE), (len(norms), _NORM),
+    inside, norm = (_FUSED_LAYER, _FUSED_NORM) if fused else (_LAYER, _NORM)
+    parts = [(1, inside if unit.name else _OUTSIDE), (len(norms), norm),
              (len(matrices), _Kernels(1, 1)), (len(trained), _Kernels(0, 1)),
              (len(packed), _UNPACK[method.double_quant]),
              (adapters, _ADAPTER[NUMBER_B[precision.master]])]
@@ -67,20 +70,24 @@ def layer_launches(
     method: 'Method',  # What is trained, and how the rest is packed
     precision: 'Precision',  # `master` is read: adapters in float32 cast what they multiply
     attention: str = 'sdpa',  # 'eager' writes its scores, and takes more kernels
+    kernels: str = 'plain',  # 'compile' and 'liger' make one kernel of several
 ) -> tuple[Launches, ...]:  # One for each sort of layer, in the order of `spec.units`
     "Count the kernels of every sort of layer, forward and backward."
+    if kernels not in ('plain', 'compile', 'liger'):
+        raise ValueError(f"kernels {kernels!r} must be 'plain', 'compile' or 'liger'")
     if attention not in ('sdpa', 'flash', 'eager'):
         raise ValueError(f"attention {attention!r} must be 'sdpa', 'flash' or 'eager'")
     pairs = coverage(spec, method).pairs
     found = []
     for index, unit in enumerate(spec.units):
         own = [pair for pair in pairs if pair.unit == index]
-        found.append(_launches(unit.text, own, method, precision, attention == 'eager'))
+        more = attention == 'eager', kernels != 'plain'
+        found.append(_launches(unit.text, own, method, precision, *more))
     return tuple(found)
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000029
-def _launches(unit, pairs, method, precision, eager) -> Launches:
-    parts = _parts(unit, pairs, method, precision, eager)
+def _launches(unit, pairs, method, precision, eager, fused) -> Launches:
+    parts = _parts(unit, pairs, method, precision, eager, fused)
     sizes = [weight.numel for weight in unit.weights]
     for pair in pairs: sizes += [pair.a[0] * pair.a[1], pair.b[0] * pair.b[1]]
     trained = sum(role(weight, method) in ('trained', 'head') for weight in unit.weights)
@@ -146,6 +153,8 @@ _MOVED = {
     'adamw_8bit': _Moved(3, 4, 3), 'paged_adamw': _Moved(3, 16, 3),
     'paged_adamw_8bit': _Moved(3, 4, 3), 'sgd': _Moved(3, 0, .5), 'adafactor': _Moved(5, 0, 12)}
 
+_ALONE = 12  # Launches for a tensor that is stepped alone, in the backward pass: torch's AdamW
+
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a00002c
 _CLIP = 3  # Numbers: the norm reads the gradient, then it is read and written
@@ -201,6 +210,13 @@ def fetch_s(
     return host if where == 'cpu' else host + recipe.cluster.processes / node.disk_bps
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000023
+def _paged_s(recipe, numbers, node) -> float:
+    "Give the time of states that find no room beside the weights: out, and in again."
+    if not recipe.optimizer.kind.startswith('paged') or recipe.cluster.device != 'cuda': return 0.
+    states_b = _MOVED[recipe.optimizer.kind].states_b / 2  # Moved: read and written
+    excess_b = numbers * (states_b + _number_b(recipe)) - node.gpu.usable_b
+    return 2 * max(0., excess_b) / node.host_link.bps
+
 def optimizer_s(
     recipe: 'Recipe',  # What to run
     trained: int,  # Numbers with a gradient, of all ranks
@@ -216,9 +232,12 @@ def optimizer_s(
     place = _optimizer_place(recipe)
     if place == 'none':
         tensors = sum(layer.count * layer.trained for layer in layers)
-        launches = _MOVED[recipe.optimizer.kind].launches * tensors
+        each = _MOVED[recipe.optimizer.kind].launches
+        if recipe.optimizer.in_backward: each = max(each, _ALONE)
+        launches = each * tensors
         launch_s = _LAUNCH_S * launches if cluster.device == 'cuda' else 0.
-        return max(launch_s, numbers * _optimizer_bytes(recipe) / stream_bps), 0.
+        step_s = max(launch_s, numbers * _optimizer_bytes(recipe) / stream_bps)
+        return step_s, _paged_s(recipe, numbers, node)
     copies_s = 6 * numbers / node.host_link.bps
     if place == 'nvme': copies_s += 24 * numbers * cluster.processes / node.disk_bps
     return numbers * host_optimizer_bytes(recipe) * cluster.processes / node.host_bps, copies_s

@@ -27,9 +27,13 @@ class Setting(NamedTuple):
     targets: object = 'all-linear'  # Names of adapted modules
     expert_ranks: tuple = ()  # (Path of an adapted weight, inner width of its adapter), for experts
     dropout: bool = False  # Whether adapters drop inputs
+    frozen: str = ''  # Of the frozen weights in float32: norms, float32 (all), or nothing
     packed: str = ''  # nf4, int8 or nothing
+    keeps: bool = False  # Packed layers keep what they read
+    kernels: str = 'plain'  # plain, compile or liger
     attention: str = 'sdpa'  # sdpa, eager or flash
-    head: str = 'full'  # Of the loss: full, chunked, or the number of classes
+    output_b: int = 0  # Of the last hidden state, where FSDP2 casts it for the loss, bytes
+    head: str = 'full'  # Of the loss: full, chunked, fused, or the number of classes
     masked: bool = False  # Attention needs an explicit mask: rows hold several examples
     cuda: bool = False  # Which kernels
     fresh: bool = True  # No gradient is there yet, so each new one stays
@@ -43,6 +47,11 @@ class Setting(NamedTuple):
     def autocast(self) -> bool:  # Weights are cast where they are used
         "Say whether the residual stream is wider than the products."
         return self.stream_b > self.compute_b
+
+    @property
+    def casts(self) -> bool:  # A 16-bit copy of each weight is kept for the backward pass
+        "Say whether matrices are in float32 and multiplied in 16 bit."
+        return self.autocast and self.frozen != 'norms'
 
     @property
     def trains(self) -> bool:  # And not only adapters
@@ -61,6 +70,7 @@ def _cast(tape, name, x, element_b) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd39
 def _norm(tape, x, setting, heads=1, gemma=False) -> Tensor:
     "RMSNorm of `x`, or of each of its heads."
+    if setting.kernels != 'plain': return _fused_norm(tape, x, setting, heads)
     width, stream_b = x.width, x.element_b
     wide = _cast(tape, 'norm: float32', x, 4)
     square = tape.op(
@@ -91,6 +101,14 @@ def _weighted(tape, y, numbers, setting, gemma) -> Tensor:
         work_b=work_b,
         grads_b=grads_b)
 
+# %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd40
+def _fused_norm(tape, x, setting, heads) -> Tensor:
+    "RMSNorm in one kernel: it keeps its input as it is, and one number for each row."
+    return tape.op(
+        'norm: fused', (x,), x.width, x.element_b,
+        saves=(x, tape.tensor('norm: root', heads, 4)),
+        grads_b=x.width // heads * setting.grad_b if setting.trains else 0)
+
 # %% ../../nbs/plan/03_layer_tape.ipynb #f2ac1b49
 def has_adapter(
     setting: Setting,  # Its kind and targets are read
@@ -103,20 +121,35 @@ def has_adapter(
     if setting.targets == 'all-linear': return True
     return any(f'.{weight.path}'.endswith(f'.{target}') for target in setting.targets)
 
+
+# %% ../../nbs/plan/03_layer_tape.ipynb #f2ac1b4a
 def _linear(tape, x, weight, setting) -> Tensor:
     "The product of `x` with a weight, and what its adapter adds."
     if setting.trains: return _trained_linear(tape, x, weight, setting)
-    packed = setting.packed if weight.packs else ''
-    unpacked_b = 0
-    if packed:  # The weight, and its block statistics twice in float32
-        unpacked_b = weight.numel * setting.compute_b + weight.numel // 8
-    saves = (x,) if packed == 'int8' else ()
+    product = _packed_linear if setting.packed and weight.packs else _frozen_linear
+    out = product(tape, x, weight, setting)
+    return _adapter(tape, x, out, weight, setting) if has_adapter(setting, weight) else out
+
+def _packed_linear(tape, x, weight, setting) -> Tensor:
+    "bitsandbytes computes in 16 bit and gives back the type that it was given."
+    name, compute_b = weight.module, setting.compute_b
+    narrow = _cast(tape, f'{name}: 16-bit input', x, compute_b)
+    unpacked_b = weight.numel * compute_b + weight.numel // 8  # With statistics, twice
     out = tape.op(
-        weight.module, (x,), weight.shape[0], setting.compute_b,
-        saves=saves,
+        name, (narrow,), weight.shape[0], compute_b,
+        saves=(narrow,) if setting.packed == 'int8' or setting.keeps else (),
         work_b=unpacked_b,
         fore_b=unpacked_b)
-    return _adapter(tape, x, out, weight, setting) if has_adapter(setting, weight) else out
+    return _cast(tape, f'{name}: float32', out, x.element_b)
+
+def _frozen_linear(tape, x, weight, setting) -> Tensor:
+    "Under autocast the 16-bit copy of a float32 weight is kept for the gradient of `x`."
+    name, compute_b = weight.module, setting.compute_b
+    x = _cast(tape, f'{name}: 16-bit input', x, compute_b)
+    copies = (tape.tensor(f'{name}: 16-bit weight', weight.numel, compute_b, rows=1),)
+    return tape.op(
+        name, (x,), weight.shape[0], compute_b,
+        saves=copies if setting.casts else ())
 
 def _trained_linear(tape, x, weight, setting) -> Tensor:
     name, compute_b = weight.module, setting.compute_b
@@ -135,46 +168,57 @@ def _trained_linear(tape, x, weight, setting) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #471bdeff
 def _adapter(tape, x, out, weight, setting) -> Tensor:
     "What the adapter of `weight` makes of `x`, added to what the weight made, `out`."
-    name, adapter_b, compute_b = weight.module, setting.adapter_b, setting.compute_b
+    name, compute_b = weight.module, setting.compute_b
     width_out, width_in = weight.shape
     up = _low_rank(tape, x, weight, setting)
-    up = _map(tape, f'{name}: scaled', up, adapter_b)
+    up = _map(tape, f'{name}: scaled', up, up.element_b)
     if setting.packed and weight.packs:
         up = _cast(tape, f'{name}: 16-bit adapter', up, compute_b)
-    promoted = out
-    if up.element_b != compute_b:  # A CPU kernel takes one type: there it is a copy
+    promoted, total_b = out, up.element_b
+    if setting.frozen: total_b = out.element_b
+    elif up.element_b != compute_b:  # A CPU kernel takes one type: there it is a copy
         promoted = tape.op(
-            f'{name}: promoted', (out,), width_out, adapter_b,
+            f'{name}: promoted', (out,), width_out, up.element_b,
             view=setting.cuda)
     total = tape.op(
-        f'{name}: sum', (promoted, up), width_out, up.element_b,
+        f'{name}: sum', (promoted, up), width_out, total_b,
         alias=True)
     tape.hold(out)
     tape.hold(x)
-    return _cast(tape, f'{name}: 16 bit', total, compute_b)
+    return _cast(tape, f'{name}: 16 bit', total, out.element_b)
 
 def _low_rank(tape, x, weight, setting) -> Tensor:
     name, adapter_b, rank = weight.module, setting.adapter_b, setting.rank
     width_out, width_in = weight.shape
     x = _cast(tape, f'{name}: adapter input', x, adapter_b)
-    if setting.dropout:
-        mask_b = 1 if setting.cuda else adapter_b
-        mask = tape.tensor(f'{name}: dropout mask', width_in, mask_b)
-        x = tape.op(
-            f'{name}: dropout', (x,), width_in, adapter_b,
-            saves=(mask,))
+    if setting.dropout: x = _dropped(tape, x, name, setting)
+    number_b, copies = adapter_b, ((), ())
+    if setting.frozen and setting.compute_b < adapter_b:  # Autocast
+        number_b = setting.compute_b
+        copies = [(tape.tensor(f'{name}: 16-bit adapter', rank * width, number_b, rows=1),)
+                  for width in (width_in, width_out)]
+    x = _cast(tape, f'{name}: 16-bit adapter input', x, number_b)
     down = tape.op(
-        f'{name}: lora_A', (x,), rank, adapter_b,
-        saves=(x,),
+        f'{name}: lora_A', (x,), rank, number_b,
+        saves=(x, *copies[0]) if x.needs else (x,),
         grads_b=rank * width_in * adapter_b)
     return tape.op(
-        f'{name}: lora_B', (down,), width_out, adapter_b,
-        saves=(down,),
+        f'{name}: lora_B', (down,), width_out, number_b,
+        saves=(down, *copies[1]),
         grads_b=width_out * rank * adapter_b)
+
+def _dropped(tape, x, name, setting) -> Tensor:
+    mask_b = 1 if setting.cuda else x.element_b
+    mask = tape.tensor(f'{name}: dropout mask', x.width, mask_b)
+    return tape.op(
+        f'{name}: dropout', (x,), x.width, x.element_b,
+        saves=(mask,))
+
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #0222f36e
 def _rotated(tape, x, setting) -> Tensor:
     work_b = 2 * setting.rows * x.width * setting.stream_b
+    if setting.kernels != 'plain': work_b = 0
     x = tape.op(
         'rotary', (x,), x.width, setting.stream_b,
         work_b=work_b)
@@ -239,6 +283,7 @@ def _attention(tape, x, linear, setting, spec) -> Tensor:
         q = _norm(tape, q, setting, spec.heads, gemma)
         k = _norm(tape, k, setting, spec.kv_heads, gemma)
     q, k = _rotated(tape, q, setting), _rotated(tape, k, setting)
+    v = _cast(tape, 'values: 16 bit', v, setting.compute_b)
     out = _attend(tape, q, k, v, setting, spec)
     if fused and setting.attention != 'eager':
         out = _map(tape, 'attention output', out, setting.compute_b)
@@ -262,10 +307,10 @@ def _latent_attention(tape, x, linear, setting, spec) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #3f349b10
 def _gated(tape, both, width, setting) -> Tensor:
     "The product of the activated gate and `up`, which lie side by side in `both`."
-    activated = tape.tensor('activated gate', width, setting.compute_b)
+    activated = tape.tensor('activated gate', width, both.element_b)
     return tape.op(
-        'gated product', (both,), width, setting.compute_b,
-        saves=(both, activated),
+        'gated product', (both,), width, both.element_b,
+        saves=(both,) if setting.kernels != 'plain' else (both, activated),
         work_b=2 * activated.size_b)
 
 def _mlp(tape, x, linear, setting) -> Tensor:
@@ -274,9 +319,10 @@ def _mlp(tape, x, linear, setting) -> Tensor:
         inner = _gated(tape, both, both.width // 2, setting)
     elif 'gate_proj' in linear:
         gate = _linear(tape, x, linear['gate_proj'], setting)
-        gate = tape.op(
-            'activation', (gate,), gate.width, gate.element_b,
-            saves=(gate,))
+        if setting.kernels == 'plain':
+            gate = tape.op(
+                'activation', (gate,), gate.width, gate.element_b,
+                saves=(gate,))
         up = _linear(tape, x, linear['up_proj'], setting)
         inner = tape.op(
             'product', (gate, up), up.width, up.element_b,
@@ -430,18 +476,22 @@ def layer_tape(
     return tape, start
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #007c797c
+_HEADS = 'full', 'chunked', 'fused'
+
 def head_tape(
     spec: ModelSpec,  # Its width, vocabulary and softcap are read
     setting: Setting,  # What decides the operations
 ) -> Tape:  # From the last hidden state to the loss
     "Write down what follows the last layer."
-    if setting.head not in ('full', 'chunked') and not str(setting.head).isdigit():
-        known = "neither 'full' nor 'chunked' nor a number of classes"
+    if setting.head not in _HEADS and not str(setting.head).isdigit():
+        known = f"none of {', '.join(map(repr, _HEADS))}, and no number of classes"
         raise ValueError(f'head {setting.head!r} is {known}')
     tape = Tape(setting.rows, setting.fresh)
     start = tape.tensor('input', spec.hidden, setting.stream_b, True)
     x = _norm(tape, start, setting, gemma=spec.kind.startswith('gemma'))
-    if setting.head == 'chunked': _fused_loss(tape, x, spec.vocab, setting)
+    if setting.output_b: x = _cast(tape, 'output: float32', x, setting.output_b)
+    if setting.head == 'chunked': _tiled_loss(tape, x, spec.vocab, setting)
+    elif setting.head == 'fused': _fused_loss(tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)
     return tape
 
@@ -451,9 +501,9 @@ def _logits(tape, x, spec, setting) -> Tensor:
     hidden, compute_b = spec.hidden, setting.compute_b
     x = _cast(tape, 'head: 16-bit input', x, compute_b)
     saves, work_b, grads_b = (), 0, 0
-    if setting.autocast: work_b = hidden * classes * compute_b
+    if setting.casts: work_b = hidden * classes * compute_b
     if setting.trains: saves, grads_b = (x,), hidden * classes * setting.grad_b
-    if setting.trains and setting.autocast:
+    if setting.casts:
         saves += (tape.tensor('head: 16-bit weight', hidden * classes, compute_b, rows=1),)
     return tape.op(
         'head', (x,), classes, compute_b,
@@ -469,26 +519,31 @@ def _loss(tape, x, spec, setting) -> Tensor:
             keeps=True)
         x = _map(tape, 'softcap', x, compute_b)
     x = _cast(tape, 'logits: float32', x, 4)
-    x = tape.op(
-        'log-softmax', (x,), width, 4,
-        keeps=True)
+    saves = (tape.tensor('labels', 1, 8),)
+    if setting.kernels == 'compile': saves += (tape.tensor('loss statistics', 2, 4),)
+    else:
+        x = tape.op(
+            'log-softmax', (x,), width, 4,
+            keeps=True)
     return tape.op(
         'loss', (x,), 0, 4,
-        saves=(x, tape.tensor('labels', 1, 8)))
+        saves=(x, *saves))
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #ccaa236b
 _TILE_ROWS, _TILE_WORDS = 4096, 32768
 
-def _fused_loss(tape, x, vocab, setting) -> Tensor:
+def _tiled_loss(tape, x, vocab, setting) -> Tensor:
     compute_b, hidden = setting.compute_b, x.width
     rows, words = min(setting.rows, _TILE_ROWS), min(vocab, _TILE_WORDS)
-    buffer_b = compute_b * rows * _TILE_WORDS
+    buffer_b = (setting.output_b or compute_b) * rows * _TILE_WORDS
     grads_b = hidden * vocab * setting.grad_b if setting.trains else 0
     input_numbers = setting.rows * hidden if x.element_b != 4 else 0
     weight_numbers = hidden * vocab if grads_b and setting.grad_b != 4 else 0
     summed = input_numbers + weight_numbers  # Gradients that are cast at the end
     work_b, fore_b = 4 * summed + buffer_b, buffer_b
-    if x.element_b > compute_b:  # Autocast: two tiles of the head, one of the input
+    if setting.output_b:  # The head is computed in float32: the last tile of its weight is a copy
+        work_b += setting.output_b * hidden * (vocab % words or words)
+    elif x.element_b > compute_b:  # Autocast: two tiles of the head, one of the input
         work_b += compute_b * hidden * (2 * words + rows)
     if not setting.cuda:
         tile_b = max(29 * rows * words, 4 * (rows * words + words * hidden))
@@ -501,3 +556,15 @@ def _fused_loss(tape, x, vocab, setting) -> Tensor:
         work_b=work_b,
         fore_b=fore_b,
         grads_b=grads_b)
+
+# %% ../../nbs/plan/03_layer_tape.ipynb #ccaa236c
+def _fused_loss(tape, x, vocab, setting) -> Tensor:
+    "Logits of a few rows at a time: their gradient replaces them in the forward pass."
+    hidden, compute_b = x.width, setting.compute_b
+    rows = -(-setting.rows // -(-vocab // hidden))
+    rows = min(setting.rows, 1 << (rows - 1).bit_length())  # The next power of two
+    return tape.op(
+        'fused head', (x,), 1, 4,
+        saves=(tape.tensor('gradient of the last hidden state', hidden, compute_b),),
+        fore_b=rows * vocab * compute_b,
+        grads_b=hidden * vocab * setting.grad_b if setting.trains else 0)

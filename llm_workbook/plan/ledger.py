@@ -281,7 +281,7 @@ def _rooms(ledger, node) -> tuple[tuple, ...]:
     rooms = [('host', on_host, machine.memory_b), ('disk', on_disk, machine.disk_b)]
     if cluster.device == 'cpu':
         for phase in _PHASES: on_host[phase] += cluster.processes * on_gpu[phase]
-    else: rooms.insert(0, ('gpu', on_gpu, machine.gpu.memory_b))
+    else: rooms.insert(0, ('gpu', on_gpu, machine.gpu.usable_b))
     fullest = [max(needed, key=lambda phase: (needed[phase], phase)) for _, needed, _ in rooms]
     return tuple((place, phase, needed[phase], have_b)
                  for phase, (place, needed, have_b) in zip(fullest, rooms))
@@ -491,7 +491,7 @@ def memory(
     sums = held.sums + passing.sums + _Sums.of(optimizer)
     tensors = Ledger(recipe, spec, rank, lines, sums=sums)
     machine = _machine(node or recipe.cluster.hardware)
-    ledger = tensors.with_lines(tuple(_fixed(tensors, machine and machine.gpu.memory_b)), node)
+    ledger = tensors.with_lines(tuple(_fixed(tensors, machine and machine.gpu.usable_b)), node)
     return _saved_in_room(ledger, this, machine) if recipe.intervals.saving else ledger
 
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1de
@@ -530,7 +530,6 @@ def _machine(card) -> Node | None: return _named_node(card) if isinstance(card, 
 
 @cache
 def _named_node(name) -> Node: return find_node(name)
-
 
 # %% ../../nbs/plan/08_ledger.ipynb #05f17fed
 _SHOWN = {'gpu': 'GPU', 'host': 'host', 'pinned': 'host, page-locked', 'disk': 'disk'}

@@ -355,6 +355,7 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909
 def _gradients(rank, instants) -> Iterator[Line]:
     trained = rank.tensors.trained
+    if rank.optimizer.in_backward: return  # Each goes as it comes: the step counts it
     if rank.accumulates and rank.zero < 2:
         w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
@@ -370,8 +371,7 @@ def _gradients(rank, instants) -> Iterator[Line]:
         if part.m > n:
             yield _beyond(rank, 'gradients', b, n, part.m,
                           source=part.source, instant=instant, lasting=False)
-    sizes = _sizes(rank.part(trained, first=True), b)
-    if rank.zero: sizes = [(1, b * n)]
+    sizes = [(1, b * n)] if rank.zero else _sizes(rank.part(trained, first=True), b)
     yield from _rounded(rank, 'gradients', sizes, 'gradients', lasting=False)
 
 def _waiting_b(rank) -> int:

@@ -250,7 +250,7 @@ def _count(settings, draft, spec, node) -> Plan | Refusal:
         draft=draft,
         gpu_b=rooms[0].need_b,
         spare_b=rooms[0].spare_b,
-        tight=most_b > node.gpu.memory_b,
+        tight=most_b > node.gpu.usable_b,
         tokens_per_s=step.tokens_per_s,
         hours=step.hours,
         usd=step.cost)

@@ -31,6 +31,9 @@ class _Kind(NamedTuple):  # What lines of one sort have in common
 _KINDS = {
     'kept': _Kind(
         'activations', 'kept by the layers', 'Σ layers × tokens × width × bytes', _TORCH, True),
+    'away': _Kind(
+        'activations', 'kept by the layers, on the host', 'Σ layers × tokens × width × bytes',
+        'torch, save_on_cpu; torchtune, OffloadActivations', True),
     'rotary': _Kind(
         'activations', 'rotary tables', '2 × length × head_dim × bytes', 'transformers', True),
     'mask': _Kind(
@@ -106,17 +109,19 @@ _KINDS |= {
 }
 
 # %% ../../nbs/plan/05_step_memory.ipynb #8fb10fb9
+_STASH = {True: 5, False: 2}  # Layers on their way: torchtune has five tensors there
+
 def _waiting(run, step) -> tuple[int, int]:
     "Bytes that all layers keep, and that they keep beside the one at work."
     first = step.sorts[0]
-    kept_b = sum(sort.count * sort.kept_b for sort in step.sorts)
-    kept_b += first.first_kept_b - first.kept_b
+    kept_b = step.kept_b + first.first_kept_b - first.kept_b
+    if run.offloads: kept_b = min(kept_b, _STASH[run.recomputes] * step.big.kept_b)
     return kept_b, kept_b if run.recomputes else kept_b - step.big.kept_b
 
 def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
     "What is there while a part computes, and `kept_b` waits."
     freed_b = max(0, -instant.saved_b)  # Of what was kept for this part, and is used up by then
-    return {**step.tables, 'kept': kept_b - freed_b, 'alive': instant.saved_b + freed_b,
+    return {**step.tables, 'kept': max(0, kept_b - freed_b), 'alive': instant.saved_b + freed_b,
             'flow': instant.flow_b, work: instant.work_b, 'whole': instant.grads_b}
 
 def _forward_alive(run, step) -> dict[str, dict]:
@@ -124,10 +129,11 @@ def _forward_alive(run, step) -> dict[str, dict]:
     stream_b = step.big.stream_b
     last_b = 0  # Adapters: the last hidden state is not kept, but a variable still names it
     if not run.setting.trains:
-        last_b = run.setting.rows * step.symbols['width'] * run.setting.compute_b
+        last_b = stream_b
     instants = {
         'forward': step.tables | {
-            'kept': kept_b, 'final': step.final_b + last_b, 'logits': step.logits_b},
+            'kept': kept_b, 'final': step.final_b + last_b, 'logits': step.logits_b,
+            'away': step.kept_b if run.offloads else 0},
         'embedding gathers': {'ids': step.tables['ids'], 'kept': stream_b},
         'head gathers': step.tables | {'kept': kept_b, 'alive': stream_b},
         'last layer gathers': step.tables | {
@@ -168,7 +174,8 @@ def _temporaries_b(run, step, optimizer) -> int:
     if optimizer == 'adafactor': return step.neighbours * 4
     if optimizer not in ('adamw', 'adamw_bf16'): return 0
     trained = step.layers.trained + step.embedding.trained + step.tail.trained
-    return (trained if run.cuda else step.neighbours) * run.master_b
+    together = run.cuda and not run.in_backward  # One kernel over many tensors
+    return (trained if together else step.neighbours) * run.master_b
 
 # %% ../../nbs/plan/05_step_memory.ipynb #ebf2e8fc
 def _unsharded(run, step, instants) -> None:
@@ -185,7 +192,8 @@ def _unsharded(run, step, instants) -> None:
     for name, sizes in instants.items():
         new_b = sizes.pop('whole', 0)
         if run.strategy.startswith('zero'): sizes['moving'] = new_b
-        if not run.accumulates: gradients_b = done_b.get(name, 0) + new_b
+        if run.in_backward: gradients_b = new_b
+        elif not run.accumulates: gradients_b = done_b.get(name, 0) + new_b
         else: gradients_b = total_b + (new_b if name == 'embedding' else 0)
         sizes['gradients'] = gradients_b // run.ranks
         if run.strategy == 'ddp': sizes['buckets'] = total_b
@@ -194,7 +202,6 @@ def _unsharded(run, step, instants) -> None:
             sizes['ipg'] = bucket_b * (2 if zero.overlap else 1)
     if run.strategy.startswith('zero'): _in_buckets(run, step, instants)
     if run.strategy == 'zero3': _fetched(run, step, instants)
-
 
 # %% ../../nbs/plan/05_step_memory.ipynb #ebf2e8fd
 def _in_buckets(run, step, instants) -> None:
@@ -251,6 +258,7 @@ class _Shards(NamedTuple):  # A step under FSDP
 
     def mine_b(self, *numbers) -> int:
         "Bytes of a rank's gradients of so many numbers."
+        if self.run.in_backward: return 0
         return sum(numbers) * self.run.master_b
 
 def _shards(run, step) -> _Shards:
@@ -414,7 +422,6 @@ def _has(run, name) -> bool:
     "Whether an instant differs from the others under a strategy."
     return run.sharded or INSTANTS[name].action == 'computes' and name != 'second layer'
 
-
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377dfb
 @lru_cache(1024)
 def passing_lines(
@@ -426,8 +433,14 @@ def passing_lines(
     sizes_at = {name: sizes_at[name] for name in INSTANTS if name in sizes_at and _has(run, name)}
     if run.sharded: _shard(run, step, sizes_at)
     else: _unsharded(run, step, sizes_at)
+    if run.in_backward: _step_within(run, step, sizes_at)
     return MappingProxyType({name: _lines_at(run, step, name, sizes)
                              for name, sizes in sizes_at.items()})
+
+def _step_within(run, step, instants) -> None:
+    "Add the temporaries of the optimizer to every instant that steps a weight."
+    for name in ('head', 'last layer', 'first layer', 'embedding'):
+        instants[name]['temporaries'] = _temporaries_b(run, step, run.in_backward)
 
 def _lines_at(run, step, name, sizes) -> tuple[Line, ...]:
     lines = []

@@ -16,10 +16,11 @@ from ..config.document import Problem, RecipeError
 from ..display import PALETTE, canvas, html_table
 from ..model.layout import NUMBER_B, coverage, role
 from ..model.spec import spec_of
-from .activations import mask_traffic_b, masks_padding
+from .activations import mask_traffic_b, masks_padding, step_sizes
 from .collectives import Collective, node_of, step_messages
 from .host_time import (
     DENSE, assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
+from .kernel_bytes import SmallKernels, small_kernels_b
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
 _OUTPUTS = ('o_proj', 'out_proj', 'dense', 'c_proj', 'wo')  # Attention, not of the layer's input
@@ -81,50 +82,6 @@ def _again_flops(spec, unit, pairs, method) -> float:
     ends_kept = any(weight.module in _LASTS for weight in products[::2])
     return flops if ends_kept and not is_adapted else flops - _last_flops(unit, pairs, method)
 
-# %% ../../nbs/plan/10_step_time.ipynb #65e73b00
-# Bytes moved per number of a 16-bit tensor, forward
-_NORM, _ADD, _ROPE, _GATE, _LOGIT, _SCORE = 30, 6, 22, 10, 26, 24
-
-class _AdapterBytes(NamedTuple):  # Moved per number
-    input: int
-    output: int
-    dropout: int  # Of the input
-
-_ADAPTER = {4: _AdapterBytes(6, 24, 9), 2: _AdapterBytes(0, 10, 5)}  # By size of its numbers
-
-# %% ../../nbs/plan/10_step_time.ipynb #1681157f
-def _norm_numbers(spec, unit) -> list[int]:
-    "Give the numbers that each norm of a layer reads for one token."
-    heads = {'q_norm': spec.heads, 'k_norm': spec.kv_heads}
-    sizes = []
-    for weight in unit.weights:
-        if weight.kind != 'norm': continue
-        per_head = weight.numel == spec.head_dim
-        sizes.append(weight.numel * (heads.get(weight.module, 1) if per_head else 1))
-    return sizes
-
-def _layer_bytes(spec, unit) -> int:
-    "Count the residual sums, the gate and the rotary positions of a layer."
-    inner, routing = spec.intermediate, 0
-    if unit.experts:
-        inner = (spec.experts_per_token + spec.shared_experts) * spec.moe_intermediate
-        routing = 8 * spec.experts_per_token
-    rotary = _ROPE * (spec.heads + spec.kv_heads) * spec.head_dim
-    return (2 * _ADD + routing) * spec.hidden + _GATE * inner + rotary
-
-def _moved_b(spec, unit, pairs, method, precision) -> float:
-    "Count the bytes that small kernels read and write for one token, forward."
-    moved = _NORM * sum(_norm_numbers(spec, unit))
-    if unit.name: moved += _layer_bytes(spec, unit)
-    else: moved += 4 * spec.hidden + _LOGIT * spec.vocab
-    adapter = _ADAPTER[NUMBER_B[precision.master]]
-    into = adapter.input
-    if method.dropout > 0: into += adapter.dropout
-    for pair in pairs:
-        moved += into * pair.a[1]
-        moved += adapter.output * pair.b[0]
-    return moved * NUMBER_B[precision.compute] / 2
-
 # %% ../../nbs/plan/10_step_time.ipynb #67988630
 class _Work(NamedTuple):  # What one layer does for one token in the forward pass
     count: int
@@ -142,15 +99,16 @@ class _Work(NamedTuple):  # What one layer does for one token in the forward pas
 
 # %% ../../nbs/plan/10_step_time.ipynb #7552d5ea
 @lru_cache(512)
-def _works(spec, method, precision) -> tuple[_Work, ...]:
-    pairs = coverage(spec, method).pairs
+def _works(spec, small) -> tuple[_Work, ...]:
+    pairs = coverage(spec, small.method).pairs
     works = []
     for index, unit in enumerate(spec.units):
         own = [pair for pair in pairs if pair.unit == index]
-        works.append(_work(spec, unit.text, own, method, precision))
+        works.append(_work(spec, unit.text, own, small))
     return tuple(works)
 
-def _work(spec, unit, pairs, method, precision) -> _Work:
+def _work(spec, unit, pairs, small) -> _Work:
+    method, precision = small.method, small.precision
     roles = {weight: role(weight, method) for weight in unit.weights}
     dense = sum(weight.numel for weight in unit.weights if weight.kind in DENSE)
     return _Work(
@@ -161,14 +119,17 @@ def _work(spec, unit, pairs, method, precision) -> _Work:
         first=_first_flops(spec, unit, pairs), last=_last_flops(unit, pairs, method),
         again=_again_flops(spec, unit, pairs, method),
         packed=sum(weight.numel for weight, kind in roles.items() if kind == 'packed'),
-        moved=_moved_b(spec, unit, pairs, method, precision))
+        moved=small_kernels_b(spec, unit, pairs, small))
 
 # %% ../../nbs/plan/10_step_time.ipynb #0c1a7d3e
-# Chosen by the calibration rows of bench/published.yaml, but for _SOFTMAX
+# Chosen by the calibration rows of bench/published.yaml, but for two that papers give
 _MATMUL = .86  # Share of the measured ceiling that the products of a whole step reach
-_SOFTMAX = 28  # Operations per score outside the matrix units; arXiv 2307.08691, section 3.1
+_FLASH = .74  # Share of that ceiling that fused attention reaches: 61 % of an A100's peak
+_HOPPER = 9.0  # Compute capability
+_FLASH_CORES = 5.2  # From Hopper on, FLOP of attention for one of float32: 35 % of an H100's peak
 _STREAM = .9  # Share of memory bandwidth of elementwise kernels
 _DEQUANTISE = .4  # Share of memory bandwidth of bitsandbytes' 4-bit kernels
+_SCORE = 24  # Bytes moved per score that eager attention writes, in 16 bit
 _HIDDEN = .5  # Share of a message that can hide behind arithmetic; 0 where the processor does both
 _BLEND = 2.5  # How host and GPU share a pass: a power mean, between their sum (1) and the larger
 
@@ -249,7 +210,8 @@ def _plain_type(recipe) -> str:
 def _adapter_type(recipe) -> str:
     "Give the type in which adapters multiply: ZeRO keeps them in that of the base."
     zero = recipe.sharding.strategy.startswith('zero')
-    return _plain_type(recipe) if zero else recipe.precision.master
+    autocast = recipe.precision.frozen is not None
+    return _plain_type(recipe) if zero or autocast else recipe.precision.master
 
 # %% ../../nbs/plan/10_step_time.ipynb #a4d3bf65
 def _matmul_s(work, times, tokens, recipe, node) -> float:
@@ -264,11 +226,13 @@ def _matmul_s(work, times, tokens, recipe, node) -> float:
     return seconds + times.lora * tokens * work.lora / adapter_flops_per_s
 
 def _attention_s(work, recipe, spec, node) -> float:
-    "The scores of one token; fused kernels compute exponentials outside the matrix units."
+    "The scores of one token, as FlashAttention 2 computes them unless they are written out."
     gpu = node.gpu
-    score = _score_flops(spec) / (_MATMUL * gpu.flops(_plain_type(recipe)))
-    if not _is_eager(recipe): score += spec.heads * _SOFTMAX / gpu.fp32_flops
-    return _computed_keys(recipe, work) * score
+    flops_per_s = gpu.flops(_plain_type(recipe))
+    flops_per_s *= _MATMUL if _is_eager(recipe) else _FLASH
+    if not _is_eager(recipe) and (gpu.capability or 0) >= _HOPPER:  # Not by its new instructions
+        flops_per_s = min(flops_per_s, _FLASH_CORES * gpu.fp32_flops)
+    return _computed_keys(recipe, work) * _score_flops(spec) / flops_per_s
 
 def _elementwise_s(work, recipe, spec, node) -> float:
     "The small kernels for one token; eager attention writes its scores."
@@ -280,10 +244,13 @@ def _elementwise_s(work, recipe, spec, node) -> float:
     return moved_b / (_STREAM * node.gpu.bandwidth_bps)
 
 def _dequantise_s(work, recipe, node) -> float:
-    "Read packed weights and write them in the compute type."
+    "Read packed weights, or frozen ones in float32, and write them in the compute type."
     packed_b = .5 if recipe.method.quant == 'nf4' else 1
     moved_b = work.packed * (NUMBER_B[recipe.precision.compute] + packed_b)
-    return moved_b / (_DEQUANTISE * node.gpu.bandwidth_bps)
+    seconds = moved_b / (_DEQUANTISE * node.gpu.bandwidth_bps)
+    if recipe.precision.frozen != 'float32': return seconds
+    frozen_b = work.weights_b - work.packed * NUMBER_B[recipe.precision.compute]
+    return seconds + 3 * frozen_b / (_STREAM * node.gpu.bandwidth_bps)  # 4 bytes read, 2 written
 
 # %% ../../nbs/plan/10_step_time.ipynb #3a20ab2a
 class _Waits(NamedTuple):  # Seconds that nothing hides
@@ -554,6 +521,16 @@ def _where_stored(precision, adapters):
     "Give the precision with adapters as they lie on the GPU."
     return precision.model_copy(update={'master': adapters})
 
+# %% ../../nbs/plan/10_step_time.ipynb #c7a0d0fb
+def _offloaded_s(recipe, spec, node, passes) -> float:
+    "Give what nothing hides of activations on their way to the host and back."
+    if recipe.sharding.offload_activations == 'none': return 0.
+    _, step = step_sizes(spec, recipe)
+    copy_s = step.kept_b / node.host_link.bps
+    seconds = [sum(sides) for sides in zip(*(layer.seconds for layer in passes))]
+    exposed = [max(0., copy_s - side_s) for side_s in seconds]  # A stream of their own
+    return recipe.batch.accumulation * sum(exposed)
+
 # %% ../../nbs/plan/10_step_time.ipynb #3a0ddd8e
 def estimate_step(
     recipe: 'Recipe',  # What to run; its hardware is `cluster.hardware`, or this machine
@@ -565,10 +542,12 @@ def estimate_step(
     spec = spec or spec_of(recipe)
     _check_units(recipe, node.gpu)
     precision = _where_stored(recipe.precision, _adapter_type(recipe))
-    works = _works(spec, recipe.method, precision)
-    layers = layer_launches(spec, recipe.method, precision, recipe.model.attention)
+    kernels = recipe.model.kernels
+    small = SmallKernels(recipe.method, precision, kernels, recipe.batch.loss_head)
+    works = _works(spec, small)
+    layers = layer_launches(spec, recipe.method, precision, recipe.model.attention, kernels)
     passes = [_layer_passes(*pair, recipe, spec, node) for pair in zip(works, layers)]
-    large, small = step_messages(recipe, spec, node)
+    large, few = step_messages(recipe, spec, node)
     waits = _step_waits(large, [layer.seconds for layer in passes], recipe, node)
     trained = sum(exchange.trained for exchange in large)
     stream_bps = _STREAM * node.gpu.bandwidth_bps
@@ -576,9 +555,9 @@ def estimate_step(
     parts = _kernel_seconds(passes, recipe.batch.accumulation)
     parts['launches'] += wrapped_units_s(recipe, spec)
     parts['optimizer'] = step_s
-    parts['messages'] = waits.messages + _messages_s(small)
-    parts['copies'] = waits.copies + copies_s
-    collectives = (*_collectives(large), *small)
+    parts['messages'] = waits.messages + _messages_s(few)
+    parts['copies'] = waits.copies + copies_s + _offloaded_s(recipe, spec, node, passes)
+    collectives = (*_collectives(large), *few)
     flops = _flop_counts(recipe, spec, works)
     return StepEstimate(collectives, tuple(parts.items()), *flops, recipe, node)
 

@@ -98,7 +98,7 @@ def _arithmetic(flops):
 def _card_b(recipe):
     "Bytes of the memory of a GPU; None where the recipe names no hardware."
     if not recipe.cluster.hardware: return None
-    return find_node(recipe.cluster.hardware).gpu.memory_b
+    return find_node(recipe.cluster.hardware).gpu.usable_b
 
 # %% ../../nbs/rehearsal/05_step.ipynb #8ecca9f2
 _IN_BUCKETS = 'ddp', 'zero1', 'zero2', 'zero3'  # What does not follow the layers

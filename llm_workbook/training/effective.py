@@ -44,7 +44,8 @@ _OF_A_RANK = 'host', 'held', 'accelerate.rank'  # Each rank has its own
 _MAY_DIFFER = (*_OF_A_RANK, 'precision.products')  # The last hangs on the CPU
 _NEVER_IN_FORCE = ('name', 'version', 'optimizer.warmup', 'data.classes', 'zero.set',
                    'method.unpacked', 'batch.padded')  # A permission, and a fact for the plan
-_UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage'}}  # By a method
+_UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage',
+                    'method.keep_inputs'}}  # By a method
 
 # %% ../../nbs/training/09_effective.ipynb #fb4dcd3b
 def _asked_settings(recipe, readings):

@@ -22,7 +22,7 @@ FIGURES = {
 @pytest.mark.parametrize('card', [gpu(name) for name in gpus()], ids=lambda card: card.name)
 def test_a_gpu_has_sources_and_sane_ratios(card):
     needed = {'memory_b', 'flops', 'bandwidth_bps', 'power_w', 'price_hour'} | (
-        {'ceiling'} if card.ceiling else set())
+        {'ceiling'} if card.ceiling else set()) | ({'usable'} if card.usable else set())
     assert needed == set(dict(card.sources))
     assert all(dict(card.sources).values())
     assert card.half_flops >= card.fp16_flops >= card.fp32_flops
@@ -37,6 +37,7 @@ def test_a_gpu_has_sources_and_sane_ratios(card):
     assert 30 < card.ridge < 500
     if card.name != 'cpu':
         assert card.memory_b % 2**20 == 0
+        assert .97 * card.memory_b < card.usable_b < card.memory_b
         assert 9.9 * 2**30 < card.memory_b < 280 * 2**30
         assert 3e10 < card.half_flops / card.power_w < 3e12
         assert card.driver_names

@@ -67,13 +67,13 @@ def hooked(base, made) -> int:
         found.setdefault(t.untyped_storage().data_ptr(), t)
         return t
     ids = torch.randint(0, WIDTHS['vocab_size'], (made.batch.micro, made.batch.length))
-    mixed = (
+    mixed = made.precision.frozen or (
         made.method.kind == 'full'
         and made.precision.compute == 'bfloat16'
         and made.precision.master == 'float32')
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
-        torch.autocast('cpu', torch.bfloat16, enabled=mixed)
+        torch.autocast('cpu', torch.bfloat16, enabled=bool(mixed))
     ):
         base(
             input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel()), use_cache=False
@@ -101,6 +101,29 @@ def test_the_inventory_is_what_autograd_keeps(kind, changes):
         model(kind, made), made)
 
 
+def cast(base, frozen: str) -> None:
+    "Put frozen weights into float32: all that are not packed, or the norms."
+    for name, weight in base.named_parameters():
+        if 'lora_' in name or not weight.is_floating_point() or not weight.ndim: continue
+        is_norm = 'norm' in name
+        packed = type(weight).__name__ == 'Params4bit'
+        if is_norm or frozen == 'float32' and not packed: weight.data = weight.data.float()
+
+
+@pytest.mark.parametrize('changes', [
+    LORA | BF16 | {'precision.frozen': 'float32'},
+    LORA | BF16 | {'precision.frozen': 'float32', 'method.dropout': 0.1},
+    QLORA | BF16 | {'precision.frozen': 'norms'},
+    QLORA | BF16 | {'precision.frozen': 'float32'},
+    QLORA | BF16 | FULL | {'precision.frozen': 'norms'}],
+    ids=str)
+def test_frozen_weights_in_float32_keep_what_autograd_keeps(changes):
+    made = recipe(changes)
+    base = model('llama', made.changed({'precision.frozen': None}))
+    cast(base, made.precision.frozen)
+    assert sum(item.size_b for item in saved(spec(config('llama')), made)) == hooked(base, made)
+
+
 @pytest.mark.slow
 def test_the_allocator_of_a_real_process_agrees():
     row = step_peak_error.compare(
@@ -126,6 +149,31 @@ def test_instants_say_what_matters():
     )
     assert peak({'sharding.reshard_after_forward': False})[0] > plain + 14e9
     assert peak({'batch.accumulation': 2})[0] > plain + 15e9
+
+
+def test_a_step_in_the_backward_pass_keeps_no_gradient():
+    llama = spec('llama-3.1-8b')
+    for changes in ({'cluster.processes': 1, 'sharding.strategy': 'none'},
+                    {'cluster.processes': 8, 'sharding.strategy': 'fsdp2'}):
+        made = recipe({'cluster.device': 'cuda', 'optimizer.clip': 0.0, **PURE, **FULL, **changes})
+        within = made.changed({'optimizer.in_backward': True})
+        held = [max(sum(line.size_b for line in lines if line.kind == 'gradients')
+                    for name, lines in instant_lines(llama, some).items() if name != 'embedding')
+                for some in (made, within)]
+        largest_b = 2 * max(unit.parameters for unit in llama.units)
+        assert held[1] <= largest_b < held[0] or made.cluster.ranks > 1 and held[1] < held[0]
+
+
+def test_activations_on_the_host_leave_five_layers_inputs_on_the_card():
+    llama = spec('llama-3.1-8b')
+    made = recipe({'cluster.device': 'cuda', 'cluster.processes': 1, 'sharding.strategy': 'none',
+                   **PURE, **FULL})
+    away = instant_lines(llama, made.changed({'sharding.offload_activations': 'cpu'}))['forward']
+    sizes = {line.name: line.size_b for line in away}
+    stream_b = 2 * made.batch.micro * made.batch.length * llama.hidden
+    assert sizes['kept by the layers'] == 5 * stream_b
+    assert sizes['kept by the layers, on the host'] == llama.layers * stream_b
+    assert {line.place for line in away if line.name.endswith('on the host')} == {'host'}
 
 
 def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():
@@ -193,7 +241,7 @@ def test_the_copy_of_a_new_head_has_gradients():
         (lambda s, r: instant_lines(s, 'x'), "'x' is no Recipe"),
         (lambda s, r: working_lines(s, r, 'los'), "'los' is no instant"),
         (lambda s, r: layer_tape(s.units[-1], s, Setting()), 'has no o_proj'),
-        (lambda s, r: head_tape(s, Setting(head='half')), "'half' is neither"),
+        (lambda s, r: head_tape(s, Setting(head='half')), "'half' is none of"),
         (lambda s, r: has_adapter('lora', s), 'is no Setting')])
 def test_mistakes_are_named(call, words):
     with pytest.raises(ValueError, match=words): call(spec('tiny-base'), recipe({}))

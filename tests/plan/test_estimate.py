@@ -35,7 +35,7 @@ def test_an_estimate_joins_the_parts():
     e = estimate(PAIR)
     assert e.ledger.to_dict() == memory(PAIR).to_dict()
     assert e.step == estimate_step(PAIR)
-    assert e.margin_b == e.node.gpu.memory_b - e.rooms[0].need_b
+    assert e.margin_b == e.node.gpu.usable_b - e.rooms[0].need_b
     assert [room.place for room in e.rooms] == ['gpu', 'host', 'disk']
     assert json.loads(json.dumps(e.to_dict()))['fits'] is e.fits
     assert e.verdict[:20] in e._repr_html_()
@@ -52,7 +52,7 @@ def test_a_place_that_is_too_small_is_enough_whichever_it_is():
     made = estimate(PAIR)
     needed = {room.place: room.need_b for room in made.rooms}
     fields = {'gpu': 'gpu.memory_b', 'host': 'memory_b', 'disk': 'disk_b'}
-    exact = {fields[place]: need for place, need in needed.items()}
+    exact = {fields[place]: need for place, need in needed.items()} | {'gpu.usable': 1.0}
     assert estimate(PAIR, made.node.changed(exact)).fits, 'with room to the byte it fits'
     for place, field in fields.items():
         short = estimate(PAIR, made.node.changed(exact | {field: needed[place] - 1}))

@@ -155,7 +155,7 @@ def check(errors: dict, median: float, worst: float):
 
 # What is reached, as (median, worst); the goal for the table is (8, 20)
 MEMORY = {'table': (5, 20), 'held out': (5, 21), 'all': (5, 21)}
-TIME = {'table': (8, 20), 'held out': (8, 20), 'all': (8, 30)}
+TIME = {'table': (8, 20), 'held out': (8, 20), 'all': (8, 33)}
 
 
 def test_the_other_estimators_are_called_as_their_authors_wrote_them():

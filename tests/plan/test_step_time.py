@@ -391,3 +391,22 @@ def test_a_new_head_under_adapters_is_gathered_twice():
     # The copy in float32, the other in bfloat16
     assert large[-1].forward_gathers[0].tensor_b == padded * (4 + 2)
     assert large[-1].reductions[0].tensor_b == padded * 4
+
+
+def test_zero3_gathers_again_what_is_used_too_late():
+    """q, k, v and o of a Llama 70B, 151 million numbers of a layer, are used again after 1.4e9 and
+    more; the matrices of its MLP after 0.94e9 at most."""
+    recipe = LARGE.changed({
+        'model.source': 'llama-3.1-70b', 'method.kind': 'full', 'precision.master': 'float32',
+        'sharding.strategy': 'zero3', 'sharding.activation_checkpointing': 'full'})
+    def backward_b(reuse):
+        made = estimate_step(recipe.changed({'zero.max_reuse': reuse, 'zero.max_live': 1}))
+        return sum(c.count * c.tensor_b for c in made.collectives
+                   if c.kind == 'all_gather' and c.instant == 'backward')
+    attention = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192)
+    live_b = {reuse: 2 * (128256 * 8192 + max(0, reuse - 2 * 128256 * 8192) // 3)
+              for reuse in (945 * 10**6, 10**9)}
+    more_b = backward_b(945 * 10**6) + live_b[945 * 10**6]
+    assert abs(more_b - (backward_b(10**9) + live_b[10**9])) < .01 * more_b
+    whole_b = 2 * 70.55e9
+    assert abs(more_b - (whole_b + 2 * attention)) < .02 * whole_b
