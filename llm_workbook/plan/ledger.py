@@ -11,101 +11,19 @@ from dataclasses import InitVar, dataclass
 from functools import cache, lru_cache
 from html import escape
 from itertools import accumulate
-from math import prod
 from operator import add
 from typing import NamedTuple
 
 from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
-from ..model.layout import NUMBER_B
 from ..model.spec import ModelSpec, spec as find_spec
 from .activations import step_sizes
 from .lines import KINDS, Line
 from .loading import loading_lines
-from .model_states import count_of, resident_lines, rank_of, whole_states
+from .model_states import resident_lines, rank_of
+from .saving import saving_lines, streamed_line
 from .step_memory import passing_lines, temporary_lines
-
-# %% ../../nbs/plan/08_ledger.ipynb #51d7eec4
-def _saving_line(kind, instant, place, size_b, why, **more) -> Line:
-    formula, symbols, source = why
-    return Line(kind, 'save', instant, place, size_b, formula, symbols, source, 'model', **more)
-
-def _save(rank, lasting, first, writes) -> Iterator[Line]:
-    "What a rank holds while it saves: `first` gathers, and a rank that `writes` has its own part."
-    full = rank.method.kind == 'full'
-    kind = 'weights' if full else 'adapters'
-    number_b = rank.number_b('weights', True)
-    numbers = count_of(rank.tensors.trained)
-    size_b = number_b * numbers
-    symbols = {'b': number_b, 'n': numbers}
-    yield from (line._replace(phase='save') for line in lasting)
-    if full and not rank.zero: yield from _exported(rank, size_b, first)
-    else: yield from _gathered(rank, 'export')
-    if rank.zero and first or not full:
-        why = 'b * n', symbols, 'llm-workbook: training, adapters'
-        yield _saving_line(kind, 'export', 'host', size_b, why,
-                           name='what trained, gathered', every_rank=not full)
-    if first:
-        why = 'b * n', symbols, 'safetensors'
-        yield _saving_line(kind, '', 'disk', size_b, why,
-                           name='what trained, in a file', every_rank=False)
-    yield from _checkpoints(rank, lasting, first, writes)
-
-_FILE_B = 2 * 10**9  # Most bytes of a file of the result
-
-def _exported(rank, size_b, first) -> Iterator[Line]:
-    "Each rank puts some files of the result together, from the parts that are on the disk."
-    if size_b <= _FILE_B and not first: return
-    why = 'min(s, f)', {'s': size_b, 'f': _FILE_B}, 'llm-workbook: export_full'
-    yield _saving_line('weights', 'export', 'host', min(size_b, _FILE_B), why,
-                       name='a file of the result', every_rank=size_b > _FILE_B)
-
-def _gathered(rank, instant) -> Iterator[Line]:
-    "The largest trained tensor, put together where each rank has a part."
-    if not rank.strategy.startswith('fsdp') and rank.zero != 3: return
-    number_b = rank.number_b('weights', True)
-    numbers = max(prod(tensor.shape) for tensor in rank.tensors.trained)
-    why = 'b * l', {'b': number_b, 'l': numbers}, 'torch: full_tensor'
-    size_b = number_b * numbers
-    yield _saving_line('unsharded', instant, 'gpu', size_b, why,
-                       name='one tensor, whole')
-
-# %% ../../nbs/plan/08_ledger.ipynb #a80e132e
-_MOST_CHECKPOINTS = 3  # Two whole ones, and one being written
-
-def _checkpoints(rank, lasting, first, writes) -> Iterator[Line]:
-    saving, optimizer = rank.intervals, rank.optimizer
-    if not saving.saving: return
-    count = min(_MOST_CHECKPOINTS, optimizer.steps // saving.saving)
-    if not count: return
-    if saving.checkpoint == 'sharded': yield from _sharded_checkpoints(rank, lasting, writes, count)
-    else: yield from _whole_checkpoints(rank, first, count)
-
-def _sharded_checkpoints(rank, lasting, writes, count) -> Iterator[Line]:
-    content_b = 0
-    if writes:
-        content_b = sum(line.size_b for line in lasting
-                        if line.trained or line.kind in ('optimizer', 'master'))
-    sharers = rank.cluster.ranks if rank.strategy == 'ddp' else 1
-    part_b = -(-content_b // sharers)
-    kept = '', 'disk', count, f'{count} checkpoints, the part of this rank'
-    copied = 'checkpoint', 'host', 1, 'the part of this rank, copied for a thread to write'
-    for instant, place, times, name in (kept, copied):
-        if rank.zero and place == 'host': continue
-        symbols = {'k': times, 'c': content_b, 'W': sharers}
-        why = 'k * ceil(c / W)', symbols, 'llm-workbook: local_slices'
-        yield _saving_line('optimizer', instant, place, times * part_b, why, name=name)
-
-def _whole_checkpoints(rank, first, count) -> Iterator[Line]:
-    trained_b = rank.number_b('weights', True) * count_of(rank.tensors.trained)
-    content_b = trained_b + whole_states(rank)
-    yield from _gathered(rank, 'checkpoint')
-    if not first: return
-    for instant, place, times in (('checkpoint', 'host', 1), ('', 'disk', count)):
-        why = 'k * c', {'k': times, 'c': content_b}, 'torch: full_state_dict'
-        yield _saving_line('optimizer', instant, place, times * content_b, why,
-                           name=f'whole checkpoints: {times}', every_rank=False)
 
 # %% ../../nbs/plan/08_ledger.ipynb #f67a34e9
 _GIB = 2**30
@@ -451,7 +369,9 @@ _FREE_SHARE = .9  # Of free memory, that `save_checkpoint` takes for copies
 
 def _saved_in_room(ledger, rank, machine) -> Ledger:
     "Let a checkpoint go to the disk tensor by tensor where the host has no room for copies."
-    copies = [line for line in ledger.lines if 'copied for a thread' in line.name]
+    if ledger.recipe.intervals.checkpoint != 'sharded': return ledger
+    copies = [line for line in ledger.lines
+              if (line.place, line.instant) == ('host', 'checkpoint')]
     if not copies or not machine or 'memory_b' in dict(machine.assumed): return ledger
     cluster, lines = ledger.recipe.cluster, [x for x in ledger.lines if x not in copies]
     resting = _Sums.of(line for line in lines if line.phase == 'save' and not line.instant)
@@ -460,17 +380,8 @@ def _saved_in_room(ledger, rank, machine) -> Ledger:
     room_b = int(_FREE_SHARE * (machine.memory_b - always_b))
     need_b = cluster.processes * copies[0].size_b
     if need_b <= room_b: return ledger
-    lines.append(_one_tensor(ledger.recipe, rank, need_b, room_b))
+    lines.append(streamed_line(ledger.recipe, rank, need_b, room_b))
     return Ledger(ledger.recipe, ledger.spec, ledger.rank, tuple(lines), ledger.node)
-
-def _one_tensor(recipe, rank, need_b, room_b) -> Line:
-    "The largest tensor of a checkpoint, on its way to the disk; a CPU's is there already."
-    b = max(rank.number_b('weights', True), NUMBER_B[recipe.precision.master])
-    largest = max(prod(tensor.shape) for tensor in rank.part(rank.tensors.trained))
-    n = largest if recipe.cluster.device == 'cuda' else 0
-    facts = {'b': b, 'l': n, 'needed': need_b, 'free': max(room_b, 0)}
-    return _saving_line('optimizer', 'checkpoint', 'host', b * n, ('b * l', facts, 'write_slices'),
-                        name='one tensor at a time: the host has no room for copies')
 
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1dc
 def memory(
@@ -509,7 +420,7 @@ def _held(this, spec, number, instants) -> _Group:
     lasting = [line for line in step if line.lasting]
     base = [line for line in lasting if line.kind in _OF_THE_BASE]
     first, writes = number == 0, number < this.group
-    others = (*loading_lines(this, spec, base, first), *_save(this, lasting, first, writes))
+    others = (*loading_lines(this, spec, base, first), *saving_lines(this, lasting, first, writes))
     return _Group(tuple(step), others, _Sums.of((*step, *others)))
 
 @lru_cache(1024)

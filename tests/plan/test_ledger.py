@@ -436,7 +436,8 @@ def forget():
 
 @pytest.mark.parametrize('changes', REWORDED, ids=str)
 def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
-    from llm_workbook.plan import ledger, lines as plan_lines, loading, model_states, step_memory
+    from llm_workbook.plan import (
+        ledger, lines as plan_lines, loading, model_states, saving, step_memory)
     plain = verdicts(changes)
     made = []
 
@@ -446,7 +447,7 @@ def test_rewording_every_label_changes_no_verdict(changes, monkeypatch):
                 name=f'words {len(made)}', formula='a formula', source='a source'))
         return made[-1]
     forget()
-    for module in (ledger, loading, model_states, step_memory):
+    for module in (loading, ledger, model_states, saving, step_memory):
         monkeypatch.setattr(module, 'Line', reworded)
     other = memory(BASE.changed(changes))
     assert made
