@@ -42,6 +42,9 @@ def score(row: dict, which: str = 'blind') -> dict:
     said |= {'tokens': recipe.batch.micro * recipe.batch.length, 'measured': figures}
     guesses = blind(which)[row['id']], predict(row, which)
     for name, guess in zip(SCORES, guesses, strict=True):
+        if 'refusal' in guess:
+            said[name] = guess | {'error': {'memory': {}}, 'short': []}
+            continue
         errors = {'memory': {kind: error(gib, guess['memory'][kind])
                              for kind, gib in figures['memory'].items()}}
         if 'time' in figures: errors['time'] = error(figures['time'], guess['time'])
@@ -80,6 +83,11 @@ def refused(rows, name: str) -> list[str]:
     return [row['id'] for row in rows if row['judged'] and row[name]['short']]
 
 
+def not_planned(rows, name: str) -> list[str]:
+    "Name the rows that ran, and that the library refuses to plan."
+    return [row['id'] for row in rows if row['judged'] and 'refusal' in row[name]]
+
+
 def counting(rows, name: str, which: str):
     "Leave out the rows that are no longer blind today."
     return rows if name == 'blind' else [row for row in rows
@@ -100,6 +108,7 @@ def summary(rows, name: str, which: str = 'blind') -> dict:
         own = [row for row in rows if row['source'] == source]
         sources[source] = {what: middles(errors(own, name, what)) for what in FIGURES}
     return said | {'sources': sources, 'refused': refused(rows, name),
+                   'not planned': not_planned(rows, name),
                    'each source once': {what: each_once(sources, what) for what in FIGURES}}
 
 
@@ -124,7 +133,7 @@ def held(rows, name: str, which: str = 'blind') -> dict:
 
 def ratios(row: dict, name: str, what: str) -> list[tuple]:
     "Give measured over predicted of a row's figures of a sort, each with the ends of its range."
-    ends = row[name].get('ranges', {}).get(what)
+    ends = row[name].get('ranges', {}).get(what)  # None also where nothing was planned
     if not ends or what not in row['measured']: return []
     figures, guesses = row['measured'][what], row[name][what]
     if what == 'time': figures, guesses = {'time': figures}, {'time': guesses}

@@ -46,7 +46,9 @@ def node_of(recipe, name: str = 'published'):
 def spec_of(recipe, name: str = 'published'):
     "Find the architecture of `recipe`: one of the table's own, or a preset."
     from llm_workbook import spec
-    return spec(table(name)['models'].get(recipe.model.source, recipe.model.source))
+    model = recipe.model
+    source = table(name)['models'].get(model.source, model.source)
+    return spec(source, head=model.head, classes=model.classes)
 
 
 def plan_of(row_id: str, name: str = 'published'):

@@ -41,11 +41,15 @@ def ranges_of(recipe) -> dict:
 
 
 def predict(row: dict, which: str = 'blind') -> dict:
-    "Predict what is asked of a row: GiB by kind, seconds for a million tokens, what overflows."
-    from llm_workbook import estimate_step, memory
+    """Predict what is asked of a row: GiB by kind, seconds for a million tokens, what overflows.
+
+    A row that the library refuses to plan gets its `refusal` instead: it stays in the round.
+    """
+    from llm_workbook import RecipeError, estimate_step, memory
     recipe = recipe_of(row['id'], which)
     node, spec = node_of(recipe, which), spec_of(recipe, which)
-    ledger = memory(recipe, spec, node)
+    try: ledger = memory(recipe, spec, node)
+    except RecipeError as error: return {'refusal': str(error)}
     said = {'memory': {kind: round(ledger_gib(ledger, kind, node), 3)
                        for kind in row['asked'] if kind != 'time'}}
     if 'time' in row['asked']:
