@@ -135,7 +135,11 @@ def rows_add(recipe) -> str:
 
 
 def checkpointing_frees(recipe) -> str:
-    "Selective checkpointing keeps no more than none, and full no more than selective."
+    """Selective checkpointing keeps no more than none, and full no more than selective.
+
+    Activations on the host are apart: five tensors are on their way there, whatever their size.
+    """
+    if recipe.sharding.offload_activations != 'none': return ''
     rows = []
     for how in ('full', 'selective', 'none'):
         found = planned(recipe, {'sharding.activation_checkpointing': how,

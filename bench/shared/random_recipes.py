@@ -90,8 +90,7 @@ def _batch(draw) -> dict:
         'batch.micro': draw(one_of(1, 4)),
         'batch.accumulation': draw(one_of(1, 4)),
         'batch.length': draw(one_of(1024, 128, 8192)),
-        'batch.packing': draw(one_of(False, True)),
-        'batch.loss_head': draw(one_of('chunked', 'full'))}
+        'batch.packing': draw(one_of(False, True))}
 
 
 def _zero(draw, strategy: str) -> dict:
@@ -121,7 +120,21 @@ def recipes(draw) -> Recipe:
         'optimizer.kind': _optimizer(draw, strategy, offloads),
         'intervals.saving': draw(one_of(0, 50)),
         'intervals.checkpoint': draw(one_of('sharded', 'full'))}
-    return PLAIN.changed(changes)
+    return _rarer(draw, PLAIN.changed(changes))
+
+
+# Fields that many rules keep apart from others: a value that a rule refuses is left at its default
+RARER = {
+    'model.kernels': ('plain', 'compile', 'liger'), 'batch.loss_head': ('chunked', 'full', 'fused'),
+    'batch.padded': (False, True), 'precision.frozen': (None, 'norms', 'float32'),
+    'method.keep_inputs': (False, True), 'optimizer.in_backward': (False, True),
+    'sharding.offload_activations': ('none', 'cpu')}
+
+
+def _rarer(draw, recipe: Recipe) -> Recipe:
+    for field, values in RARER.items():
+        recipe = neighbour(recipe, {field: draw(one_of(*values))}) or recipe
+    return recipe
 
 
 def neighbour(recipe: Recipe, changes: dict) -> Recipe | None:

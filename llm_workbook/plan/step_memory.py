@@ -109,13 +109,16 @@ _KINDS |= {
 }
 
 # %% ../../nbs/plan/05_step_memory.ipynb #8fb10fb9
-_STASH = {True: 5, False: 2}  # Layers on their way: torchtune has five tensors there
+_STASH = {'full': 5}  # Layers on their way: torchtune has five tensors there, a layer keeps one
+_STASH_OF_MANY = 2  # Where a layer keeps several
 
 def _waiting(run, step) -> tuple[int, int]:
     "Bytes that all layers keep, and that they keep beside the one at work."
     first = step.sorts[0]
     kept_b = step.kept_b + first.first_kept_b - first.kept_b
-    if run.offloads: kept_b = min(kept_b, _STASH[run.recomputes] * step.big.kept_b)
+    if run.offloads:
+        layers = _STASH.get(run.checkpointing, _STASH_OF_MANY)
+        kept_b = min(kept_b, layers * step.big.kept_b)
     return kept_b, kept_b if run.recomputes else kept_b - step.big.kept_b
 
 def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
