@@ -388,7 +388,7 @@ def memory(
     recipe: Recipe,  # What to account for
     spec: ModelSpec | None = None,  # Of its model; None finds it by `model.source`
     node: 'Node | str | None' = None,  # Machine to fit, or its name; None: `cluster.hardware`
-    rank: int = 0,  # Rank 0 gathers and writes; under ZeRO-1 and 2 another has up to 1 % more
+    rank: int = 0,  # Rank 0 gathers and writes; under ZeRO-1 and 2 another has up to 2 % more
 ) -> Ledger:  # In under 2 ms once the spec is cached
     "Account for every byte that `rank` holds while it loads, steps and saves."
     model = recipe.model
