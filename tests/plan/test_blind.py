@@ -133,6 +133,7 @@ def test_every_row_was_predicted_once(which):
         assert re.fullmatch('[0-9a-f]{40}', batch['library'])
         assert re.fullmatch(r'\d{4}-\d\d-\d\d', batch['date'])
     for row_id, said in rounds.blind(which).items():
+        if 'refusal' in said: continue
         kinds = set(said['memory']) | ({'time'} & said.keys())
         assert kinds == set(rows[row_id]['asked']), row_id
 

@@ -158,13 +158,20 @@ REFUSED = {
         {'model.attention': 'flash', 'cluster.device': 'cuda'},
         "needs the package flash-attn, which is not installed here: set it to 'sdpa'")}
 AHEAD = {  # what a recipe can say and this version does not carry out, for each field of runs.yaml
+    'model.kernels': {'model.kernels': 'compile'},
     'method.quant': {'method.quant': 'int8', 'sharding.strategy': 'ddp'},
+    'method.keep_inputs': {'method.keep_inputs': True},
+    'precision.frozen': {'precision.frozen': 'norms'},
     'precision.compute': {
         'precision.compute': 'fp8', 'method.kind': 'lora', 'cluster.device': 'cuda'},
     'precision.master': {'precision.master': 'bfloat16'},
     'precision.reduce': {'precision.reduce': 'bfloat16'},
     'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'},
     'sharding.loading': {'sharding.loading': 'rank0'},
+    'sharding.offload_activations': {'sharding.offload_activations': 'cpu'},
+    'optimizer.in_backward': {
+        'optimizer.in_backward': True, 'optimizer.clip': 0, 'batch.accumulation': 1,
+        'method.kind': 'full'},
     'batch.packing': {'batch.packing': True},
     'batch.loss_head': {'batch.loss_head': 'full'},
     'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},

@@ -154,6 +154,7 @@ FREE = {
     'cluster.processes': {'cluster.processes': 1, 'batch.micro': 2},
     'batch.micro': {'batch.micro': 2, 'batch.accumulation': 1},
     'batch.accumulation': {'batch.accumulation': 4, 'cluster.processes': 1},
+    'batch.padded': {'batch.padded': True},
     'sharding.group': {'sharding.group': 2},
     'sharding.loading': {'sharding.loading': 'sharded'},
     'intervals.logging': {'intervals.logging': 2},
