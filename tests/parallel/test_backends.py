@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from llm_workbook.config.recipe import Recipe, recipe_names, shrink
 from llm_workbook.parallel.backends import (
