@@ -11,6 +11,7 @@ from bench.shared.small_rehearsals import AGAIN, FULL, LORA, QLORA, percent, rec
 from trouble import slow_case
 
 from llm_workbook import Recipe, rehearse
+from llm_workbook.model.spec import spec_of
 from llm_workbook.plan.ledger import memory
 from llm_workbook.rehearsal.program import record_step, rehearsable
 
@@ -55,7 +56,9 @@ def played(made):
 def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, tmp_path):
     made = recipe('quick', WAYS[name] | SHORT, tmp_path)
     saw, ours = real(made), played(made)
-    assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
+    # An offload under ZeRO-2 copies 16-bit numbers to the host; those of a CPU rank are there
+    copied_b = 2 * spec_of(made).parameters if name == 'zero2, offloaded' else 0
+    assert abs(percent(ours.peak_b - copied_b, saw['peak_b'])) < 1
     assert [tuple(message) for message in saw['collectives']] == [
         ('backward' * (m.phase == 'backward'), m.kind, m.size_b) for m in ours.messages]
     assert ours.flops == saw['flops']
