@@ -3,6 +3,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
@@ -53,7 +54,9 @@ def played(made):
 
 @pytest.mark.parametrize('name', [
     name if name == 'zero3, full' else slow_case(name) for name in WAYS])
-def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, tmp_path):
+def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, tmp_path, monkeypatch):
+    # ZeRO-3 leaves its own product in a process, with which a later rehearsal recomputes more
+    monkeypatch.setattr(torch.nn.functional, 'linear', torch.nn.functional.linear)
     made = recipe('quick', WAYS[name] | SHORT, tmp_path)
     saw, ours = real(made), played(made)
     # An offload under ZeRO-2 copies 16-bit numbers to the host; those of a CPU rank are there
