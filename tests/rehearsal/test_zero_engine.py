@@ -82,8 +82,17 @@ def planned(stage, kind, ranks, **changes):
     return plain.changed(changes)
 
 
-@pytest.mark.parametrize('stage, kind, ranks', [
-    plan if plan == (2, 'qlora', 8) else slow_case(*plan) for plan in PLANS])
+TOO_HIGH = {(1, 'full', 4): '13.7', (1, 'full', 8): '16.7'}  # Percent
+
+
+def case(plan):
+    "A plan, slow but for one; those that are known to be wrong must stay so until they are mended."
+    if plan not in TOO_HIGH: return plan if plan == (2, 'qlora', 8) else slow_case(*plan)
+    wrong = pytest.mark.xfail(reason=f'the ledger is {TOO_HIGH[plan]} % too high', strict=True)
+    return pytest.param(*plan, marks=[pytest.mark.slow, wrong])
+
+
+@pytest.mark.parametrize('stage, kind, ranks', map(case, PLANS))
 def test_ledger_and_engine_give_the_same_bytes(stage, kind, ranks):
     made = planned(stage, kind, ranks)
     assert memory(made).total('step', level='allocated') == pytest.approx(
