@@ -27,6 +27,7 @@ def import_zero() -> None:
 def _start_afresh():
     "What DeepSpeed and transformers remember of an earlier start, put aside."
     import deepspeed.comm.comm as comm
+    import torch.nn.functional as functional
     import transformers.integrations.deepspeed as integration
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -38,6 +39,7 @@ def _start_afresh():
     yield patch.object(comm, 'cdb', None)
     yield patch.object(groups, '_WORLD_GROUP', None)
     yield patch.object(integration, '_hf_deepspeed_config_weak_ref', None)
+    yield patch.object(functional, 'linear', functional.linear)  # ZeRO-3 leaves its own there
     yield patch.dict(__compatible_ops__, deepspeed_shm_comm=False)  # It would be compiled
     for name in ('apply_param_persistence', 'param_persistence_threshold',
                  'model_persistence_threshold', 'num_persisted_parameters',
