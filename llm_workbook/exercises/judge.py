@@ -79,14 +79,9 @@ class Verdict:
     sentence: str  # What is wrong, or what was reached
     fault: str = ''  # A word of `FAULTS`; empty unless wrong
     measures: tuple[Measure, ...] = ()  # Of a right answer
+    score: float | None = None  # Of a right answer; 1: as little as a good answer uses
     detail: str = ''  # A traceback, if there is one
     records: tuple[RankRecord, ...] = field(default=(), repr=False)  # Of the last case, by rank
-
-    @property
-    def score(self) -> float | None:  # 1: as little as a good answer uses; None: not right
-        "How sparing a right answer is, where it is least so."
-        if self.state != 'right': return None
-        return min((m.goal / m.used for m in self.measures if m.used), default=1.0)
 
     def __str__(self) -> str:  # One line
         "The verdict as a sentence."
@@ -111,11 +106,12 @@ def _copied(value):
 def _answer_here(exercise, case, seed, rules, folder, answer):
     "One rank of a trial: its record, its inputs as they were, its outputs."
     import torch
-    from llm_workbook.parallel.agreement import rank_and_world
-    rank, _ = rank_and_world()
+    import torch.distributed as dist
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(_seed(seed, rank))
     inputs = exercise.draw(case, rank, generator)
     before = _copied(inputs)
+    dist.barrier()  # So that all begin together
     with observed_answer(rules, rank, f'{folder}/{rank}') as observed:
         observed.keep(inputs)
         outputs = exercise.run(answer, inputs, observed)
@@ -371,7 +367,8 @@ def judge(
                            detail=trial.detail, records=trial.records)
         measures += trial.measures
     worst = _worst(measures)
-    return Verdict(exercise.number, 'right', _reached(exercise, worst), '', worst,
+    score = min((measure.goal / measure.used for measure in worst if measure.used), default=1.0)
+    return Verdict(exercise.number, 'right', _reached(exercise, worst), '', worst, score,
                    records=trial.records)
 
 def _with_delay(rules, late):

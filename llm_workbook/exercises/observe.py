@@ -127,7 +127,8 @@ class _Diary:
         self.record.faults.append((kind, sentence))
         self.write('fault', kind, sentence)
 
-    def note_memory(self, alive_b): self.record.memory.append(Sample(self.now_s(), alive_b))
+    def note_memory(self, alive_b):
+        if not self.record.returned: self.record.memory.append(Sample(self.now_s(), alive_b))
 
 # %% ../../nbs/exercises/01_observe.ipynb #d86467e1
 @dataclass(frozen=True)
@@ -263,6 +264,11 @@ def _refusing(name, observed):
         raise RefusedCall(sentence)
     return run
 
+_WITH_HANDLES = (
+    'isend', 'irecv', 'all_reduce', 'all_gather', 'all_gather_into_tensor', 'reduce_scatter',
+    'reduce_scatter_tensor', 'broadcast', 'reduce', 'gather', 'scatter', 'all_to_all',
+    'all_to_all_single')
+
 def _patches(observed):
     "What has to be changed in the rank while the answer runs."
     from importlib import import_module
@@ -270,7 +276,7 @@ def _patches(observed):
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
     yield patch.object(dist.Work, 'wait', _timed(dist.Work.wait, observed))
-    for name in 'isend', 'irecv':
+    for name in _WITH_HANDLES:
         function = _registered(getattr(c10d, name), observed)
         for module in c10d, dist: yield patch.object(module, name, function)
     for name in 'time.sleep', *observed.rules.refused:

@@ -1,0 +1,82 @@
+"""Every stub is not attempted, every answer is right, and the house of the workbook is in order."""
+import json
+import re
+import time
+
+import pytest
+from answers import RECORDS, answer_pages, cells_of, good_answers
+from page import ROOT
+
+from llm_workbook.exercises.check import check_page, exercises, good_records, pack_records
+from llm_workbook.exercises.judge import RankExercise, judge
+from llm_workbook.exercises.question import ask
+
+KNOWN = exercises()
+PAGES = sorted((ROOT/'nbs/workbook').glob('[0-9]*.ipynb'))
+
+
+@pytest.fixture(autouse=True)
+def progress_of_the_test(tmp_path, monkeypatch):
+    monkeypatch.setenv('LLMW_PROGRESS', str(tmp_path/'progress.json'))
+
+
+@pytest.fixture(scope='module')
+def answers(): return good_answers()
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
+def test_every_stub_is_not_attempted(page):
+    verdicts = check_page(page)
+    assert {verdict.state for verdict in verdicts} == {'not attempted'}
+    own = [number for number in KNOWN if int(number.split('.')[0]) == int(page.stem[:2])]
+    assert [verdict.number for verdict in verdicts] == own
+
+
+@pytest.mark.parametrize('number', KNOWN)
+def test_every_answer_is_right_and_quick(number, answers):
+    start = time.monotonic()
+    asked = KNOWN[number]
+    if isinstance(asked, RankExercise): verdict = judge(asked, answers[number], seed=1)
+    else: verdict, _ = ask(asked, answers[number])
+    assert verdict.state == 'right', verdict
+    assert verdict.score > .7, verdict
+    assert time.monotonic() - start < 20
+
+
+def test_a_set_has_its_three_pages_and_wrong_answers():
+    stems = [page.stem for page in PAGES]
+    assert stems == [page.stem for page in answer_pages()]
+    for page in answer_pages():
+        text = '\n'.join(cells_of(page))
+        numbers = re.findall(r'^# answer (\d+\.\d+)', text, re.M)
+        assert numbers == [number for number in KNOWN if int(number.split('.')[0]) ==
+                           int(page.stem[:2])]
+        assert set(re.findall(r'^# wrong (\d+\.\d+)', text, re.M)) == set(numbers)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
+def test_a_page_of_the_workbook_has_statement_stub_check_and_hints(page):
+    cells = json.loads(page.read_text('utf-8'))['cells']
+    sources = [''.join(cell['source']) for cell in cells]
+    for place, source in enumerate(sources):
+        number = re.match(r"check\('(\d+\.\d+)', (\w+)\)$", source)
+        if not number: continue
+        stub, statement, hints = sources[place - 1], sources[place - 2], sources[place + 1]
+        assert f'def {number[2]}(' in stub and 'raise NotImplementedError' in stub
+        assert statement.startswith(f'## {number[1]} ')
+        assert re.search(r'\*Difficulty [1-5]/5 · \d+ minutes', statement)
+        assert '**Checked:**' in statement and '<details>' in hints
+        asked = KNOWN[number[1]]
+        line = f'Difficulty {asked.difficulty}/5 · {asked.minutes} minutes'
+        assert line in statement
+
+
+def test_the_kept_records_are_those_of_the_answers(answers):
+    kept = json.loads(RECORDS.read_text('utf-8'))
+    on_ranks = [number for number, asked in KNOWN.items() if isinstance(asked, RankExercise)]
+    assert list(kept) == on_ranks
+    for number in on_ranks:
+        records = judge(KNOWN[number], answers[number]).records
+        now = [[call[:3] for call in fields['calls']] for fields in pack_records(records)]
+        assert now == [[list(call[:3]) for call in record.calls]
+                       for record in good_records(number)], f'{number}: run tools/answers.py'
