@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-cluster cuda-environment test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-workbook test-cluster cuda-environment test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -43,6 +43,9 @@ test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and eve
 
 test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on real ranks, and see that no work is lost
 	@$(BIN)/python tools/suite.py faults
+
+test-workbook: $(VENV)/.dev $(VENV)/.compiler ## Run every page of the book, and cheat on every exercise of the workbook
+	@$(BIN)/python tools/suite.py workbook
 
 test-cluster: $(VENV)/.dev $(VENV)/.compiler ## Train, preempt, cut and resume on a real SLURM of two nodes (needs root and slurm-wlm)
 	@$(BIN)/python tools/suite.py cluster

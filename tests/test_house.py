@@ -29,7 +29,10 @@ ROOMS = {
     'launching': 'config model plan parallel checkpoint training',
     'release': 'config model parallel checkpoint training',
     'report': 'config model plan training rehearsal',
-    '__main__': 'config model plan parallel checkpoint training rehearsal launching release report'}
+    'exercises': 'config model plan parallel checkpoint training rehearsal',
+    '__main__': (
+        'config model plan parallel checkpoint training rehearsal launching release report '
+        'exercises')}
 HEAVY = (
     'torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas '
     'numpy fastcore nbdev '

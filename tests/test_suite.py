@@ -120,5 +120,8 @@ def test_every_page_and_every_file_of_tests_is_run():
     assert found == {page.resolve() for page in suite.pages()}
     long = [page.stem for page in suite.pages() if re.match(suite.LONG, page.name)]
     assert sorted(long) == sorted(suite.LONG_PAGES)  # Run by `make test-fault`
+    book = [page.stem for page in suite.pages() if re.match(suite.BOOK, page.name)]
+    assert sorted(book) == sorted(suite.CHAPTERS)  # Run by `make test-workbook`
+    assert '00_quickstart' not in book
     assert 'tests' not in ' '.join(suite.pytest_command(2))
     assert suite.pytest_command(2, '-m', 'slow')[-2:] == ('-m', 'slow')

@@ -206,6 +206,7 @@ def execute(page: Path, folder: Path) -> object:
     os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
     # The client and the kernel talk through local sockets: no port is opened
     with tempfile.TemporaryDirectory() as sockets:
+        os.environ['LLMW_PROGRESS'] = f'{sockets}/progress.json'  # Not the reader's own
         make_client(notebook, folder, sockets).execute()
     for cell in notebook.cells:
         if cell.cell_type == 'code': remove_noise(cell, page.name)

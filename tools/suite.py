@@ -1,4 +1,4 @@
-"""What `make test`, `test-fault`, `test-cluster` and `test-cuda-wheel` do; parts print their times.
+"""What `make test` and the other suites do; parts print their times.
 
 `make test` runs `nbdev_test` and pytest side by side, with two processes each on two cores: a page
 or a test often waits for others.
@@ -89,6 +89,9 @@ LONG_PAGES = ('audit', 'audit_cluster', 'real_data', '07_findings', '10_two_node
               '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200', '80_two_t4',
               '81_two_t4_sharded', '05_whole_way', '01_scores', '04_chat')
 LONG = rf'^({"|".join(LONG_PAGES)})\.ipynb$'
+# Pages of the book, without the quickstart; `make test-workbook` runs them
+CHAPTERS = [page.stem for page in sorted((ROOT/'nbs/book').glob('[0-9]*.ipynb'))][1:]
+BOOK = rf'^({"|".join(CHAPTERS)})\.ipynb$'
 
 
 def nbdev_command(workers: int, *options: str) -> tuple[str, ...]:
@@ -156,9 +159,10 @@ def pages_and_tests(name: str, page_command: tuple[str, ...],
 # Commands
 
 def checks() -> None:
-    "Run every page but the long ones, and every test that is not slow."
+    "Run every page but the long ones and those of the book, and every test that is not slow."
     workers = max(2, CORES // 4)
-    pages_and_tests('pages and tests', nbdev_command(workers, '--skip_file_re', rf'^[_.]|{LONG}'),
+    left_out = rf'^[_.]|{LONG}|{BOOK}'
+    pages_and_tests('pages and tests', nbdev_command(workers, '--skip_file_re', left_out),
                     pytest_command(workers))
 
 
@@ -168,6 +172,14 @@ def faults() -> None:
     pages_and_tests('long pages, faults and slow tests',
                     nbdev_command(max(1, CORES // 4), '--file_re', LONG),
                     pytest_command(max(3, CORES // 2), '-m', chosen))
+
+
+def workbook() -> None:
+    "Run the pages of the book, and the cheats that every exercise must reject."
+    workers = max(2, CORES // 4)
+    pages_and_tests('the book, and cheats on every exercise',
+                    nbdev_command(workers, '--file_re', BOOK),
+                    pytest_command(workers, '-m', 'workbook', 'tests/exercises'))
 
 
 def cluster() -> None:
@@ -195,5 +207,8 @@ def test() -> None:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    commands = {'faults': faults, 'cluster': cluster, 'cuda-wheel': cuda_wheel}
-    commands.get(' '.join(sys.argv[1:]), test)()
+    commands = {
+        'faults': faults, 'workbook': workbook, 'cluster': cluster, 'cuda-wheel': cuda_wheel}
+    with tempfile.TemporaryDirectory() as folder:  # No test writes into a reader's progress
+        os.environ['LLMW_PROGRESS'] = f'{folder}/progress.json'
+        commands.get(' '.join(sys.argv[1:]), test)()

@@ -32,6 +32,7 @@ def test_every_stub_is_not_attempted(page):
     assert [verdict.number for verdict in verdicts] == own
 
 
+@pytest.mark.workbook
 @pytest.mark.parametrize('number', KNOWN)
 def test_every_answer_is_right_and_quick(number, answers):
     start = time.monotonic()
@@ -71,6 +72,7 @@ def test_a_page_of_the_workbook_has_statement_stub_check_and_hints(page):
         assert line in statement
 
 
+@pytest.mark.workbook
 def test_the_kept_records_are_those_of_the_answers(answers):
     kept = json.loads(RECORDS.read_text('utf-8'))
     on_ranks = [number for number, asked in KNOWN.items() if isinstance(asked, RankExercise)]
