@@ -20,6 +20,8 @@ from .config.document import RecipeError
 from .config.hardware import node as find_node
 from .config.recipe import Recipe, recipe_names
 from .display import nearest
+from .exercises.check import check_page, progress_table
+from .exercises.progress import forget_progress
 from .launching.preflight import preflight
 from .launching.render import render
 from .plan.estimate import estimate
@@ -85,6 +87,18 @@ def _try_out(arguments):
         trial = try_out(_recipe(arguments.recipe), arguments.directory)
     _show(trial, arguments.json)
     return 0 if trial.passed else 1
+def _exercises(arguments):
+    if arguments.action == 'list':
+        table = progress_table()
+        print(json.dumps(table.rows()) if arguments.json else table)
+        return 0
+    if arguments.action == 'reset':
+        print('forgotten:', ', '.join(forget_progress(*arguments.what)) or 'nothing was there')
+        return 0
+    if not arguments.what: raise ValueError('check needs the notebook with your answers')
+    verdicts = [verdict for page in arguments.what for verdict in check_page(page)]
+    for verdict in verdicts: print(verdict)
+    return int(any(verdict.state == 'wrong' for verdict in verdicts))
 
 # %% ../nbs/package/04_command.ipynb #d0000011
 def _status(arguments):
@@ -133,6 +147,7 @@ _EPILOG = """examples:
   llm-workbook try mine.yaml                       your model in miniature, up to its export
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
+  llm-workbook exercises                           what is solved, and how well
 
 exit codes: 0 well; 1 failed, or must not start; 2 command or recipe is wrong;
 3 the plan does not fit; 75 stopped on request and saved"""
@@ -172,7 +187,14 @@ def _planning_verbs(verbs):
     trial = _with_recipe(verbs, 'try', _try_out,
                          'take a miniature of the model the whole way, on this machine')
     trial.add_argument('--directory', help='where its files stay; without it they are removed')
-    return [recipes, plan, rehearsal, rendering, report, trial]
+    return [recipes, plan, rehearsal, rendering, report, trial, _exercise_verb(verbs)]
+
+def _exercise_verb(verbs):
+    tasks = _verb(verbs, 'exercises', _exercises, 'list, check or reset the exercises')
+    tasks.add_argument('action', nargs='?', default='list', choices=('list', 'check', 'reset'))
+    tasks.add_argument('what', nargs='*',
+                       help='check: notebooks with your answers; reset: numbers, none means all')
+    return tasks
 
 # %% ../nbs/package/04_command.ipynb #649da451
 def _seconds(text):
@@ -200,7 +222,7 @@ def _running_verbs(verbs):
 
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'train', 'preflight',
-          'status')
+          'status', 'exercises')
 
 def _parser():
     parser = argparse.ArgumentParser(

@@ -51,12 +51,12 @@ def good_answers() -> dict[str, Callable]:
 def records() -> dict[str, list]:
     "Run the good answer to each exercise that has ranks, and pack what they did."
     from llm_workbook.exercises.check import exercise, pack_records
-    from llm_workbook.exercises.judge import RankExercise, judge
+    from llm_workbook.exercises.judge import RankExercise, judge_answer
     packed = {}
     for number, answer in good_answers().items():
         asked = exercise(number)
         if not isinstance(asked, RankExercise): continue
-        verdict = judge(asked, answer)
+        verdict = judge_answer(asked, answer)
         if verdict.state != 'right': sys.exit(str(verdict))
         packed[number] = pack_records(verdict.records)
     return packed

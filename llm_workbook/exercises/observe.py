@@ -25,15 +25,17 @@ class Call(NamedTuple):
     start_s: float  # Seconds since the answer began
     end_s: float  # The same: when it was done, or left to be waited for later
 
+# %% ../../nbs/exercises/01_observe.ipynb #d93628df
 class Sample(NamedTuple):
     "The memory that is alive at one time."
     at_s: float  # Seconds since the answer began
     alive_b: int  # Bytes of all storages
 
+# %% ../../nbs/exercises/01_observe.ipynb #b4e1bb07
 @dataclass
 class RankRecord:
     "All that an observer saw on one rank."
-    rank: int
+    rank: int  # Its number
     calls: list[Call] = field(default_factory=list)  # In their order
     memory: list[Sample] = field(default_factory=list)  # Each change of the bytes alive
     waits: list[tuple[float, float]] = field(default_factory=list)  # For earlier calls, (s, s)
@@ -48,7 +50,7 @@ class RankRecord:
         "The most that was alive at once."
         return max((sample.alive_b for sample in self.memory), default=0)
 
-# %% ../../nbs/exercises/01_observe.ipynb #2b098ef4
+# %% ../../nbs/exercises/01_observe.ipynb #829215ac
 class _Storages:
     "The bytes of every storage that was met and is still there."
     def __init__(self, note):
@@ -71,7 +73,7 @@ class _Storages:
         self.total_b += size_b
         if size_b: self.note(self.total_b)
 
-# %% ../../nbs/exercises/01_observe.ipynb #7993b6c0
+# %% ../../nbs/exercises/01_observe.ipynb #5cc2666f
 _OPERATIONS = {
     'send': ('send',),
     'receive': ('recv_', 'recv_any_source_'),
@@ -102,15 +104,17 @@ def _plain_tensors(value):
         found.append(leaf.to_local() if hasattr(leaf, 'to_local') else leaf)
     return found
 
+# %% ../../nbs/exercises/01_observe.ipynb #ff04d187
 def _size_b(kind, args):
     "Bytes of the largest argument of a call, which is the whole tensor."
     sizes = [sum(tensor.nbytes for tensor in _plain_tensors(arg)) for arg in args]
     return max(sizes, default=0)
 
-# %% ../../nbs/exercises/01_observe.ipynb #3354918c
+# %% ../../nbs/exercises/01_observe.ipynb #9432970e
 class RefusedCall(RuntimeError):
     "An answer called what its exercise asks to write by hand."
 
+# %% ../../nbs/exercises/01_observe.ipynb #ba5a6e17
 class _Diary:
     "The record of a rank, and the file in which it is kept as it grows."
     def __init__(self, rank, path):
@@ -130,7 +134,7 @@ class _Diary:
     def note_memory(self, alive_b):
         if not self.record.returned: self.record.memory.append(Sample(self.now_s(), alive_b))
 
-# %% ../../nbs/exercises/01_observe.ipynb #d86467e1
+# %% ../../nbs/exercises/01_observe.ipynb #1447213b
 @dataclass(frozen=True)
 class Rules:
     "What an answer may do, and the delay by which its ranks are shaken."
@@ -140,7 +144,7 @@ class Rules:
     slow_call: int = 0  # Before which of its calls, from 0
     delay_s: float = .15  # By how much
 
-# %% ../../nbs/exercises/01_observe.ipynb #e644e378
+# %% ../../nbs/exercises/01_observe.ipynb #28683130
 def _observer_class():
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,7 +164,7 @@ def _observer_class():
 
     return Observer
 
-# %% ../../nbs/exercises/01_observe.ipynb #8a1cbafa
+# %% ../../nbs/exercises/01_observe.ipynb #b4815d1a
 class Observed:
     "The answer on this rank, as its exercise sees it."
     def __init__(self, rules, diary):
@@ -201,7 +205,8 @@ class Observed:
     def _call(self, func, kind, name, args, kwargs):
         diary, rules, place = self.diary, self.rules, _PLACE_OF_PEER.get(name)
         if kind not in rules.allowed:
-            sentence = f'it calls {kind}; allowed: {", ".join(rules.allowed) or "no message at all"}'
+            allowed = ', '.join(rules.allowed) or 'no message at all'
+            sentence = f'it calls {kind}; allowed: {allowed}'
             diary.fault('refused', sentence)
             raise RefusedCall(sentence)
         number, peer = len(self.record.calls), args[place] if place else -1
@@ -232,9 +237,10 @@ class Observed:
         else: self.record.waits.append((start_s, end_s))
         self.in_call = False
 
+# %% ../../nbs/exercises/01_observe.ipynb #087d8aa3
 _sleep = time.sleep
 
-# %% ../../nbs/exercises/01_observe.ipynb #4ce05c95
+# %% ../../nbs/exercises/01_observe.ipynb #c26a805c
 def _timed(wait, observed):
     "Let the `wait` of torch's handles note when it began and ended, and for which message."
     def run(work, *args, **kwargs):
@@ -247,6 +253,7 @@ def _timed(wait, observed):
         return out
     return run
 
+# %% ../../nbs/exercises/01_observe.ipynb #5880ad3b
 def _registered(function, observed):
     "Let a function of torch note each handle that it gives."
     def run(*args, **kwargs):
@@ -255,7 +262,7 @@ def _registered(function, observed):
         return work
     return run
 
-# %% ../../nbs/exercises/01_observe.ipynb #cde4dfdd
+# %% ../../nbs/exercises/01_observe.ipynb #8134f386
 def _refusing(name, observed):
     "A function that stands for the one of this name: it notes the call and raises."
     def run(*args, **kwargs):
@@ -264,6 +271,7 @@ def _refusing(name, observed):
         raise RefusedCall(sentence)
     return run
 
+# %% ../../nbs/exercises/01_observe.ipynb #923d0f83
 _WITH_HANDLES = (
     'isend', 'irecv', 'all_reduce', 'all_gather', 'all_gather_into_tensor', 'reduce_scatter',
     'reduce_scatter_tensor', 'broadcast', 'reduce', 'gather', 'scatter', 'all_to_all',
@@ -283,6 +291,7 @@ def _patches(observed):
         module, _, attribute = name.rpartition('.')
         yield patch.object(import_module(module), attribute, _refusing(name, observed))
 
+# %% ../../nbs/exercises/01_observe.ipynb #6d5eeb76
 @contextmanager
 def observed_answer(
     rules: Rules,  # What it may do
@@ -302,7 +311,7 @@ def observed_answer(
         diary.record.returned = True
         diary.write('returned', diary.record.unread)
 
-# %% ../../nbs/exercises/01_observe.ipynb #12a673a5
+# %% ../../nbs/exercises/01_observe.ipynb #5f4a3e46
 def read_diary(
     path: str | Path,  # Of the file of a rank
     rank: int,  # Whose it is
@@ -319,6 +328,7 @@ def read_diary(
         elif kind == 'returned': record.returned, record.unread = True, rest[0]
     return record
 
+# %% ../../nbs/exercises/01_observe.ipynb #39689e10
 def slowed(
     seed: int,  # The same seed gives the same choice
     ranks: int,  # Of which one is delayed

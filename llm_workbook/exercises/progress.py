@@ -31,29 +31,34 @@ class Attempt:
         "Time from the first check to the first right answer."
         return None if self.solved_s is None else (self.solved_s - self.begun_s) / 60
 
-def progress_path() -> Path:  # $LLMW_PROGRESS; else llm-workbook/exercises.json in your state folder
-    "Say where the progress is kept."
+# %% ../../nbs/exercises/04_progress.ipynb #6e7c5c0c
+def progress_path() -> Path:  # Of a file that may not exist yet
+    "Say where the progress is kept: $LLMW_PROGRESS, or a file in your state folder."
     chosen = os.environ.get('LLMW_PROGRESS')
     if chosen: return Path(chosen).expanduser()
     state = os.environ.get('XDG_STATE_HOME') or '~/.local/state'
     return Path(state).expanduser() / 'llm-workbook/exercises.json'
 
-# %% ../../nbs/exercises/04_progress.ipynb #07d3d98d
+# %% ../../nbs/exercises/04_progress.ipynb #dbd80413
 def read_progress() -> dict[str, Attempt]:  # Number of an exercise -> what was reached
     "Read the progress; empty where there is none yet."
     path = progress_path()
     if not path.exists(): return {}
-    try: return {number: Attempt(**fields) for number, fields in json.loads(path.read_text()).items()}
+    try:
+        kept = json.loads(path.read_text())
+        return {number: Attempt(**fields) for number, fields in kept.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f'{path} is no progress of this version ({error}): '
                          'mend it, or move it away and begin anew') from error
 
+# %% ../../nbs/exercises/04_progress.ipynb #8385fd26
 def _write(attempts):
     path = progress_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {number: asdict(attempts[number]) for number in sorted(attempts)}
     publish(path, json.dumps(fields, indent=1) + '\n')
 
+# %% ../../nbs/exercises/04_progress.ipynb #6ff6422f
 def note_verdict(
     verdict: Verdict,  # Of a check
     first: object = None,  # The prediction that counts; None: there is none
@@ -70,6 +75,7 @@ def note_verdict(
     _write(attempts)
     return attempt
 
+# %% ../../nbs/exercises/04_progress.ipynb #2aab03e6
 def forget_progress(
     *numbers: str,  # Exercises, as '6.1'; none: all of them
 ) -> list[str]:  # Those that were forgotten

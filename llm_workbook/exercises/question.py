@@ -17,7 +17,7 @@ from .judge import Measure, Verdict
 class Question:
     "An exercise whose answer is a value."
     number: str  # As in '1.2': its set, and its place there
-    title: str
+    title: str  # In a few words
     kind: str  # 'predict', 'fit' or 'read'
     difficulty: int  # 1 to 5
     minutes: int  # That it takes a reader, estimated
@@ -27,6 +27,7 @@ class Question:
     conditions: Callable | None = None  # (value) -> [(holds, sentence if it does not)]
     measures: Callable | None = None  # (value) -> `Measure`s of a right value
 
+# %% ../../nbs/exercises/03_question.ipynb #9b660599
 def ask(
     question: Question,  # What is asked
     answer: Callable,  # Without arguments
@@ -42,12 +43,13 @@ def ask(
     _check_number(question, value)
     return _by_error(question, value, locked), value if locked is None else locked
 
+# %% ../../nbs/exercises/03_question.ipynb #7806d224
 def _check_number(question, value):
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ValueError(f'question {question.number} asks for a number, '
                          f'in {question.unit or "no unit"}, not {value!r}')
 
-# %% ../../nbs/exercises/03_question.ipynb #6591d094
+# %% ../../nbs/exercises/03_question.ipynb #8fff041f
 def _by_error(question, value, locked) -> Verdict:
     "Judge a prediction: the first one, by its relative error."
     first = value if locked is None else locked
@@ -62,6 +64,7 @@ def _by_error(question, value, locked) -> Verdict:
                        'far off', measures)
     return Verdict(question.number, 'right', said, '', measures, 1 - error)
 
+# %% ../../nbs/exercises/03_question.ipynb #50e45c96
 def _by_conditions(question, value) -> Verdict:
     "Judge a value by the conditions of its question."
     failed = [sentence for holds, sentence in question.conditions(value) if not holds]

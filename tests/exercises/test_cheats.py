@@ -3,11 +3,11 @@ import pytest
 from answers import good_answers
 from cheats import CHEATS, cheating
 
-from llm_workbook.exercises.check import exercises
-from llm_workbook.exercises.judge import RankExercise, judge
+from llm_workbook.exercises.check import all_exercises
+from llm_workbook.exercises.judge import RankExercise, judge_answer
 
 DISTRIBUTED = {
-    number: asked for number, asked in exercises().items()
+    number: asked for number, asked in all_exercises().items()
     if isinstance(asked, RankExercise) and max(case.ranks for case in asked.cases) > 1}
 WORDS = {  # Fault -> what its sentence says
     'silent': 'no rank sends anything', 'values': 'expected', 'refused': 'it calls',
@@ -22,7 +22,7 @@ def answers(): return good_answers()
 @pytest.mark.parametrize('number', DISTRIBUTED)
 @pytest.mark.parametrize('name', CHEATS)
 def test_a_cheat_is_rejected_and_named(name, number, answers):
-    verdict = judge(cheating(DISTRIBUTED[number], name), answers[number])
+    verdict = judge_answer(cheating(DISTRIBUTED[number], name), answers[number])
     assert verdict.state == 'wrong', verdict
     assert verdict.fault in CHEATS[name][1], verdict
     assert WORDS[verdict.fault] in verdict.sentence

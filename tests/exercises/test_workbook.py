@@ -7,11 +7,11 @@ import pytest
 from answers import RECORDS, answer_pages, cells_of, good_answers
 from page import ROOT
 
-from llm_workbook.exercises.check import check_page, exercises, good_records, pack_records
-from llm_workbook.exercises.judge import RankExercise, judge
+from llm_workbook.exercises.check import all_exercises, check_page, good_records, pack_records
+from llm_workbook.exercises.judge import RankExercise, judge_answer
 from llm_workbook.exercises.question import ask
 
-KNOWN = exercises()
+KNOWN = all_exercises()
 PAGES = sorted((ROOT/'nbs/workbook').glob('[0-9]*.ipynb'))
 
 
@@ -37,7 +37,7 @@ def test_every_stub_is_not_attempted(page):
 def test_every_answer_is_right_and_quick(number, answers):
     start = time.monotonic()
     asked = KNOWN[number]
-    if isinstance(asked, RankExercise): verdict = judge(asked, answers[number], seed=1)
+    if isinstance(asked, RankExercise): verdict = judge_answer(asked, answers[number], seed=1)
     else: verdict, _ = ask(asked, answers[number])
     assert verdict.state == 'right', verdict
     assert verdict.score > .7, verdict
@@ -78,7 +78,7 @@ def test_the_kept_records_are_those_of_the_answers(answers):
     on_ranks = [number for number, asked in KNOWN.items() if isinstance(asked, RankExercise)]
     assert list(kept) == on_ranks
     for number in on_ranks:
-        records = judge(KNOWN[number], answers[number]).records
+        records = judge_answer(KNOWN[number], answers[number]).records
         now = [[call[:3] for call in fields['calls']] for fields in pack_records(records)]
         assert now == [[list(call[:3]) for call in record.calls]
                        for record in good_records(number)], f'{number}: run tools/answers.py'
