@@ -5,20 +5,18 @@
 # %% auto #0
 __all__ = ['FAULTS', 'Case', 'Limit', 'RankExercise', 'Measure', 'Verdict', 'WrongAnswer', 'sent_b', 'judge_answer']
 
-# %% ../../nbs/exercises/02_judge.ipynb #83ce91cc
-import math
-import os
+# %% ../../nbs/exercises/02_judge.ipynb #283d99ef
+import importlib
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
 from ..parallel.ranks import RankError, RankTimeout, run_ranks
 from ..plan.collectives import wire_bytes
-from .observe import RankRecord, RefusedCall, Rules, observed_answer, read_diary, slowed
+from .observe import RankRecord, Rules, observed_answer, read_diary, slowed
 
 # %% ../../nbs/exercises/02_judge.ipynb #a0348afe
 class Case(NamedTuple):
@@ -54,6 +52,7 @@ class RankExercise:
     run: Callable = _call  # (answer, inputs, observed) -> outputs of this rank
     tolerance: float = 1e-5  # Largest difference of a number, relative to the largest expected one
     limit_s: float = 8.0  # Time for each case, seconds
+    imports: tuple[str, ...] = ()  # Modules to load before the fork: each rank would do it else
 
 # %% ../../nbs/exercises/02_judge.ipynb #c178d515
 class Measure(NamedTuple):
@@ -382,13 +381,13 @@ def judge_answer(
     "Run an answer in every case of its exercise and say what is wrong, or how good it is."
     if not callable(answer):
         raise ValueError(f'exercise {exercise.number} takes a function, not {answer!r}')
-    import torch.distributed.tensor  # Else each rank would import it, within its time
+    for name in 'torch.distributed.tensor', *exercise.imports: importlib.import_module(name)
     measures = []
     for number, case in enumerate(exercise.cases):
         case_seed = 97 * seed + number
         last = number == len(exercise.cases) - 1
         late = {} if last else slowed(case_seed, case.ranks)
-        trial = _try(exercise, case, case_seed, _with_delay(exercise.rules, late), answer)
+        trial = _try(exercise, case, case_seed, replace(exercise.rules, **late), answer)
         if trial.fault == 'not attempted':
             return Verdict(exercise.number, 'not attempted', 'the stub is still there')
         if trial.fault:
@@ -400,12 +399,7 @@ def judge_answer(
     return Verdict(exercise.number, 'right', _reached(exercise, worst), '', worst, score,
                    records=trial.records)
 
-# %% ../../nbs/exercises/02_judge.ipynb #90eb156f
-def _with_delay(rules, late):
-    from dataclasses import replace
-    return replace(rules, **late)
-
-# %% ../../nbs/exercises/02_judge.ipynb #b4b65768
+# %% ../../nbs/exercises/02_judge.ipynb #c6e188a1
 def _worst(measures) -> tuple[Measure, ...]:
     "Of each thing the case in which the answer compares worst."
     worst = {}
@@ -415,7 +409,7 @@ def _worst(measures) -> tuple[Measure, ...]:
             worst[measure.what] = measure
     return tuple(worst.values())
 
-# %% ../../nbs/exercises/02_judge.ipynb #28e7bc9a
+# %% ../../nbs/exercises/02_judge.ipynb #f0ba2d8a
 def _reached(exercise, measures) -> str:
     texts = [f'{measure.what} {measure.used:,.0f} (good: {measure.goal:,.0f})'
              for measure in measures]
