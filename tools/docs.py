@@ -17,7 +17,9 @@ import yaml
 from page import ROOT, WIDGET, settings
 from site_check import faults
 
-ROOMS = 'config model plan parallel checkpoint training rehearsal launching release package'.split()
+ROOMS = (
+    'config model plan parallel checkpoint training rehearsal launching release exercises package'
+).split()
 CONF = """
 project, html_title = 'llm-workbook', 'llm-workbook'
 copyright = '2026, The llm-workbook authors'
@@ -177,8 +179,11 @@ def write_listing(folder: Path) -> None:
 def contents(source: Path) -> list[str]:
     "Give the parts of the sidebar: every page of the book, and one entry for each other folder."
     chapters = [f'book/{page.stem}' for page in sorted((source/'book').glob('*.ipynb'))]
+    workbook = ['workbook/index', 'answers/index']
     rooms = [f'{room}/index' for room in ROOMS]
-    return [toctree(chapters, 'Book'), toctree(['recipes/index'], 'Recipes', 2),
+    return [toctree(chapters, 'Understand it: the book'),
+            toctree(workbook, 'Understand it: the workbook', 2),
+            toctree(['recipes/index'], 'Run mine: recipes', 2),
             toctree(rooms, 'Rooms of the library', 2), toctree(['notes/index'], 'Notes', 2)]
 
 
@@ -190,7 +195,7 @@ def build_with_sphinx(source: Path, target: Path) -> None:
     (source/'_theme').mkdir()
     (source/'_theme/custom.css').write_text(CSS)
     for page in source.rglob('*.ipynb'): make_plain(page, source)
-    for folder in [*ROOMS, 'recipes', 'notes']: write_listing(source/folder)
+    for folder in [*ROOMS, 'workbook', 'answers', 'recipes', 'notes']: write_listing(source/folder)
     add_contents(source)
     command = [sys.executable, '-m', 'sphinx', '-q', '-b', 'html', source, target]
     subprocess.run(command, check=True)
