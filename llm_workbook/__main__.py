@@ -21,6 +21,7 @@ from .config.hardware import node as find_node
 from .config.recipe import Recipe, recipe_names
 from .display import nearest
 from .exercises.check import check_page, progress_table
+from .exercises.classroom import export_assignment
 from .exercises.progress import forget_progress
 from .launching.preflight import preflight
 from .launching.render import render
@@ -95,7 +96,12 @@ def _exercises(arguments):
     if arguments.action == 'reset':
         print('forgotten:', ', '.join(forget_progress(*arguments.what)) or 'nothing was there')
         return 0
-    if not arguments.what: raise ValueError('check needs the notebook with your answers')
+    if not arguments.what:
+        raise ValueError(f'{arguments.action} needs the notebooks: llm-workbook exercises '
+                         f'{arguments.action} PAGE.ipynb')
+    if arguments.action == 'export':
+        for page in arguments.what: print(export_assignment(page, arguments.folder))
+        return 0
     verdicts = [verdict for page in arguments.what for verdict in check_page(page)]
     for verdict in verdicts: print(verdict)
     return int(any(verdict.state == 'wrong' for verdict in verdicts))
@@ -190,10 +196,12 @@ def _planning_verbs(verbs):
     return [recipes, plan, rehearsal, rendering, report, trial, _exercise_verb(verbs)]
 
 def _exercise_verb(verbs):
-    tasks = _verb(verbs, 'exercises', _exercises, 'list, check or reset the exercises')
-    tasks.add_argument('action', nargs='?', default='list', choices=('list', 'check', 'reset'))
-    tasks.add_argument('what', nargs='*',
-                       help='check: notebooks with your answers; reset: numbers, none means all')
+    tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')
+    tasks.add_argument('action', nargs='?', default='list', choices=('list', 'check', 'reset', 'export'))
+    tasks.add_argument('what', nargs='*', help='check: notebooks with your answers; '
+                       'reset: numbers, none means all; export: pages of the workbook')
+    tasks.add_argument('--folder', type=Path, default='source/ps1',
+                       help='of export: the folder of an assignment of nbgrader')
     return tasks
 
 # %% ../nbs/package/04_command.ipynb #649da451
