@@ -197,7 +197,8 @@ def _planning_verbs(verbs):
 
 def _exercise_verb(verbs):
     tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')
-    tasks.add_argument('action', nargs='?', default='list', choices=('list', 'check', 'reset', 'export'))
+    actions = 'list', 'check', 'reset', 'export'
+    tasks.add_argument('action', nargs='?', default=actions[0], choices=actions)
     tasks.add_argument('what', nargs='*', help='check: notebooks with your answers; '
                        'reset: numbers, none means all; export: pages of the workbook')
     tasks.add_argument('--folder', type=Path, default='source/ps1',
