@@ -336,7 +336,7 @@ def _try(exercise, case, seed, rules, answer) -> _Trial:
 def _judged(exercise, case, records, inputs, outputs) -> _Trial:
     refused = _refusal(records)
     if refused: return refused
-    limits = exercise.limits(case)
+    limits = list(exercise.limits(case))
     silent = not any(record.calls for record in records)
     if silent and any(limit.what == 'bytes sent' and limit.goal for limit in limits):
         return _Trial('silent', 'no rank sends anything, and each has only its own part of the '
