@@ -162,8 +162,11 @@ def checks() -> None:
     "Run every page but the long ones and those of the book, and every test that is not slow."
     workers = max(2, CORES // 4)
     left_out = rf'^[_.]|{LONG}|{BOOK}'
-    pages_and_tests('pages and tests', nbdev_command(workers, '--skip_file_re', left_out),
-                    pytest_command(workers))
+    stubs = '^([_.]|workbook$)'  # tests/exercises run these pages, and look at each verdict
+    pages_and_tests(
+        'pages and tests',
+        nbdev_command(workers, '--skip_file_re', left_out, '--skip_folder_re', stubs),
+        pytest_command(workers))
 
 
 def faults() -> None:
