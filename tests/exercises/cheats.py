@@ -106,7 +106,7 @@ def sleeping(run, pause):
     def later(function):
         def call(*args, **kwargs):
             work = function(*args, **kwargs | {'async_op': True})
-            pause(.05)
+            pause(.02)
             return work if kwargs.get('async_op') else None
         return call
     def cheat(answer, inputs, observed):
@@ -186,4 +186,4 @@ CHEATS = {  # Name -> (exercise, case) to a `run`; the faults that may be named 
 def cheating(exercise: RankExercise, name: str) -> RankExercise:
     "The exercise, in its largest case, with a `run` that cheats."
     case = max(exercise.cases, key=lambda case: case.ranks)
-    return replace(exercise, cases=(case,), run=CHEATS[name][0](exercise, case), limit_s=5)
+    return replace(exercise, cases=(case,), run=CHEATS[name][0](exercise, case), limit_s=8)
