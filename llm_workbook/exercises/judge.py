@@ -165,8 +165,14 @@ def _disorder(records) -> str:
     return _out_of_step(records) or _left_over(records)
 
 # %% ../../nbs/exercises/02_judge.ipynb #889e7ea8
-def _out_of_step(records) -> str:
-    for number, calls in enumerate(_padded(list(map(_collectives, records)))):
+def _out_of_step(records) -> str: return _first_apart(_padded(list(map(_collectives, records))))
+
+def _apart(records) -> str:
+    "The same for ranks that have not come to their end: as far as all of them came."
+    return _first_apart(zip(*map(_collectives, records)))
+
+def _first_apart(together) -> str:
+    for number, calls in enumerate(together):
         kinds = {call and (call.kind, call.size_b) for call in calls}
         if len(kinds) == 1: continue
         texts = [f'rank {rank}: {_described(call) if call else "none"}'
@@ -370,6 +376,8 @@ def _broken(error, folder, ranks) -> _Trial:
         return _Trial('stuck', f'the ranks have not come to an end {reason}: {_places(records)}')
     if records[error.rank].returned:  # It has waited in vain for the others' numbers
         return _Trial('order', _disorder(records) or _places(records))
+    apart = _apart(records) if 'was killed' in error.reason else ''
+    if apart: return _Trial('order', f'{apart}; rank {error.rank} {error.reason}')
     return _Trial('error', f'rank {error.rank} {error.reason}', detail=error.traceback)
 
 # %% ../../nbs/exercises/02_judge.ipynb #fca323e3

@@ -21,12 +21,11 @@ def _draw_part(case, rank, generator):
     import torch
     return {'mine': torch.randn(case.sizes, generator=generator)}
 
-# %% ../../nbs/answers/06_collectives.ipynb #cd244e87
 def _all_parts(inputs, case):
     import torch
     return [torch.cat([each['mine'] for each in inputs])] * case.ranks
 
-# %% ../../nbs/answers/06_collectives.ipynb #0c878309
+# %% ../../nbs/answers/06_collectives.ipynb #d8678ebb
 def _gather_limits(case):
     ranks, part_b = case.ranks, 4 * case.sizes[0]
     sent, calls = (ranks - 1) * part_b, 2 * (ranks - 1)
@@ -34,7 +33,7 @@ def _gather_limits(case):
     yield Limit('calls', calls, calls)
     yield Limit('peak bytes', (ranks + 1) * part_b, (2 * ranks + 2) * part_b)
 
-# %% ../../nbs/answers/06_collectives.ipynb #eff00e05
+# %% ../../nbs/answers/06_collectives.ipynb #dec10a34
 _GATHER = RankExercise(
     number='6.1',
     title='A ring all-gather',
@@ -47,17 +46,15 @@ _GATHER = RankExercise(
     limits=_gather_limits,
     rules=_MESSAGES)
 
-# %% ../../nbs/answers/06_collectives.ipynb #3bcbef79
+# %% ../../nbs/answers/06_collectives.ipynb #7f93a0b2
 def _draw_whole(case, rank, generator):
     import torch
     return {'whole': torch.randn(case.ranks * case.sizes[0], generator=generator)}
 
-# %% ../../nbs/answers/06_collectives.ipynb #83e3201d
 def _summed_chunks(inputs, case):
     total = sum(each['whole'].double() for each in inputs).float()
     return list(total.chunk(case.ranks))
 
-# %% ../../nbs/answers/06_collectives.ipynb #54cc4850
 def _scatter_limits(case):
     ranks, chunk_b = case.ranks, 4 * case.sizes[0]
     sent, calls = (ranks - 1) * chunk_b, 2 * (ranks - 1)
@@ -65,7 +62,7 @@ def _scatter_limits(case):
     yield Limit('calls', calls, calls)
     yield Limit('peak bytes', (ranks + 3) * chunk_b, (ranks + 4) * chunk_b)
 
-# %% ../../nbs/answers/06_collectives.ipynb #9e731b66
+# %% ../../nbs/answers/06_collectives.ipynb #ef81c0a1
 _SCATTER = RankExercise(
     number='6.2',
     title='A ring reduce-scatter',
@@ -78,18 +75,16 @@ _SCATTER = RankExercise(
     limits=_scatter_limits,
     rules=_MESSAGES)
 
-# %% ../../nbs/answers/06_collectives.ipynb #4c271f1a
+# %% ../../nbs/answers/06_collectives.ipynb #8cccccbf
 _ODD = Case(2, (7,)), Case(3, (10,)), Case(4, (13,)), Case(3, (8,))
 
 def _draw_odd(case, rank, generator):
     import torch
     return {'whole': torch.randn(case.sizes, generator=generator)}
 
-# %% ../../nbs/answers/06_collectives.ipynb #b7b30aec
 def _sums(inputs, case):
     return [sum(each['whole'].double() for each in inputs).float()] * case.ranks
 
-# %% ../../nbs/answers/06_collectives.ipynb #811094f3
 def _reduce_limits(case):
     ranks, length = case.ranks, case.sizes[0]
     sent, calls = 2 * (ranks - 1) * 4 * ceil(length / ranks), 4 * (ranks - 1)
@@ -97,12 +92,11 @@ def _reduce_limits(case):
     yield Limit('calls', calls, calls)
     yield Limit('peak bytes', 4 * (length + 2 * ceil(length / ranks)), 4 * (2 * length + 8))
 
-# %% ../../nbs/answers/06_collectives.ipynb #ecd083ce
+# %% ../../nbs/answers/06_collectives.ipynb #5dde22ff
 def _call_in_place(answer, inputs, observed):
     answer(inputs['whole'])
     return inputs['whole']
 
-# %% ../../nbs/answers/06_collectives.ipynb #4468e05a
 _REDUCE = RankExercise(
     number='6.3',
     title='A ring all-reduce, in place',
@@ -116,7 +110,7 @@ _REDUCE = RankExercise(
     rules=_MESSAGES,
     run=_call_in_place)
 
-# %% ../../nbs/answers/06_collectives.ipynb #dffe9588
+# %% ../../nbs/answers/06_collectives.ipynb #8d6a123f
 _TREE = Case(2, (5,)), Case(4, (7,)), Case(3, (9,)), Case(4, (3,))
 
 def _draw_for_rank_0(case, rank, generator):
@@ -124,22 +118,19 @@ def _draw_for_rank_0(case, rank, generator):
     numbers = torch.randn(case.sizes, generator=generator)
     return {'tensor': numbers if rank == 0 else torch.zeros(case.sizes)}
 
-# %% ../../nbs/answers/06_collectives.ipynb #264bd2e8
 def _of_rank_0(inputs, case): return [inputs[0]['tensor']] * case.ranks
 
-# %% ../../nbs/answers/06_collectives.ipynb #8daf0b50
 def _tree_limits(case):
     steps, size_b = ceil(log2(case.ranks)), 4 * case.sizes[0]
     yield Limit('bytes sent', steps * size_b, steps * size_b)
     yield Limit('calls', steps, steps)
     yield Limit('peak bytes', size_b, 2 * size_b)
 
-# %% ../../nbs/answers/06_collectives.ipynb #94a403e5
+# %% ../../nbs/answers/06_collectives.ipynb #66015285
 def _call_on_tensor(answer, inputs, observed):
     answer(inputs['tensor'])
     return inputs['tensor']
 
-# %% ../../nbs/answers/06_collectives.ipynb #84de0bc4
 _BROADCAST = RankExercise(
     number='6.4',
     title='A broadcast by a tree',
@@ -153,7 +144,7 @@ _BROADCAST = RankExercise(
     rules=_MESSAGES,
     run=_call_on_tensor)
 
-# %% ../../nbs/answers/06_collectives.ipynb #94dec058
+# %% ../../nbs/answers/06_collectives.ipynb #c1ea1df9
 def _measured_ring():
     "Bytes that the busiest of 4 ranks sends in a ring all-reduce of 1,000 numbers."
     case = Case(4, (1000,))
@@ -161,7 +152,7 @@ def _measured_ring():
     records = judge_answer(counted, _ring).records
     return max(sent_b(record, case.ranks) for record in records)
 
-# %% ../../nbs/answers/06_collectives.ipynb #72d43a22
+# %% ../../nbs/answers/06_collectives.ipynb #3c7d067f
 def _ring(whole):
     import torch
     import torch.distributed as dist
@@ -175,7 +166,7 @@ def _ring(whole):
         sending.wait()
         there.copy_(received if step >= ranks - 1 else there + received)
 
-# %% ../../nbs/answers/06_collectives.ipynb #0a5a8165
+# %% ../../nbs/answers/06_collectives.ipynb #5011a116
 _BYTES = Question(
     number='6.5',
     title='Bytes that one rank sends',
@@ -186,7 +177,7 @@ _BYTES = Question(
     unit='bytes',
     within=.01)
 
-# %% ../../nbs/answers/06_collectives.ipynb #94c14d49
+# %% ../../nbs/answers/06_collectives.ipynb #d9966340
 _TOKENS = Case(2, (3,)), Case(3, (5,)), Case(4, (7,)), Case(3, (2,))
 
 def _draw_losses(case, rank, generator):
@@ -195,17 +186,15 @@ def _draw_losses(case, rank, generator):
     tokens = 0 if rank == empty else int(torch.randint(1, 9, (), generator=generator))
     return {'losses': torch.rand(tokens, generator=generator) + 1}
 
-# %% ../../nbs/answers/06_collectives.ipynb #2e355857
 def _mean_of_tokens(inputs, case):
     import torch
     return [torch.cat([each['losses'] for each in inputs]).mean()] * case.ranks
 
-# %% ../../nbs/answers/06_collectives.ipynb #5e1d7758
 def _mean_limits(case):
     yield Limit('bytes sent', 16 * (case.ranks - 1) / case.ranks, 32)
     yield Limit('calls', 1, 2)
 
-# %% ../../nbs/answers/06_collectives.ipynb #5d704608
+# %% ../../nbs/answers/06_collectives.ipynb #f45270c6
 _MEAN = RankExercise(
     number='6.6',
     title='A collective that one rank skips',
@@ -219,7 +208,7 @@ _MEAN = RankExercise(
     rules=Rules(('all_reduce',)),
     limit_s=4)
 
-# %% ../../nbs/answers/06_collectives.ipynb #a713e0ca
+# %% ../../nbs/answers/06_collectives.ipynb #337ff95c
 _LAST_CALLS = """rank 0, line 12: dist.recv(received, 3)
 rank 1, line 12: dist.recv(received, 0)
 rank 2, line 12: dist.recv(received, 0)
@@ -231,7 +220,7 @@ def _blame(value):
     yield pair[0] == 2, f'rank {pair[0]} waits for the rank before it, as a ring does'
     yield pair[1] == 1, f'in a ring of four, rank 2 does not receive from rank {pair[1]}'
 
-# %% ../../nbs/answers/06_collectives.ipynb #4495d762
+# %% ../../nbs/answers/06_collectives.ipynb #c82b2311
 _BLAME = Question(
     number='6.7',
     title='Who is to blame?',
@@ -240,4 +229,91 @@ _BLAME = Question(
     minutes=5,
     conditions=_blame)
 
-SET_06 = _GATHER, _SCATTER, _REDUCE, _BROADCAST, _BYTES, _MEAN, _BLAME
+# %% ../../nbs/answers/06_collectives.ipynb #3cf51984
+_PIECES = Case(2, (3,)), Case(3, (5,)), Case(4, (2,)), Case(3, (8,))
+
+def _length(case, one, other): return (3 * one + 5 * other + one * other + case.sizes[0]) % 7
+
+def _draw_pieces(case, rank, generator):
+    import torch
+    coming = [_length(case, other, rank) for other in range(case.ranks)]
+    pieces = {f'to_{other}': torch.randn(_length(case, rank, other), generator=generator)
+              for other in range(case.ranks)}
+    return {'coming': coming} | pieces
+
+def _delivered(inputs, case):
+    return [[each[f'to_{rank}'] for each in inputs] for rank in range(case.ranks)]
+
+# %% ../../nbs/answers/06_collectives.ipynb #ca8b12e1
+def _call_with_pieces(answer, inputs, observed):
+    coming, *pieces = inputs.values()
+    return answer(pieces, coming)
+
+def _piece_limits(case):
+    ranks = range(case.ranks)
+    def out_b(rank): return 4 * sum(_length(case, rank, to) for to in ranks if to != rank)
+    def in_b(rank): return 4 * sum(_length(case, of, rank) for of in ranks if of != rank)
+    sent = max(map(out_b, ranks))
+    held = max(out_b(rank) + in_b(rank) + 4 * _length(case, rank, rank) for rank in ranks)
+    yield Limit('bytes sent', sent, sent)
+    yield Limit('calls', 2 * (case.ranks - 1), 2 * (case.ranks - 1))
+    yield Limit('peak bytes', held, 2 * held)
+
+# %% ../../nbs/answers/06_collectives.ipynb #3c50a888
+_ALL_TO_ALL = RankExercise(
+    number='6.8',
+    title='An all-to-all of unequal pieces',
+    kind='implement',
+    difficulty=3,
+    minutes=20,
+    cases=_PIECES,
+    draw=_draw_pieces,
+    expected=_delivered,
+    limits=_piece_limits,
+    rules=_MESSAGES,
+    run=_call_with_pieces)
+
+# %% ../../nbs/answers/06_collectives.ipynb #af83540c
+_LOST = 2, 3  # Step and rank that overwrites
+
+def _ring_states():
+    "How many contributions each chunk of each rank has, before and after each step of a ring."
+    states = [{rank: [1] * 4 for rank in range(4)}]
+    for step in range(1, 7):
+        before = states[-1]
+        after = {rank: list(chunks) for rank, chunks in before.items()}
+        for rank in range(4):
+            chunk = (rank - 1 - step) % 4
+            adds = step <= 3 and (step, rank) != _LOST
+            after[rank][chunk] = before[(rank - 1) % 4][chunk] + adds * before[rank][chunk]
+        states.append(after)
+    return states
+
+# %% ../../nbs/answers/06_collectives.ipynb #13dad72a
+def _lost_truth():
+    "The first step, with rank and chunk, in which a sum does not grow by one."
+    states = _ring_states()
+    for step in range(1, 4):
+        for rank in range(4):
+            for chunk, (old, new) in enumerate(zip(states[step - 1][rank], states[step][rank])):
+                if new != old and new != step + 1: return step, rank, chunk
+
+def _loss_named(value):
+    known = isinstance(value, tuple) and len(value) == 3
+    yield known, f'{value!r} is no step, rank and chunk, as (1, 0, 2)'
+    if not known: return
+    step, rank, chunk = _lost_truth()
+    yield value[0] == step, f'not in step {value[0]}: compare each number there with the one before'
+    yield value[1] == rank, f'rank {value[1]} adds what it receives'
+    yield value[2] == chunk, f'chunk {value[2]} is complete in the end'
+
+# %% ../../nbs/answers/06_collectives.ipynb #cb3c35b6
+_LOSS = Question(
+    number='6.9',
+    title='Where is a part lost?',
+    kind='read',
+    difficulty=2,
+    minutes=10,
+    conditions=_loss_named)
+
+SET_06 = (_GATHER, _SCATTER, _REDUCE, _BROADCAST, _BYTES, _MEAN, _BLAME, _ALL_TO_ALL, _LOSS)
