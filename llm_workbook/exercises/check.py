@@ -80,15 +80,28 @@ def draw_records(
     return schedule(panels, 'ms', curves or None)
 
 # %% ../../nbs/exercises/05_check.ipynb #e339f174
+_POINTS = 100  # Of a curve that is kept
+
+def _thinned(memory):
+    "The highest sample of each hundredth of a curve."
+    step = -(-len(memory) // _POINTS)
+    parts = [memory[begin:begin + step] for begin in range(0, len(memory), step or 1)]
+    return [max(part, key=lambda sample: sample.alive_b) for part in parts]
+
 def pack_records(
     records: tuple[RankRecord, ...],  # Of all ranks
 ) -> list[dict]:  # For JSON; times in seconds, to the microsecond
-    "Write records so that they can be kept."
+    "Write what is drawn of records: all calls, and the memory of the fullest rank."
     if not records: raise ValueError('there are no records to keep')
-    return [{'calls': [[*call[:3], *(round(s, 6) for s in call[3:])] for call in record.calls],
-             'memory': [[round(at_s, 6), alive_b] for at_s, alive_b in record.memory],
-             'waits': [[round(s, 6) for s in wait] for wait in record.waits]}
-            for record in records]
+    fullest = max(records, key=lambda record: record.peak_b)
+    packed = []
+    for record in records:
+        memory = _thinned(record.memory) if record is fullest else []
+        packed.append({
+            'calls': [[*call[:3], *(round(s, 6) for s in call[3:])] for call in record.calls],
+            'memory': [[round(at_s, 6), alive_b] for at_s, alive_b in memory],
+            'waits': [[round(s, 6) for s in wait] for wait in record.waits]})
+    return packed
 
 # %% ../../nbs/exercises/05_check.ipynb #d855a91d
 def good_records(
