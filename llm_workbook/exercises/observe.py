@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -227,6 +228,7 @@ class Observed:
         work: 'torch.distributed.Work',  # Of a message that has just been asked for
     ) -> None:
         "Expect that this message is waited for."
+        if id(work) in self.handles: return  # One function of torch calls another
         self.handles.add(id(work))
         self.record.unread += 1
 
@@ -289,7 +291,7 @@ def _refusing(name, observed):
 _WITH_HANDLES = (
     'isend', 'irecv', 'all_reduce', 'all_gather', 'all_gather_into_tensor', 'reduce_scatter',
     'reduce_scatter_tensor', 'broadcast', 'reduce', 'gather', 'scatter', 'all_to_all',
-    'all_to_all_single')
+    'all_to_all_single', 'all_gather_single', 'reduce_scatter_single')  # Some are newer
 
 def _patches(observed):
     "What has to be changed in the rank while the answer runs."
@@ -301,7 +303,7 @@ def _patches(observed):
     storage = torch.UntypedStorage
     yield patch.object(storage, 'resize_', _noted(storage.resize_, observed))
     yield patch.object(dist.Work, 'wait', _timed(dist.Work.wait, observed))
-    for name in _WITH_HANDLES:
+    for name in filter(partial(hasattr, c10d), _WITH_HANDLES):
         function = _registered(getattr(c10d, name), observed)
         for module in c10d, dist: yield patch.object(module, name, function)
     for name in 'time.sleep', *observed.rules.refused:

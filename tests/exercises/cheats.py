@@ -18,6 +18,8 @@ MESSAGES = 'send', 'recv'
 COLLECTIVES = (
     'all_reduce', 'all_gather', 'all_gather_into_tensor', 'reduce_scatter',
     'reduce_scatter_tensor', 'broadcast', 'all_to_all', 'all_to_all_single', 'barrier')
+NEWER = tuple(  # By which FSDP2 sends, where torch has them
+    name for name in ('all_gather_single', 'reduce_scatter_single') if hasattr(dist, name))
 
 
 class Done:
@@ -38,7 +40,8 @@ def replaced(functions: dict[str, Callable]):
 
 def silently(run):
     "1: communicate nothing: every function of torch.distributed leaves its tensors as they are."
-    quiet = {name: lambda *args, **kwargs: Done() for name in ('isend', 'irecv', *COLLECTIVES)}
+    names = 'isend', 'irecv', *COLLECTIVES, *NEWER
+    quiet = {name: lambda *args, **kwargs: Done() for name in names}
     quiet |= {name: lambda *args, **kwargs: None for name in MESSAGES}
     def cheat(answer, inputs, observed):
         with replaced(quiet): return run(answer, inputs, observed)
@@ -55,14 +58,18 @@ def with_zeros(run):
     "2: send as many bytes as a good answer, all of them zero."
     def first(function): return lambda sent, *rest, **kw: function(emptied(sent), *rest, **kw)
     def second(function):
-        return lambda out, sent, *rest, **kw: function(out, emptied(sent), *rest, **kw)
+        def empty_and_call(*args, **kw):  # FSDP2 names its arguments
+            named = [name for name in ('input_tensor', 'input') if name in kw]
+            if named: return function(*args, **kw | {named[0]: emptied(kw[named[0]])})
+            return function(args[0], emptied(args[1]), *args[2:], **kw)
+        return empty_and_call
     def in_place(function):
         def empty_and_call(tensor, *rest, **kw):
             with torch.no_grad(): tensor.zero_()
             return function(tensor, *rest, **kw)
         return empty_and_call
     ways = dict.fromkeys(('isend', 'send'), first)
-    ways |= dict.fromkeys(COLLECTIVES[1:5] + COLLECTIVES[6:8], second)
+    ways |= dict.fromkeys(COLLECTIVES[1:5] + COLLECTIVES[6:8] + NEWER, second)
     ways |= dict.fromkeys(('all_reduce', 'broadcast'), in_place)
     def cheat(answer, inputs, observed):
         with replaced({name: way(getattr(dist, name)) for name, way in ways.items()}):
@@ -105,12 +112,12 @@ def sleeping(run, pause):
     "4: wait by the clock, not for the other rank."
     def later(function):
         def call(*args, **kwargs):
-            work = function(*args, **kwargs | {'async_op': True})
-            pause(.05)
-            return work if kwargs.get('async_op') else None
+            function(*args, **kwargs | {'async_op': True})
+            pause(.02)
+            return Done() if kwargs.get('async_op') else None
         return call
     def cheat(answer, inputs, observed):
-        functions = {name: later(getattr(dist, name)) for name in COLLECTIVES}
+        functions = {name: later(getattr(dist, name)) for name in COLLECTIVES + NEWER}
         coming = observed.coming = []  # If a handle is dropped, its sender waits for ever
         functions['recv'] = lambda tensor, source: (
             coming.append(dist.irecv(tensor, source)), pause(.05))
