@@ -213,7 +213,8 @@ def test_18_a_signal_during_the_preflight_brings_the_job_back_untrained(check, t
     job = start(tmp_path, sbatch(BASE, '.'), check=check)
     assert wait_for((tmp_path/'place/ready').exists, 20)
     job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=20)[0]
+    # The `sleep 30` of a check that has ended by itself may hold the pipe until it ends
+    output = job.communicate(timeout=45)[0]
     assert (job.returncode, requeues(tmp_path)) == (75, ['4711']), output
     assert 'asked to stop before training' in output
     assert not (tmp_path/'seen/arguments').exists()

@@ -131,6 +131,7 @@ def test_05_who_waited_in_a_barrier_is_not_the_cause():
     """Under TORCH_DISTRIBUTED_DEBUG=DETAIL the peers of a rank that leaves complain of a barrier,
     perhaps before it has gone."""
     def leave():
+        dist.barrier()  # Both have started
         if dist.get_rank() == 0:
             raise RuntimeError('[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 100000 ms')
         time.sleep(0.4)
