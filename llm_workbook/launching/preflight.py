@@ -365,14 +365,15 @@ def _backends(recipe):
 
 # %% ../../nbs/launching/05_preflight.ipynb #6ab0e002
 class _CheckedRows(threading.Thread):
-    "Checks recipe and rows as the run will do, beside everything else."
-    def __init__(self, recipe, host):
+    "Checks recipe and rows as the run will do, after the plan, for both import the same."
+    def __init__(self, recipe, host, plan):
         super().__init__(daemon=True)
-        self.recipe, self.host = recipe, host
+        self.recipe, self.host, self.plan = recipe, host, plan
         self.findings, self.first_row = None, ''  # None: not ready
         self.start()
 
     def run(self):
+        self.plan.join()
         findings = []
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter('always', UserWarning)
@@ -507,10 +508,11 @@ def _follow(talk, recipe, directory):
 # %% ../../nbs/launching/05_preflight.ipynb #7bf9466c
 def _take_part(talk, recipe, directory):
     "The verdict as plain values, or the finding that kept this process from hearing one."
+    import torch.distributed  # Before the threads: two that import it at once may find half of it
     try:
         first = talk.place.rank == 0
         plan = _PlannedSave(recipe) if first else None
-        rows = _CheckedRows(recipe, talk.place.host) if first else None
+        rows = _CheckedRows(recipe, talk.place.host, plan) if first else None
         talk.join()
         if talk.leads: return _lead(talk, recipe, directory, plan, rows)
         return talk.hear(partial(_follow, talk, recipe, directory))

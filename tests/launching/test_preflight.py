@@ -829,6 +829,26 @@ def test_the_program_says_stop_by_its_exit_code(tmp_path):
     assert 'Traceback' not in done.stderr
 
 
+def test_torch_is_whole_before_two_threads_ask_for_it(tmp_path):
+    "Else one of them may find `torch.distributed` half imported, which ended a process in CI."
+    code = (
+        'import sys\n'
+        'from llm_workbook.launching import preflight as doctor\n'
+        'from llm_workbook.config.recipe import Recipe\n'
+        'def look(*args):\n'
+        '    print("torch._C._distributed_c10d" in sys.modules)\n'
+        '    raise ValueError("seen")\n'
+        'doctor._PlannedSave = look\n'
+        'env = {"RANK": "0", "WORLD_SIZE": "1"}\n'
+        'recipe = Recipe.named("reviews-qlora")\n'
+        'print(doctor.preflight(recipe, "run", env, "localhost", 1))\n')
+    done = subprocess.run(
+        [sys.executable, '-c', code], cwd=tmp_path, env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith('True\n'), done.stderr
+    assert 'seen' in done.stdout
+
+
 def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
     "A call into a dead network may never come back; the verdict must."
     ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
