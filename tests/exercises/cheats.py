@@ -1,16 +1,19 @@
 """Seven ways to look right without being right, played mechanically on any exercise with ranks.
 
-Each takes an exercise and gives one whose `run` cheats with the good answer, or instead of it.
+Each gives fields that an exercise is changed in: a `run` that cheats with the good answer, or
+instead of it.
 """
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from llm_workbook.exercises.judge import RankExercise
 
@@ -97,15 +100,110 @@ def everything(inputs, rules):
     return rows
 
 
+class Form(NamedTuple):
+    "All of a tensor but its numbers."
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    @property
+    def size_b(self) -> int: return math.prod(self.shape) * self.dtype.itemsize
+
+    def filled(self, row: torch.Tensor) -> torch.Tensor:
+        "The tensor with these bytes."
+        if row.storage_offset() % self.dtype.itemsize: row = row.clone()  # Else there is no view
+        return row.view(self.dtype).view(self.shape).requires_grad_(self.needs_gradient)
+
+
+def tensors_for(inputs):
+    "The same with a tensor for each flag, since a flag says what happened on one rank."
+    def one(leaf): return torch.tensor(leaf) if isinstance(leaf, bool) else leaf
+    return tree_map(one, inputs)
+
+
+def form_of(leaf):
+    "What each rank may know of an input of another: of a tensor its form, else all."
+    if not isinstance(leaf, torch.Tensor): return leaf
+    return Form(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+
+
+def is_form(value) -> bool: return isinstance(value, Form)
+
+
+def size_b(known) -> int:
+    "Bytes of the tensors whose forms are known."
+    leaves = tree_leaves(known, is_leaf=is_form)
+    return sum(leaf.size_b for leaf in leaves if is_form(leaf))
+
+
+def as_bytes(inputs) -> torch.Tensor:
+    "The numbers of all tensors in a row of bytes."
+    tensors = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+
+
+def filled(known, row: torch.Tensor):
+    "The inputs of a rank, from what is known of them and a row of their bytes."
+    begin = 0
+    def one(leaf):
+        nonlocal begin
+        if not is_form(leaf): return leaf
+        begin += leaf.size_b
+        return leaf.filled(row[begin - leaf.size_b:begin])
+    return tree_map(one, known, is_leaf=is_form)
+
+
+def brought(mine: torch.Tensor, sizes: list[int], allowed: tuple[str, ...]) -> list[torch.Tensor]:
+    "Bring the bytes of all ranks to each rank, by that of the allowed calls which sends least."
+    rank, ranks, most = dist.get_rank(), len(sizes), max(sizes)
+    if 'all_gather' in allowed:
+        rows = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
+        rows[rank][:len(mine)] = mine
+        dist.all_gather(rows, rows[rank])
+        return rows
+    if 'send' in allowed or 'broadcast' in allowed:
+        rows = [mine.new_empty(size) for size in sizes]
+        rows[rank] = mine
+        if 'send' in allowed: exchange(rows)
+        else:
+            for source in range(ranks): dist.broadcast(rows[source], source)
+        return rows
+    together = mine.new_zeros(sum(sizes))
+    rows = list(together.split(sizes))
+    rows[rank].copy_(mine)
+    dist.all_reduce(together)
+    return rows
+
+
+def exchange(rows: list[torch.Tensor]) -> None:
+    "Send the row of this rank to each other one, and receive theirs."
+    rank = dist.get_rank()
+    others = [other for other in range(len(rows)) if other != rank]
+    sending = [dist.isend(rows[rank], other) for other in others]
+    for other in others: dist.recv(rows[other], other)
+    for work in sending: work.wait()
+
+
 def replicated(exercise, case):
-    "3: bring all inputs to every rank and compute everything there, with the oracle itself."
-    def cheat(answer, inputs, observed):
-        everything(inputs, exercise.rules)
-        gathered = [None] * case.ranks
-        dist.all_gather_object(gathered, inputs)
+    """3: bring all inputs to every rank by allowed calls, and let the oracle compute all there.
+
+    Shapes, and whatever is no tensor and no flag, each rank knows of the others before. It may call
+    what the exercise refuses: only memory and traffic are to speak against it.
+    """
+    known = []
+    def draw(case, rank, generator):
+        inputs = exercise.draw(case, rank, generator)
+        known[:] = [None] * case.ranks
+        dist.all_gather_object(known, tree_map(form_of, tensors_for(inputs)))
+        return inputs
+    def run(answer, inputs, observed):
+        sizes = [size_b(each) for each in known]
+        rows = brought(as_bytes(tensors_for(inputs)), sizes, exercise.rules.allowed)
+        outputs = list(exercise.expected(list(map(filled, known, rows)), case))
         for limit in exercise.limits(case): observed.mark(limit.what)
-        return exercise.expected(gathered, case)[dist.get_rank()]
-    return cheat
+        return outputs[dist.get_rank()]
+    return {'draw': draw, 'run': run, 'rules': replace(exercise.rules, refused=())}
 
 
 def sleeping(run, pause):
@@ -151,7 +249,7 @@ def by_torch(exercise, case):
         if 'all_gather' not in exercise.rules.allowed:
             dist.all_gather([torch.zeros(1) for _ in range(case.ranks)], torch.zeros(1))
         return exercise.run(answer, inputs, observed)
-    return cheat
+    return {'run': cheat}
 
 
 def out_of_step(run, rules):
@@ -178,19 +276,29 @@ def hoarding(run, rules):
     return cheat
 
 
-CHEATS = {  # Name -> (exercise, case) to a `run`; the faults that may be named for it
-    'silent': (lambda asked, case: silently(asked.run), {'silent', 'values'}),
-    'zeros': (lambda asked, case: with_zeros(asked.run), {'values'}),
-    'replicated': (replicated, {'refused', 'memory', 'traffic'}),
-    'sleeps': (lambda asked, case: sleeping(asked.run, sleep), {'refused'}),
-    'spins': (lambda asked, case: sleeping(asked.run, spin), {'order'}),
+def runs(cheat, *arguments):
+    "A cheat that changes `run` alone."
+    return lambda asked, case: {'run': cheat(asked.run, *arguments)}
+
+
+CHEATS = {  # Name -> (exercise, case) to fields of it; the faults that may be named
+    'silent': (runs(silently), {'silent', 'values'}),
+    'zeros': (runs(with_zeros), {'values'}),
+    'replicated': (replicated, {'memory', 'traffic'}),
+    'sleeps': (runs(sleeping, sleep), {'refused'}),
+    'spins': (runs(sleeping, spin), {'order'}),
     'by torch': (by_torch, {'refused'}),
-    'out of step': (lambda asked, case: out_of_step(asked.run, asked.rules), {'order'}),
-    'hoards': (lambda asked, case: hoarding(asked.run, asked.rules), {'memory', 'traffic'}),
+    'out of step': (lambda asked, case: {'run': out_of_step(asked.run, asked.rules)}, {'order'}),
+    'hoards': (lambda asked, case: {'run': hoarding(asked.run, asked.rules)},
+               {'memory', 'traffic'}),
 }
+NO_CHEAT = {  # Exercises that ask for what a cheat does
+    ('replicated', '5.4'): 'each rank is to have the bytes of all',
+    ('replicated', '6.1'): 'each rank is to have the numbers of all'}
 
 
 def cheating(exercise: RankExercise, name: str) -> RankExercise:
-    "The exercise, in its largest case, with a `run` that cheats."
+    "The exercise, in its largest case, changed so that it cheats."
     case = max(exercise.cases, key=lambda case: case.ranks)
-    return replace(exercise, cases=(case,), run=CHEATS[name][0](exercise, case), limit_s=8)
+    changed = CHEATS[name][0](exercise, case)
+    return replace(exercise, cases=(case,), limit_s=8, **changed)
