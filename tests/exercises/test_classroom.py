@@ -59,3 +59,21 @@ def test_nbgrader_releases_and_grades_a_page(tmp_path):
     most = {f'check-6-{place}': exercise(f'6.{place}').minutes for place in (2, 5, 7)}
     for name, minutes in most.items(): assert scores[name] == (0, minutes)
     assert {score for score, _ in scores.values()} == {0}
+
+
+def test_what_a_teacher_writes_stays_with_the_teacher_and_a_check_cannot_be_changed(tmp_path):
+    page = json.loads(PAGE.read_text())
+    for cell in page['cells']:
+        if cell['cell_type'] == 'code':
+            cell['outputs'] = [{'output_type': 'stream', 'name': 'stdout', 'text': 'the answer'}]
+    answered = tmp_path/PAGE.name
+    answered.write_text(json.dumps(page))
+    assignment = json.loads(export_assignment(answered, tmp_path/'source/ps6').read_text())
+    assert 'the answer' not in json.dumps(assignment)
+    for cell in assignment['cells']:
+        marks, source = cell['metadata']['nbgrader'], ''.join(cell['source'])
+        lines = [line.strip() for line in source.splitlines()]
+        if 'raise NotImplementedError' in lines:
+            begin, end = map(lines.index, ('### BEGIN SOLUTION', '### END SOLUTION'))
+            assert lines[begin:end + 1] == [lines[begin], 'raise NotImplementedError', lines[end]]
+        assert marks['solution'] is ('raise NotImplementedError' in lines) is not marks['locked']

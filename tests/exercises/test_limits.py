@@ -1,7 +1,7 @@
 "Limits are held, also where they are given one by one and no rank sends anything."
 import torch
 
-from llm_workbook.exercises.judge import Case, Limit, RankExercise, judge_answer
+from llm_workbook.exercises.judge import Case, Limit, Measure, RankExercise, judge_answer
 from llm_workbook.exercises.observe import Rules
 
 
@@ -19,6 +19,7 @@ ASKED = RankExercise('0.1', 'a sum', 'implement', 1, 1, (Case(1),), draw, total,
 
 def test_an_answer_without_messages_is_held_to_its_limits():
     lean = judge_answer(ASKED, lambda x: x.sum())
-    assert lean.state == 'right' and [measure.what for measure in lean.measures] == ['peak bytes']
+    assert lean.state == 'right'
+    assert lean.measures == (Measure('peak bytes', 36, 36),)  # Eight numbers come in, one goes out
     fat = judge_answer(ASKED, lambda x: x.repeat(9).view(9, 8)[0].sum())
     assert (fat.state, fat.fault) == ('wrong', 'memory')

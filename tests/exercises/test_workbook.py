@@ -72,12 +72,24 @@ def test_a_page_of_the_workbook_has_statement_stub_check_and_hints(page):
         assert line in statement
 
 
+ON_RANKS = {number: asked for number, asked in KNOWN.items() if isinstance(asked, RankExercise)}
+
+
+@pytest.mark.parametrize('number', ON_RANKS)
+def test_an_exercise_is_tried_on_several_numbers_of_ranks_and_with_remainders(number):
+    cases = ON_RANKS[number].cases
+    assert len(set(cases)) == len(cases) >= 2 or not any(case.sizes for case in cases)
+    if max(case.ranks for case in cases) == 1: return
+    assert {2, 3, 4} == {case.ranks for case in cases}
+    remainders = [size % case.ranks for case in cases for size in case.sizes]
+    assert any(remainders) or not remainders, 'every size can be divided by the number of ranks'
+
+
 @pytest.mark.workbook
 def test_the_kept_records_are_those_of_the_answers(answers):
     kept = json.loads(RECORDS.read_text('utf-8'))
-    on_ranks = [number for number, asked in KNOWN.items() if isinstance(asked, RankExercise)]
-    assert list(kept) == on_ranks
-    for number in on_ranks:
+    assert list(kept) == list(ON_RANKS)
+    for number in ON_RANKS:
         records = judge_answer(KNOWN[number], answers[number]).records
         now = [[call[:3] for call in fields['calls']] for fields in pack_records(records)]
         assert now == [[list(call[:3]) for call in record.calls]
