@@ -42,6 +42,12 @@ class Plan(NamedTuple):
         "Give the recipe of this plan."
         return Recipe(**self.draft.model_dump())
 
+    def __repr__(self):
+        price = f', {self.usd:,.0f} USD' if self.usd else ''
+        settings = ', '.join(f'{field} {value}' for field, value in self.settings.items())
+        return (f'{gib(self.gpu_b)} of a GPU, {gib(self.spare_b)} free, {self.tokens_per_s:,.0f} '
+                f'tokens/s, {self.hours:,.1f} h{price}: {settings}')
+
 class Refusal(NamedTuple):
     "One combination of settings that cannot run."
     settings: dict  # Dotted field -> value, for every axis
