@@ -309,8 +309,7 @@ def search(
     if by == 'usd' and plans: _priced(accepted or planned)
     return SearchResult(base, trial.axes, by, accepted, planned, tuple(refusals))
 
-def _rank(plan, by) -> tuple:
-    "Order plans: those without a price last, then tight ones, then by what is asked for."
+def _rank(plan, by) -> tuple:  # Those without a price last, then tight ones
     return by == 'usd' and not plan.usd, plan.tight, getattr(plan, by), -plan.spare_b
 
 def _priced(plans) -> list[Plan]:
