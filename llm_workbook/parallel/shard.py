@@ -174,10 +174,13 @@ def _why_whole(model, plain):
     "Why parameters were left out of the sharding, and what to do."
     packed = [p.dtype for p in plain.values() if not p.is_floating_point()]
     if packed:
-        return (f'{len(packed)} are packed in {packed[0]}, which does not shard: '
+        return (f'{len(packed)} are packed in {packed[0]}, which accelerate leaves whole: '
                 'set method.storage to the compute dtype')
-    return (f'{type(model).__name__} is whole on every rank: on CPU, make the trainer inside '
-            '`cpu_fsdp()`, and give the ranks the environment of `fsdp_env`')
+    if len(plain) < len(list(model.parameters())):
+        return 'no unit of FSDP2 has them: call `fully_shard` on the model too, after its layers'
+    return (f'{type(model).__name__} is whole on every rank: call `shard_model`, or `fully_shard` '
+            'on its layers and on itself. With a trainer on CPU, make it inside `cpu_fsdp()`, '
+            'and give the ranks the environment of `fsdp_env`')
 
 # %% ../../nbs/parallel/03_shard.ipynb #9c870e89
 def _check_whole(model, report):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
 from ..display import PALETTE, Markup, canvas, gib, html_table
+from ..pictures import Look, class_looks
 from ..model.spec import ModelSpec, spec as find_spec
 from .activations import step_sizes
 from .lines import KINDS, Line
@@ -482,22 +483,19 @@ def _details(ledger) -> str:
     return f'<details><summary>{title}</summary>{table}</details>'
 
 # %% ../../nbs/plan/08_ledger.ipynb #216be118
-_COLOURS = 'blue', 'orange', 'green', 'purple', 'sky', 'vermilion', 'yellow', 'grey'
-_HATCHES = '', '//', '', '..', '', 'xx', '', ''
+_REST = 'all others'
 
 def _draw_bars(axes, sizes) -> None:
-    "A bar for each phase of `sizes`, phase -> class -> bytes; seven classes have a colour."
-
+    "A bar for each phase of `sizes`, phase -> class -> bytes; the seven largest are told apart."
     most = {}  # Class -> bytes in the phase that has most of it
     for phase in sizes.values():
         for kind, size_b in phase.items():
             most[kind] = max(most.get(kind, 0), size_b)
     largest = sorted(most, key=lambda kind: -most[kind])[:7]
-    shown = [kind for kind in KINDS if kind in largest]
+    looks = class_looks([kind for kind in KINDS if kind in largest])
     left = [0.] * len(sizes)
-    for kind, colour, hatch in zip([*shown, 'all others'], _COLOURS, _HATCHES):
-        kinds = set(most) - set(largest) if kind == 'all others' else {kind}
+    for kind, look in [*looks.items(), (_REST, Look(PALETTE['grey']))]:
+        kinds = set(most) - set(largest) if kind == _REST else {kind}
         widths = [sum(phase.get(one, 0) for one in kinds) / _GIB for phase in sizes.values()]
-        axes.barh(list(sizes), widths, left=left, label=kind.replace('_', ' '),
-                  color=PALETTE[colour], hatch=hatch, edgecolor='white')
+        axes.barh(list(sizes), widths, left=left, label=kind.replace('_', ' '), **look.area)
         left = [start + width for start, width in zip(left, widths)]

@@ -42,6 +42,10 @@ class Plan(NamedTuple):
         "Give the recipe of this plan."
         return Recipe(**self.draft.model_dump())
 
+    def __repr__(self):
+        settings = ', '.join(f'{field} {value}' for field, value in self.settings.items())
+        return f'{gib(self.gpu_b)} of a GPU, {self.hours:,.1f} h: {settings}'
+
 class Refusal(NamedTuple):
     "One combination of settings that cannot run."
     settings: dict  # Dotted field -> value, for every axis
@@ -168,8 +172,7 @@ def _combinations(trial) -> Iterator[dict]:
         alone = trial.placement(settings).ranks == 1
         if several and (strategy == 'none') != alone: continue
         unread = [path for path, readers in _READ_BY.items() if strategy not in readers]
-        at_first = [settings[path] == axes[path][0] for path in unread]
-        if all(at_first): yield settings
+        if all(settings[path] == axes[path][0] for path in unread): yield settings
 
 def _turns_reentrant(base, settings) -> bool:
     "Say whether TRL turns reentrant checkpointing on, so that a recipe that runs says so."
@@ -306,9 +309,8 @@ def search(
     if by == 'usd' and plans: _priced(accepted or planned)
     return SearchResult(base, trial.axes, by, accepted, planned, tuple(refusals))
 
-def _rank(plan, by) -> tuple:
-    unknown = by == 'usd' and not plan.usd
-    return unknown, plan.tight, getattr(plan, by), -plan.spare_b
+def _rank(plan, by) -> tuple:  # Those without a price last, then tight ones
+    return by == 'usd' and not plan.usd, plan.tight, getattr(plan, by), -plan.spare_b
 
 def _priced(plans) -> list[Plan]:
     "Leave out the plans whose cost nobody knows, or raise where nothing is left."

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..display import canvas
 from ..model.spec import ModelSpec
+from ..pictures import class_looks
 from .recorder import Recorder
 
 # %% ../../nbs/rehearsal/03_timeline.ipynb #3735fb66
@@ -187,20 +188,14 @@ class Timeline:
 
 # %% ../../nbs/rehearsal/03_timeline.ipynb #a613b37b
 _GIB = 2**30
-_COLOURS = {
-    'weights': '#4477aa', 'payload': '#4477aa', 'absmax': '#99bbdd', 'adapters': '#223355',
-    'buffers': '#dddddd', 'optimizer': '#ccbb44', 'gradients': '#aa3377',
-    'unsharded': '#66ccee', 'collective': '#99ddff', 'dequantised': '#44aa99',
-    'activations': '#228833', 'logits': '#ee6677',
-}
 
 def _draw_kinds(axes, parts):
     "Stack the classes that occur, with a legend in the order of the picture."
     present = {kind for part in parts for kind, size_b in part.kinds.items() if size_b}
-    kinds = [kind for kind in _COLOURS if kind in present]
-    rows = [[part.kinds.get(kind, 0) / _GIB for part in parts] for kind in kinds]
-    colours = [_COLOURS[kind] for kind in kinds]
-    axes.stackplot(range(len(parts)), rows, labels=kinds, colors=colours, step='post')
+    looks = class_looks(list(present))
+    rows = [[part.kinds.get(kind, 0) / _GIB for part in parts] for kind in looks]
+    areas = axes.stackplot(range(len(parts)), rows, labels=list(looks), step='post')
+    for area, look in zip(areas, looks.values()): area.set(linewidth=0, **look.area)
     axes.set_xlim(0, len(parts) - 1)
     axes.set_ylim(0, None)
     axes.set_xlabel('spans of the step, in order')
