@@ -4,16 +4,20 @@ Each test is here because no page noticed when what it asks for was taken out of
 (`tests/mistakes.yaml`).
 """
 import json
+import re
 import time
 from contextlib import suppress
 from dataclasses import replace
+from io import BytesIO
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
 from llm_workbook.exercises import judge
-from llm_workbook.exercises.check import check, check_page
+from llm_workbook.exercises.check import (
+    Checked, check, check_page, draw_records, good_records, progress_table)
 from llm_workbook.exercises.judge import (
     Case, Limit, Measure, RankExercise, Verdict, WrongAnswer, judge_answer, sent_b)
 from llm_workbook.exercises.observe import Call, RankRecord, RefusedCall, Rules, observed_answer
@@ -279,3 +283,20 @@ def test_every_verdict_of_a_page_is_told_also_the_wrong_ones(own_progress, tmp_p
     path.write_text(json.dumps(page))
     found = [(verdict.number, verdict.state) for verdict in check_page(path)]
     assert found == [('6.5', 'wrong'), ('6.7', 'not attempted')]
+
+
+# On a dark page, too
+
+def test_a_verdict_and_the_table_take_their_colours_from_the_page(own_progress):
+    solved = Checked(Verdict('6.1', 'right', '', measures=(Measure('calls', 2, 2),), score=1.))
+    html = solved._repr_html_() + progress_table()._repr_html_()
+    assert 'calls' in html and 'A ring all-gather' in html
+    assert not re.search('color|background|class=', html)
+
+
+def test_words_of_a_picture_are_neither_black_nor_white():
+    from PIL import Image
+    png = draw_records({'a good answer': good_records('8.1')})._repr_png_()
+    pixels = numpy.asarray(Image.open(BytesIO(png)).convert('RGBA'), int)
+    red, green, blue, alpha = pixels.transpose(2, 0, 1)
+    assert red[(alpha > 200) & (red == green) & (green == blue)].min() == 0x76
