@@ -308,8 +308,13 @@ def _measured(records, limits) -> tuple[list[Measure], tuple[str, str]]:
     return measures, ('', '')
 
 # %% ../../nbs/exercises/02_judge.ipynb #dbc58c05
+def _compared(used, goal):
+    "How much more that is than a good answer uses."
+    if not goal: return 'more than'
+    return f'{used / goal:.1f} times' if used >= 1.05 * goal else f'{used - goal:,.0f} more than'
+
 def _beyond(limit, used, rank):
-    times = f'{used / limit.goal:.1f} times' if limit.goal else 'more than'
+    times = _compared(used, limit.goal)
     if limit.what in ('bytes sent', 'calls'):
         verb = {'bytes sent': 'sends {:,} bytes', 'calls': 'makes {:,} calls'}[limit.what]
         return 'traffic', (f'the numbers are right, but rank {rank} {verb.format(int(used))}, '

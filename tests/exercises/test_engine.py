@@ -196,12 +196,13 @@ def by_rank_0(mine):
     return out
 
 
-def test_the_rank_that_sends_most_counts():
-    def limits(case): yield Limit('bytes sent', 28, 28)
-    one = replace(ASKED, cases=(THREE,), limits=limits)
-    verdict = judge_answer(one, by_rank_0)
+@pytest.mark.parametrize('goal, words', {
+    28: '2.0 times the 28', 55: '1 more than the 55', 0: 'more than the 0'}.items())
+def test_the_rank_that_sends_most_counts(goal, words):
+    def limits(case): yield Limit('bytes sent', goal, goal)
+    verdict = judge_answer(replace(ASKED, cases=(THREE,), limits=limits), by_rank_0)
     assert verdict.fault == 'traffic', verdict
-    assert 'rank 0 sends 56 bytes, 2.0 times the 28' in verdict.sentence
+    assert f'rank 0 sends 56 bytes, {words} that do' in verdict.sentence
 
 
 def held(answer, inputs, observed):
