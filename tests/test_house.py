@@ -191,6 +191,36 @@ def test_modules_are_read_at_once(path):
     assert not beyond
 
 
+SETS = sorted((ROOT/'llm_workbook/exercises').glob('set_*.py'))
+EXERCISES = [page for page in PAGES if page.parent.name in ('workbook', 'answers')]
+
+
+@pytest.mark.parametrize('path', SETS, ids=name)
+def test_sets_are_read_at_once(path):
+    "Sets are teaching pages too: the mean finds the dense lines that a median hides."
+    assert measure(path).nodes_mean <= 6.5
+
+
+@pytest.mark.parametrize('page', EXERCISES, ids=name)
+def test_code_of_exercises_is_narrow(page):
+    assert not [line for source in code(page) for line in source.splitlines() if len(line) > 100]
+
+
+def unused_imports(tree: ast.AST) -> set[str]:
+    "Names that the head of a module or of a function imports and nothing in it uses."
+    imports_here = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.asname or alias.name for node in imports_here for alias in node.names}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    # `import torch._dynamo` loads a module before the fork
+    return {name for name in names - used if '.' not in name}
+
+
+@pytest.mark.parametrize('path', SETS, ids=name)
+def test_sets_use_what_they_import(path):
+    assert not [unused_imports(node) for node in [parsed(path), *functions(path)]
+                if unused_imports(node)]
+
+
 def test_measures_count_what_they_say(tmp_path):
     file = ROOT/'llm_workbook/probe.py'
     source = (

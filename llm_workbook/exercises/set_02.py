@@ -6,40 +6,54 @@
 __all__ = ['SET_02']
 
 # %% ../../nbs/answers/02_formats.ipynb #e8a26b6f
-from .judge import Case, Limit, Measure, RankExercise, judge_answer
+from .judge import Case, Limit, Measure, RankExercise
 from .observe import Rules
 from .question import Question
 
 # %% ../../nbs/answers/02_formats.ipynb #35d89925
 _NF4 = (0, .0796, .1609, .2461, .3379, .4407, .5626, .723, 1)  # Not below 0
-_BITS = {'fp8 e4m3': (4, 3), 'fp8 e5m2': (5, 2), 'fp6 e2m3': (2, 3), 'fp4 e2m1': (2, 1)}
+_BITS = {  # Format -> bits of exponent and fraction
+    'fp8 e4m3': (4, 3),
+    'fp8 e5m2': (5, 2),
+    'fp6 e2m3': (2, 3),
+    'fp4 e2m1': (2, 1)}
 _LINES = {'A': 'fp8 e5m2', 'B': 'NF4', 'C': 'fp8 e4m3', 'D': 'fp6 e2m3'}
 
+# %% ../../nbs/answers/02_formats.ipynb #59ba185b
 def _numbers_of(name):
     "All numbers of a format that are not below 0, up to 1."
     if name == 'int4': return [step / 7 for step in range(8)]
     if name == 'NF4': return list(_NF4)
     exponent, fraction = _BITS[name]
-    bias, found = 2 ** (exponent - 1) - 1, []
+    bias = 2 ** (exponent - 1) - 1
+    numbers = []
     for power in range(bias + 1):
+        first = 1 if power else 0  # Subnormal numbers begin with 0, and share the lowest power
+        scale = 2.0 ** (max(power, 1) - bias)
         for tail in range(2**fraction):
-            head = (power > 0) + tail / 2**fraction
-            found.append(head * 2.0 ** (max(power, 1) - bias))
-    return [number for number in found if number <= 1]
+            numbers.append((first + tail / 2**fraction) * scale)
+    return [number for number in numbers if number <= 1]
 
 # %% ../../nbs/answers/02_formats.ipynb #5c9c26f3
 def _unnamed_lines():
     "Draw the four number lines, from 0 to 1, without their names."
     from llm_workbook.pictures import number_line
-    return number_line({letter: _numbers_of(name) for letter, name in _LINES.items()}, 0, 1)
+    lines = {letter: _numbers_of(name) for letter, name in _LINES.items()}
+    return number_line(lines, 0, 1)
 
+# %% ../../nbs/answers/02_formats.ipynb #c189dc4d
+def _has_numbers_of(said, name):
+    known = said in (*_BITS, 'NF4', 'int4')
+    return known and _numbers_of(said) == _numbers_of(name)
+
+# %% ../../nbs/answers/02_formats.ipynb #571b1c2b
 def _naming(value):
-    asked = isinstance(value, dict) and set(value) == set(_LINES)
-    yield asked, f'{value!r} is not a dictionary with the keys A, B, C and D'
+    is_answer = isinstance(value, dict) and set(value) == set(_LINES)
+    yield is_answer, f'{value!r} is not a dictionary with the keys A, B, C and D'
+    if not is_answer: return
     for letter, name in _LINES.items():
-        said = value[letter] if asked else name
-        good = said in (*_BITS, 'NF4', 'int4') and _numbers_of(said) == _numbers_of(name)
-        yield good, f'line {letter} is not {said!r}'
+        said = value[letter]
+        yield _has_numbers_of(said, name), f'line {letter} is not {said!r}'
 
 # %% ../../nbs/answers/02_formats.ipynb #43a2df03
 _LINE = Question(
@@ -54,11 +68,12 @@ _LINE = Question(
 def _measured_sum():
     "Add 0.001 a thousand times, in bfloat16."
     import torch
-    total, small = torch.zeros(2, dtype=torch.bfloat16)
-    small += .001
+    total = torch.tensor(0, dtype=torch.bfloat16)
+    small = torch.tensor(.001, dtype=torch.bfloat16)
     for _ in range(1000): total += small
     return total.item()
 
+# %% ../../nbs/answers/02_formats.ipynb #7d85f00c
 _SUM = Question(
     number='2.2',
     title='A thousand times 0.001',
@@ -69,27 +84,37 @@ _SUM = Question(
     within=.01)
 
 # %% ../../nbs/answers/02_formats.ipynb #302dad1b
+_EDGES = 0., -0., 448., -449., 463.9, 464., -464.1, 1e4, .0009765625, .0009765626
+
+# %% ../../nbs/answers/02_formats.ipynb #0a59ee2b
 def _draw_numbers(case, rank, generator):
     import torch
-    count = case.sizes[0]
-    any_size = torch.randn(count, generator=generator) * 4.0 ** torch.randint(
-        -6, 5, (count,), generator=generator)
+    count, = case.sizes
+    numbers = torch.randn(count, generator=generator)
+    powers = torch.randint(-6, 5, (count,), generator=generator)
+    any_size = numbers * 4.0**powers
     patterns = torch.randint(0, 125, (count,), generator=generator)
-    pairs = torch.stack([patterns, patterns + 1]).to(torch.uint8).view(torch.float8_e4m3fn)
-    ties = pairs.float().mean(0)
-    edges = torch.tensor([0., -0., 448., -449., 463.9, 464., -464.1, 1e4, .0009765625, .0009765626])
-    return {'numbers': torch.cat([any_size, ties, -ties, edges]).tolist()}
+    neighbours = torch.stack([patterns, patterns + 1]).to(torch.uint8)
+    ties = neighbours.view(torch.float8_e4m3fn).float().mean(0)
+    drawn = torch.cat([any_size, ties, -ties, torch.tensor(_EDGES)])
+    return {'numbers': drawn.tolist()}
 
+# %% ../../nbs/answers/02_formats.ipynb #519414da
 def _cast_by_torch(inputs, case):
     import torch
     numbers = torch.tensor(inputs[0]['numbers']).clamp(-448, 448)
-    return [numbers.to(torch.float8_e4m3fn).view(torch.uint8).tolist()]
+    patterns = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+    return [patterns.tolist()]
 
-def _no_tensors(case): return Limit('peak bytes', 0, 0),
+# %% ../../nbs/answers/02_formats.ipynb #18940351
+def _no_tensors(case):
+    yield Limit('peak bytes', 0, 0)
 
 # %% ../../nbs/answers/02_formats.ipynb #44a42a4b
-def _call_each(answer, inputs, observed): return [answer(number) for number in inputs['numbers']]
+def _call_each(answer, inputs, observed):
+    return [answer(number) for number in inputs['numbers']]
 
+# %% ../../nbs/answers/02_formats.ipynb #a0411ebf
 _ENCODE = RankExercise(
     number='2.3',
     title='Write an fp8 number',
@@ -104,35 +129,48 @@ _ENCODE = RankExercise(
     run=_call_each)
 
 # %% ../../nbs/answers/02_formats.ipynb #bd61b6f9
-_STEPS = Case(2, (11, 3)), Case(3, (13, 5)), Case(4, (12, 7)), Case(3, (14, 4))
+_STEPS = (
+    Case(2, (11, 3)),
+    Case(3, (13, 5)),
+    Case(4, (12, 7)),
+    Case(3, (14, 4)))
 
+# %% ../../nbs/answers/02_formats.ipynb #ad999663
 def _draw_gradients(case, rank, generator):
     import torch
     steps, length = case.sizes
     gradients = 4 * torch.rand(steps, length, generator=generator) + .5
-    for step in range(1, steps, 6):
-        if step // 6 % case.ranks == rank: gradients[step, 1] = 40
+    for turn, step in enumerate(range(1, steps, 6)):
+        overflows_here = turn % case.ranks == rank
+        if overflows_here: gradients[step, 1] = 40
     return {'gradients': gradients, 'scale': 8192.0, 'patience': 2}
 
 # %% ../../nbs/answers/02_formats.ipynb #9633ddb3
 def _scaled_training(inputs, case):
     import torch
     scale, patience = inputs[0]['scale'], inputs[0]['patience']
-    weight, good, scales = torch.zeros(case.sizes[1]).double(), 0, []
+    weight = torch.zeros(case.sizes[1]).double()
+    good, scales = 0, []
     for gradients in zip(*(each['gradients'] for each in inputs)):
-        halves = torch.stack(gradients).mul(scale).half().double()
+        scaled = torch.stack(gradients) * scale
+        halves = scaled.half().double()
         if halves.isfinite().all():
-            weight, good = weight - halves.mean(0) / scale, good + 1
-        else: scale, good = scale / 2, 0
-        if good == patience: scale, good = scale * 2, 0
+            weight = weight - halves.mean(0) / scale
+            good += 1
+        else:
+            scale /= 2
+            good = 0
+        if good == patience:
+            scale *= 2
+            good = 0
         scales.append(scale)
     return [(weight.float(), torch.tensor(scales))] * case.ranks
 
 # %% ../../nbs/answers/02_formats.ipynb #c34ae52c
 def _step_limits(case):
     steps, length = case.sizes
-    share = 2 * (case.ranks - 1) / case.ranks
-    yield Limit('bytes sent', steps * share * 4 * length, steps * (share * 4 * length + 16))
+    sum_b = 2 * (case.ranks - 1) / case.ranks * 4 * length
+    yield Limit('bytes sent', steps * sum_b, steps * (sum_b + 16))
     yield Limit('calls', steps, 2 * steps)
 
 # %% ../../nbs/answers/02_formats.ipynb #a632926f
@@ -150,25 +188,33 @@ _SCALE = RankExercise(
     limit_s=4)
 
 # %% ../../nbs/answers/02_formats.ipynb #1f44ed4e
-_HALVES = Case(2, (9,)), Case(3, (31,)), Case(4, (27,)), Case(3, (40,))
+_HALVES = (
+    Case(2, (9,)),
+    Case(3, (31,)),
+    Case(4, (27,)),
+    Case(3, (40,)))
 
+# %% ../../nbs/answers/02_formats.ipynb #40a19fcb
 def _draw_halves(case, rank, generator):
     import torch
     whole = torch.randint(-3000, 3000, case.sizes, generator=generator)
     return {'mine': whole.bfloat16()}
 
+# %% ../../nbs/answers/02_formats.ipynb #1c700c35
 def _rounded_once(inputs, case):
     total = sum(each['mine'].double() for each in inputs)
     return [total.bfloat16()] * case.ranks
 
 # %% ../../nbs/answers/02_formats.ipynb #a75c6761
 def _half_limits(case):
-    ranks, length = case.ranks, case.sizes[0]
-    piece_b = 2 * -(-length // ranks)
-    sent = (2 * ranks - 1) * piece_b
+    length, = case.sizes
+    piece_b = 2 * -(-length // case.ranks)  # Rounded up to a whole number
+    padded_b = case.ranks * piece_b
+    given_b = 2 * length
+    sent = padded_b + (case.ranks - 1) * piece_b  # An all-to-all counts as its whole tensor
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', 2, 2)
-    yield Limit('peak bytes', 3 * ranks * piece_b + 2 * length, 10 * ranks * piece_b + 2 * length)
+    yield Limit('peak bytes', given_b + 3 * padded_b, given_b + 10 * padded_b)
 
 # %% ../../nbs/answers/02_formats.ipynb #ff7725f0
 _HALF_SUM = RankExercise(
@@ -188,37 +234,45 @@ _HALF_SUM = RankExercise(
 _FORMATS = {'float32': 4, 'bfloat16': 2, 'float16': 2, 'float8_e4m3fn': 1}  # Bytes
 _PARTS = 'weight', 'gradient', 'mean', 'squares'
 
+# %% ../../nbs/answers/02_formats.ipynb #0c2c1676
 def _trained_loss(formats):
     "Train with Adam, each tensor in its format, and give the loss at the end."
     import torch
-    kinds = [getattr(torch, formats[part]) for part in _PARTS]
+    def rounded(part, tensor): return tensor.to(getattr(torch, formats[part])).float()
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(64, generator=generator)
     slopes = 10 ** torch.linspace(-.5, .5, 64)
     weight, mean, squares = torch.ones(64), torch.zeros(64), torch.zeros(64)
     for step in range(1, 3001):
-        noise = torch.randn(64, generator=generator) * (30 if step <= 200 else .1)
-        gradient = (slopes * (weight - target) + noise).to(kinds[1]).float()
-        mean = (.9 * mean + .1 * gradient).to(kinds[2]).float()
-        squares = (.999 * squares + .001 * gradient**2).to(kinds[3]).float()
-        scale = (squares / (1 - .999**step)).sqrt() + 1e-8
-        weight = (weight - .01 * mean / (1 - .9**step) / scale).to(kinds[0]).float()
-    return (slopes * (weight - target) ** 2).mean().item()
+        loud = 30 if step <= 200 else .1
+        noise = torch.randn(64, generator=generator) * loud
+        gradient = rounded('gradient', slopes * (weight - target) + noise)
+        mean = rounded('mean', .9 * mean + .1 * gradient)
+        squares = rounded('squares', .999 * squares + .001 * gradient**2)
+        size = (squares / (1 - .999**step)).sqrt() + 1e-8
+        change = .01 * mean / (1 - .9**step) / size
+        weight = rounded('weight', weight - change)
+    losses = slopes * (weight - target) ** 2
+    return losses.mean().item()
 
 # %% ../../nbs/answers/02_formats.ipynb #33069ba0
-def _size_b(value): return sum(_FORMATS[value[part]] for part in _PARTS)
+def _size_b(value):
+    return sum(_FORMATS[value[part]] for part in _PARTS)
 
+# %% ../../nbs/answers/02_formats.ipynb #3fe412dc
 def _format_conditions(value):
-    asked = isinstance(value, dict) and set(value) == set(_PARTS)
-    known = asked and set(value.values()) <= set(_FORMATS)
+    has_parts = isinstance(value, dict) and set(value) == set(_PARTS)
+    known = has_parts and set(value.values()) <= set(_FORMATS)
     yield known, f'{value!r} does not give each of {_PARTS} one of {tuple(_FORMATS)}'
     if not known: return
     size_b = _size_b(value)
     yield size_b <= 10, f'{size_b} bytes for a parameter are more than 10'
     if size_b > 10: return
-    ratio = _trained_loss(value) / _trained_loss(dict.fromkeys(_PARTS, 'float32'))
+    in_float32 = dict.fromkeys(_PARTS, 'float32')
+    ratio = _trained_loss(value) / _trained_loss(in_float32)
     yield ratio <= 1.4, f'the loss is {ratio:.3g} times that of float32'
 
+# %% ../../nbs/answers/02_formats.ipynb #3c9f3cf4
 def _format_measures(value):
     yield Measure('bytes for a parameter', _size_b(value), 8)
 
@@ -232,4 +286,5 @@ _FIT = Question(
     conditions=_format_conditions,
     measures=_format_measures)
 
+# %% ../../nbs/answers/02_formats.ipynb #7b516af5
 SET_02 = _LINE, _SUM, _ENCODE, _SCALE, _HALF_SUM, _FIT

@@ -19,59 +19,77 @@ def _adapters():
     generator = torch.Generator().manual_seed(4)
     def normal(*shape): return torch.randn(shape, generator=generator)
     weights = [normal(24, 24) / 24**.5 for _ in range(6)]
-    pairs = [{'A': normal(4, 24) / 24**.5, 'B': torch.zeros(24, 4)} for _ in range(6)]
+    pairs = []
+    for _ in range(6):
+        A = normal(4, 24) / 24**.5
+        pairs.append({'A': A, 'B': torch.zeros(24, 4)})
     return pairs, weights, normal(64, 24), normal(64, 24)
 
 # %% ../../nbs/answers/04_lora.ipynb #b2a498b7
+def _run_layers(x, weights, pairs):
+    "Residual layers, each with its adapter."
+    hidden = x
+    for weight, pair in zip(weights, pairs):
+        change = 2 * hidden @ pair['A'].T @ pair['B'].T
+        hidden = hidden + (hidden @ weight.T + change).tanh()
+    return hidden
+
 def _movements():
     "Train, and give for each layer how far A and B have moved."
-    import torch
     pairs, weights, x, target = _adapters()
-    start = [{name: tensor.clone() for name, tensor in pair.items()} for pair in pairs]
+    starts = [{name: tensor.clone() for name, tensor in pair.items()} for pair in pairs]
     for pair in pairs:
         for tensor in pair.values(): tensor.requires_grad_()
     for _ in range(30):
-        hidden = x
-        for weight, pair in zip(weights, pairs):
-            hidden = torch.tanh(hidden @ weight.T + 2 * hidden @ pair['A'].T @ pair['B'].T) + hidden
-        (hidden - target).square().mean().backward()
+        error = _run_layers(x, weights, pairs) - target
+        error.square().mean().backward()
         _move(pairs)
-    return [{name: (tensor.detach() - first[name]).norm().item() for name, tensor in pair.items()}
-            for pair, first in zip(pairs, start)]
+    moved = []
+    for pair, start in zip(pairs, starts):
+        steps = {name: pair[name].detach() - start[name] for name in pair}
+        moved.append({name: step.norm().item() for name, step in steps.items()})
+    return moved
 
 # %% ../../nbs/answers/04_lora.ipynb #a90bf9f3
 def _move(pairs):
     "A step of plain gradient descent, for the matrices that the optimizer got."
     for layer, pair in enumerate(pairs):
         for name, tensor in pair.items():
-            if _FORGOTTEN.get(layer) != name: tensor.data -= .2 * tensor.grad
+            given = _FORGOTTEN.get(layer) != name
+            if given: tensor.data -= .2 * tensor.grad
             tensor.grad = None
 
 # %% ../../nbs/answers/04_lora.ipynb #0d3f2e8a
 def _draw_movements():
     "Draw for each layer how far A and B have moved."
     from llm_workbook.display import PALETTE, canvas
-    figure, moved = canvas(2.8), _movements()
+    moved = _movements()
+    figure = canvas(2.8)
     axes = figure.subplots()
+    look = {'width': .36, 'color': PALETTE['sky'], 'edgecolor': 'white'}
     for shift, name, hatch in (-.2, 'A', None), (.2, 'B', '///'):
-        axes.bar([layer + shift for layer in range(6)], [pair[name] for pair in moved], .36,
-                 color=PALETTE['sky'], hatch=hatch, edgecolor='white', label=f'{name}')
+        places = [layer + shift for layer in range(6)]
+        heights = [pair[name] for pair in moved]
+        axes.bar(places, heights, hatch=hatch, label=name, **look)
     axes.set(xlabel='layer', ylabel='moved by (norm)', ylim=(0, 1.7))
     axes.legend(frameon=False, ncols=2, loc='upper left')
     return figure
 
 # %% ../../nbs/answers/04_lora.ipynb #adeefe16
 def _forgotten(value):
-    yield isinstance(value, dict), f"{value!r} is not a dictionary, as {{0: 'A'}}"
+    is_dictionary = isinstance(value, dict)
+    yield is_dictionary, f"{value!r} is not a dictionary, as {{0: 'A'}}"
+    if not is_dictionary: return
     moved = _movements()
-    said = value if isinstance(value, dict) else _FORGOTTEN
-    for layer, name in said.items():
+    for layer, name in value.items():
         known = layer in range(6) and name in ('A', 'B')
         yield known, f'{layer!r}: {name!r} is no matrix of the six layers'
-        pair = moved[layer] if known else {'A': 0, 'B': 1}
-        yield not pair.get(name), f'layer {layer}: {name} has moved'
-        yield name != 'A' or pair['B'] > 0, f'layer {layer}: B is zero, so that A has no gradient'
-    yield len(said) == len(_FORGOTTEN), f'{len(said)} matrices; there are two'
+        if not known: continue
+        pair = moved[layer]
+        yield not pair[name], f'layer {layer}: {name} has moved'
+        fed = name == 'B' or pair['B'] > 0
+        yield fed, f'layer {layer}: B is zero, so that A has no gradient'
+    yield len(value) == len(_FORGOTTEN), f'{len(value)} matrices; there are two'
 
 # %% ../../nbs/answers/04_lora.ipynb #90644e83
 _MOVED = Question(
@@ -84,23 +102,32 @@ _MOVED = Question(
 
 # %% ../../nbs/answers/04_lora.ipynb #e79c0a46
 _SHAPES = {  # Target -> (inputs, outputs)
-    'q_proj': (256, 256), 'k_proj': (256, 64), 'v_proj': (256, 64), 'o_proj': (256, 256),
-    'gate_proj': (256, 640), 'up_proj': (256, 640), 'down_proj': (640, 256)}
+    'q_proj': (256, 256),
+    'k_proj': (256, 64),
+    'v_proj': (256, 64),
+    'o_proj': (256, 256),
+    'gate_proj': (256, 640),
+    'up_proj': (256, 640),
+    'down_proj': (640, 256)}
 
 def _trained_bytes(targets=('q_proj', 'v_proj'), layers=4, rank=8):
     "Bytes of adapters, their gradients and Adam's state, after one step."
     import torch
-    trained = []
+    pairs = []
     for inputs, outputs in [_SHAPES[target] for target in targets] * layers:
-        A, B = torch.randn(rank, inputs), torch.zeros(outputs, rank)
-        trained += torch.nn.Parameter(A), torch.nn.Parameter(B)
+        A = torch.nn.Parameter(torch.randn(rank, inputs))
+        B = torch.nn.Parameter(torch.zeros(outputs, rank))
+        pairs.append((A, B))
+    trained = [tensor for pair in pairs for tensor in pair]
     optimizer = torch.optim.AdamW(trained)
-    for A, B in zip(trained[::2], trained[1::2]):
+    for A, B in pairs:
         x = torch.randn(5, A.shape[1])
-        (x @ A.T @ B.T - 1).square().sum().backward()
+        error = x @ A.T @ B.T - 1
+        error.square().sum().backward()
     optimizer.step()
+    gradients = [tensor.grad for tensor in trained]
     state = [t for states in optimizer.state.values() for t in states.values()]
-    return sum(t.nbytes for t in [*trained, *(p.grad for p in trained), *state])
+    return sum(tensor.nbytes for tensor in trained + gradients + state)
 
 # %% ../../nbs/answers/04_lora.ipynb #8602bdc3
 _HELD = Question(
@@ -114,40 +141,51 @@ _HELD = Question(
     within=.01)
 
 # %% ../../nbs/answers/04_lora.ipynb #5df393a0
-_LAYERS = (Case(1, (5, 64, 49, 3)), Case(1, (7, 51, 90, 4)), Case(1, (3, 81, 60, 5)),
-           Case(1, (4, 70, 66, 2)))
+_LAYERS = (
+    Case(1, (5, 64, 49, 3)),
+    Case(1, (7, 51, 90, 4)),
+    Case(1, (3, 81, 60, 5)),
+    Case(1, (4, 70, 66, 2)))
 
 def _draw_layer(case, rank, generator):
     import torch
     rows, inputs, outputs, low = case.sizes
     def normal(*shape): return torch.randn(shape, generator=generator)
-    return {'x': normal(rows, inputs), 'weight': normal(outputs, inputs), 'A': normal(low, inputs),
-            'B': normal(outputs, low), 'alpha': 7.0, 'slope': normal(rows, outputs)}
+    return {
+        'x': normal(rows, inputs),
+        'weight': normal(outputs, inputs),
+        'A': normal(low, inputs),
+        'B': normal(outputs, low),
+        'alpha': 7.0,
+        'slope': normal(rows, outputs)}
 
 # %% ../../nbs/answers/04_lora.ipynb #bab65025
+_TRAINED = 'x', 'A', 'B'
+
 def _forward_and_backward(answer, inputs, observed):
     *given, slope = inputs.values()
-    trained = [inputs[name].requires_grad_() for name in ('x', 'A', 'B')]
+    trained = [inputs[name].requires_grad_() for name in _TRAINED]
     y = answer(*given)
     y.backward(slope)
     return y, [tensor.grad for tensor in trained]
 
-# %% ../../nbs/answers/04_lora.ipynb #aafd7d2c
 def _changed_layer(inputs, case):
-    import torch
-    exact = {name: value.double() for name, value in inputs[0].items() if name != 'alpha'}
-    trained = [exact[name].requires_grad_() for name in ('x', 'A', 'B')]
-    change = inputs[0]['alpha'] / case.sizes[3] * exact['B'] @ exact['A']
-    y = torch.nn.functional.linear(exact['x'], exact['weight'] + change)
-    y.backward(exact['slope'])
-    return [(y.detach(), [tensor.grad for tensor in trained])]
+    from torch.nn.functional import linear
+    rank_0, low = inputs[0], case.sizes[3]
+    x, A, B = (rank_0[name].double().requires_grad_() for name in _TRAINED)
+    scale = rank_0['alpha'] / low
+    weight = rank_0['weight'].double() + scale * B @ A
+    y = linear(x, weight)
+    y.backward(rank_0['slope'].double())
+    return [(y.detach(), [x.grad, A.grad, B.grad])]
 
 # %% ../../nbs/answers/04_lora.ipynb #68046d8f
 def _layer_limits(case):
     rows, inputs, outputs, low = case.sizes
-    pair_b, table_b = 4 * low * (inputs + outputs), 4 * inputs * outputs
-    rows_b = 4 * rows * 3 * (inputs + outputs)
-    known_b = table_b + 2 * pair_b + rows_b
+    table_b = 4 * inputs * outputs
+    pair_b = 4 * low * (inputs + outputs)
+    rows_b = 4 * rows * (inputs + outputs)
+    known_b = table_b + 2 * pair_b + 3 * rows_b
     yield Limit('peak bytes', known_b, known_b + table_b / 2)
 
 # %% ../../nbs/answers/04_lora.ipynb #6f2bd259
@@ -165,37 +203,48 @@ _ADAPTER = RankExercise(
     run=_forward_and_backward)
 
 # %% ../../nbs/answers/04_lora.ipynb #770bfc63
-_TOGETHER = (Case(2, (5, 7, 9, 3)), Case(3, (3, 11, 6, 2)), Case(4, (7, 5, 8, 3)),
-             Case(3, (9, 8, 7, 4)))
+_TOGETHER = (
+    Case(2, (5, 7, 9, 3)),
+    Case(3, (3, 11, 6, 2)),
+    Case(4, (7, 5, 8, 3)),
+    Case(3, (9, 8, 7, 4)))
 _STEPS, _RATE = 3, .1
 
 def _draw_start(case, rank, generator):
     import torch
     rows, inputs, outputs, low = case.sizes
-    common = torch.Generator().manual_seed(rows)
+    common = torch.Generator().manual_seed(rows)  # The same on all ranks
     def normal(*shape): return torch.randn(shape, generator=generator)
-    return {'weight': torch.randn(outputs, inputs, generator=common), 'A': normal(low, inputs) / 2,
-            'x': normal(rows, inputs), 'target': normal(rows, outputs)}
+    return {
+        'weight': torch.randn(outputs, inputs, generator=common),
+        'A': normal(low, inputs) / 2,
+        'x': normal(rows, inputs),
+        'target': normal(rows, outputs)}
 
 # %% ../../nbs/answers/04_lora.ipynb #768e9643
 def _trained_on_all_rows(inputs, case):
     import torch
-    x, target = (torch.cat([each[name] for each in inputs]).double() for name in ('x', 'target'))
-    weight, A = inputs[0]['weight'].double(), inputs[0]['A'].double().requires_grad_()
+    x = torch.cat([each['x'] for each in inputs]).double()
+    target = torch.cat([each['target'] for each in inputs]).double()
+    weight = inputs[0]['weight'].double()
+    A = inputs[0]['A'].double().requires_grad_()
     B = torch.zeros(len(weight), len(A), dtype=torch.double, requires_grad=True)
     for _ in range(_STEPS):
         error = x @ (weight + 2 * B @ A).T - target
-        of_a, of_b = torch.autograd.grad(error.square().mean(), (A, B))
+        loss = error.square().mean()
+        slope_a, slope_b = torch.autograd.grad(loss, (A, B))
         with torch.no_grad():
-            A -= _RATE * of_a
-            B -= _RATE * of_b
+            A -= _RATE * slope_a
+            B -= _RATE * slope_b
     return [(A.detach(), B.detach())] * case.ranks
 
 # %% ../../nbs/answers/04_lora.ipynb #db42980b
 def _start_limits(case):
     rows, inputs, outputs, low = case.sizes
-    share, a, b = (case.ranks - 1) / case.ranks, 4 * low * inputs, 4 * low * outputs
-    sent = share * (a + 2 * _STEPS * (a + b))
+    share = (case.ranks - 1) / case.ranks
+    a_b = 4 * low * inputs
+    pair_b = 4 * low * (inputs + outputs)
+    sent = share * (a_b + 2 * _STEPS * pair_b)  # One broadcast, and a sum in each step
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', 1 + _STEPS, 1 + 2 * _STEPS)
 
@@ -214,32 +263,47 @@ _START = RankExercise(
     tolerance=1e-4)
 
 # %% ../../nbs/answers/04_lora.ipynb #f7e57ccc
-_CUT = Case(2, (9, 15, 3)), Case(3, (7, 21, 2)), Case(4, (5, 19, 1)), Case(3, (11, 17, 3))
+_CUT = (
+    Case(2, (9, 15, 3)),
+    Case(3, (7, 21, 2)),
+    Case(4, (5, 19, 1)),
+    Case(3, (11, 17, 3)))
 
 def _draw_rows_of_a_weight(case, rank, generator):
     import torch
-    rows, inputs, low = case.sizes
+    fewest, inputs, low = case.sizes
+    rows = fewest + 2 * rank
     def normal(*shape): return torch.randn(shape, generator=generator)
-    mine = rows + 2 * rank
-    return {'weight': normal(mine, inputs), 'A': normal(low, inputs),
-            'B': normal(mine, low * case.ranks), 'alpha': 5.0}
+    return {
+        'weight': normal(rows, inputs),
+        'A': normal(low, inputs),
+        'B': normal(rows, low * case.ranks),
+        'alpha': 5.0}
 
 # %% ../../nbs/answers/04_lora.ipynb #c40feb1a
 def _merged_rows(inputs, case):
     import torch
     A = torch.cat([each['A'] for each in inputs]).double()
-    return [each['weight'].double() + each['alpha'] / len(A) * each['B'].double() @ A
-            for each in inputs]
+    merged = []
+    for each in inputs:
+        scale = each['alpha'] / len(A)
+        change = scale * each['B'].double() @ A
+        merged.append(each['weight'].double() + change)
+    return merged
 
 # %% ../../nbs/answers/04_lora.ipynb #1468a141
 def _merge_limits(case):
-    rows, inputs, low = case.sizes
-    most_rows, part_b = rows + 2 * (case.ranks - 1), 4 * low * inputs
-    given_b = 4 * most_rows * (inputs + low * case.ranks) + part_b
-    whole_b, weight_b = case.ranks * part_b, 4 * most_rows * inputs
-    yield Limit('bytes sent', (case.ranks - 1) * part_b, (case.ranks - 1) * part_b)
+    fewest, inputs, low = case.sizes
+    rows = fewest + 2 * (case.ranks - 1)  # Of the last rank, which has most
+    part_b = 4 * low * inputs
+    whole_b = case.ranks * part_b
+    weight_b = 4 * rows * inputs
+    b_b = 4 * rows * low * case.ranks
+    sent_b = whole_b - part_b
+    yield Limit('bytes sent', sent_b, sent_b)
     yield Limit('calls', 1, 1)
-    yield Limit('peak bytes', given_b + 2 * whole_b, given_b + 2 * whole_b + 2 * weight_b)
+    good_b = weight_b + b_b + part_b + 2 * whole_b
+    yield Limit('peak bytes', good_b, good_b + 2 * weight_b)
 
 # %% ../../nbs/answers/04_lora.ipynb #dc2c9889
 def _weight_after(answer, inputs, observed):
@@ -262,14 +326,21 @@ _MERGE = RankExercise(
 
 # %% ../../nbs/answers/04_lora.ipynb #d6551559
 _FALL = {  # Target -> size of the largest singular value squared, and how fast the others fall
-    'q_proj': (6, 1.8), 'k_proj': (3, 3.2), 'v_proj': (9, 1.4), 'o_proj': (5, 2.2),
-    'gate_proj': (4, 2.6), 'up_proj': (4, 2.0), 'down_proj': (8, 1.6)}
+    'q_proj': (6, 1.8),
+    'k_proj': (3, 3.2),
+    'v_proj': (9, 1.4),
+    'o_proj': (5, 2.2),
+    'gate_proj': (4, 2.6),
+    'up_proj': (4, 2.0),
+    'down_proj': (8, 1.6)}
 _SHARE, _LEFT, _BEST_LEFT = .003, 7.0, 4.7667
 
 def _squares():
     "Squared singular values of the change that each target needs, 64 for each."
-    return {target: [first / place**fall for place in range(1, 65)]
-            for target, (first, fall) in _FALL.items()}
+    squares = {}
+    for target, (first, fall) in _FALL.items():
+        squares[target] = [first / place**fall for place in range(1, 65)]
+    return squares
 
 # %% ../../nbs/answers/04_lora.ipynb #00509ae5
 def _draw_squares():
@@ -279,10 +350,10 @@ def _draw_squares():
     axes = figure.subplots()
     colours = 'blue', 'sky', 'purple', 'orange', 'green', 'vermilion', 'grey'
     for (target, squares), colour, mark in zip(_squares().items(), colours, 'osv^D<>'):
-        axes.plot(range(1, 65), squares, marker=mark, markevery=7, color=PALETTE[colour],
-                  label=target)
-    axes.set(xlabel='singular value, from the largest', ylabel='its square', yscale='log',
-             xlim=(1, 64), ylim=(1e-6, 3e2))
+        look = {'marker': mark, 'markevery': 7, 'color': PALETTE[colour]}
+        axes.plot(range(1, 65), squares, label=target, **look)
+    axes.set(xlabel='singular value, from the largest', ylabel='its square')
+    axes.set(yscale='log', xlim=(1, 64), ylim=(1e-6, 3e2))
     axes.legend(frameon=False, ncols=4, loc='upper right')
     return figure
 
@@ -293,25 +364,38 @@ def _trained_share(ranks):
     from llm_workbook.model.layout import coverage
     from llm_workbook.model.spec import spec
     model = spec('llama-3.1-8b')
-    trained = sum(coverage(model, Method(kind='lora', rank=rank, targets=(target,))).trained
-                  for target, rank in ranks.items() if rank)
+    trained = 0
+    for target, rank in ranks.items():
+        if not rank: continue
+        method = Method(kind='lora', rank=rank, targets=(target,))
+        trained += coverage(model, method).trained
     return trained / model.parameters
 
-# %% ../../nbs/answers/04_lora.ipynb #230bf6b6
 def _left_out(ranks):
-    return sum(sum(squares[ranks.get(target, 0):]) for target, squares in _squares().items())
+    "The sum of the squares that ranks cannot copy."
+    left = 0
+    for target, squares in _squares().items():
+        rank = ranks.get(target, 0)
+        left += sum(squares[rank:])
+    return left
 
 # %% ../../nbs/answers/04_lora.ipynb #d3d67dac
+def _are_ranks(value):
+    if not isinstance(value, dict) or not value.keys() <= _FALL.keys(): return False
+    return all(type(rank) is int and 0 <= rank <= 64 for rank in value.values())
+
 def _budget(value):
-    fit = isinstance(value, dict) and value.keys() <= _FALL.keys() and all(
-        type(rank) is int and 0 <= rank <= 64 for rank in value.values())
-    yield fit, f'{value!r} is not a dictionary of targets and ranks from 0 to 64'
-    share, left = (_trained_share(value), _left_out(value)) if fit else (0, 0)
+    legal = _are_ranks(value)
+    yield legal, f'{value!r} is not a dictionary of targets and ranks from 0 to 64'
+    if not legal: return
+    share = _trained_share(value)
     yield share <= _SHARE, f'{share:.3%} of the numbers train, more than {_SHARE:.1%}'
+    left = _left_out(value)
     yield left <= _LEFT, f'what is left is {left:.2f}, more than {_LEFT:.0f}'
 
 # %% ../../nbs/answers/04_lora.ipynb #b644bc9a
-def _left_measure(value): yield Measure('left out', _left_out(value), _BEST_LEFT)
+def _left_measure(value):
+    yield Measure('left out', _left_out(value), _BEST_LEFT)
 
 # %% ../../nbs/answers/04_lora.ipynb #72b12244
 _RANKS = Question(

@@ -20,81 +20,112 @@ from ..plan.collectives import wire_bytes
 # %% ../../nbs/answers/07_data_parallel.ipynb #6437536c
 def _shapes(widths):
     "Shapes of the weights and biases of linear layers of these widths."
-    return [shape for inner, outer in pairwise(widths) for shape in ((outer, inner), (outer,))]
+    shapes = []
+    for inner, outer in pairwise(widths):
+        shapes += [(outer, inner), (outer,)]
+    return shapes
+
+# %% ../../nbs/answers/07_data_parallel.ipynb #5fcc32d8
+def _count(widths):
+    "Numbers in all weights and biases."
+    return sum(prod(shape) for shape in _shapes(widths))
 
 def _parts(widths, flat):
+    "Views of the weights and biases that lie in `flat`, one after the other."
     shapes = _shapes(widths)
     parts = flat.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes)]
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #22b87329
 def _net(widths, flat):
     "A model whose parameters are views of `flat`."
     import torch
     parts, layers = _parts(widths, flat), []
     for weight, bias in zip(parts[::2], parts[1::2]):
-        layer = torch.nn.Linear(*weight.shape[::-1], device='meta')
-        layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+        outer, inner = weight.shape
+        layer = torch.nn.Linear(inner, outer, device='meta')
+        layer.weight = torch.nn.Parameter(weight)
+        layer.bias = torch.nn.Parameter(bias)
         layers += [layer, torch.nn.Tanh()]
     return torch.nn.Sequential(*layers)
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #346a24de
 def _shared(widths):
     "A generator that draws the same on all ranks."
     import torch
     return torch.Generator().manual_seed(sum(widths))
 
-def _loss(out, y): return (out - y).square().sum(1).mean()
+def _loss(out, y):
+    return (out - y).square().sum(1).mean()
 
 def _gradient(widths, flat, x, y, order=None):
     "Of the loss of these rows, flat and in float64; the layers are run in `order`."
     import torch
-    flat, h = flat.double().requires_grad_(), x.double()
+    flat = flat.double().requires_grad_()
     parts = _parts(widths, flat)
-    for i in order or range(len(widths) - 1): h = (h @ parts[2 * i].T + parts[2 * i + 1]).tanh()
-    return torch.autograd.grad(_loss(h, y.double()), flat)[0]
+    h = x.double()
+    for layer in order or range(len(widths) - 1):
+        weight, bias = parts[2 * layer], parts[2 * layer + 1]
+        h = (h @ weight.T + bias).tanh()
+    loss = _loss(h, y.double())
+    return torch.autograd.grad(loss, flat)[0]
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #ed6725ef
 def _draw_flat(widths, generator):
     "Weights of about the size that keeps a signal as large as it is."
     import torch
-    flat = torch.randn(sum(map(prod, _shapes(widths))), generator=generator)
-    for part in _parts(widths, flat): part /= part.shape[-1]**.5
+    flat = torch.randn(_count(widths), generator=generator)
+    for part in _parts(widths, flat):
+        part /= part.shape[-1]**.5
     return flat
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #58b43e0a
 def _draw_rows(widths, count, generator):
     import torch
-    return {'x': torch.randn(count, widths[0], generator=generator),
-            'y': torch.randn(count, widths[-1], generator=generator).tanh()}
+    x = torch.randn(count, widths[0], generator=generator)
+    y = torch.randn(count, widths[-1], generator=generator).tanh()
+    return {'x': x, 'y': y}
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #e41e9a1d
 def _together(inputs, name):
     "Rows of all ranks."
     import torch
     return torch.cat([each[name] for each in inputs])
 
-def _weights_b(widths): return 4 * sum(map(prod, _shapes(widths)))
+def _weights_b(widths): return 4 * _count(widths)
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #218c9508
-_WIDTHS = Case(2, (5,)), Case(3, (3,)), Case(4, (6,)), Case(3, (9,))
+_WIDTHS = (
+    Case(2, (5,)),
+    Case(3, (3,)),
+    Case(4, (6,)),
+    Case(3, (9,)))
 
-def _table_shapes(width): return {'table': (width + 4, width), 'matrix': (width, 3), 'bias': (3,)}
+def _table_shapes(width):
+    return {'table': (width + 4, width), 'matrix': (width, 3), 'bias': (3,)}
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #a472b52a
 def _draw_gradients(case, rank, generator):
     import torch
-    width = case.sizes[0]
-    shapes, missing = _table_shapes(width), (rank + width) % 4
-    grads = {name: None if place == missing else torch.randn(shape, generator=generator)
-             for place, (name, shape) in enumerate(shapes.items())}
-    return {'width': width} | grads
+    width, = case.sizes
+    missing = (rank + width) % 4  # The place of the parameter that is not used; 3: all are
+    drawn = {'width': width}
+    for place, (name, shape) in enumerate(_table_shapes(width).items()):
+        used = place != missing
+        drawn[name] = torch.randn(shape, generator=generator) if used else None
+    return drawn
 
 def _mean_gradients(inputs, case):
     import torch
+    width, = case.sizes
     means = []
-    for name, shape in _table_shapes(case.sizes[0]).items():
+    for name, shape in _table_shapes(width).items():
         known = [each[name].double() for each in inputs if each[name] is not None]
-        means.append((sum(known, torch.zeros(shape)) / case.ranks).float())
-    return [[means[0], None, *means[1:]]] * case.ranks
+        total = sum(known, torch.zeros(shape))
+        means.append((total / case.ranks).float())
+    table, matrix, bias = means
+    frozen = None
+    return [[table, frozen, matrix, bias]] * case.ranks
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #a3316dfb
 def _call_with_parameters(answer, inputs, observed):
     import torch
     def parameter(*shape, **kw): return torch.nn.Parameter(torch.zeros(shape), **kw)
@@ -102,19 +133,21 @@ def _call_with_parameters(answer, inputs, observed):
     for name, shape in _table_shapes(width).items():
         parameters.append(parameter(*shape))
         parameters[-1].grad = inputs.pop(name)
-    parameters.insert(1, parameter(width, requires_grad=False))
+    frozen = parameter(width, requires_grad=False)
+    parameters.insert(1, frozen)
     answer(parameters)
     return [each.grad for each in parameters]
 
 def _flat_limits(case):
-    width = case.sizes[0]
-    all_b = 4 * sum(map(prod, _table_shapes(width).values()))
-    sent = wire_bytes('all_reduce', all_b, case.ranks)
+    width, = case.sizes
+    shapes = _table_shapes(width).values()
+    trained_b = 4 * sum(prod(shape) for shape in shapes)
+    frozen_b = 4 * width
+    sent = wire_bytes('all_reduce', trained_b, case.ranks)
     yield Limit('bytes sent', sent, sent + 8)
     yield Limit('calls', 1, 1)
-    yield Limit('peak bytes', 3 * all_b + 4 * width, 4 * all_b + 4 * width)
+    yield Limit('peak bytes', 3 * trained_b + frozen_b, 4 * trained_b + frozen_b)
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #a4934402
 _FLAT = RankExercise(
     number='7.1',
     title='All gradients in one message',
@@ -130,22 +163,31 @@ _FLAT = RankExercise(
     limit_s=4)
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #3dcf240b
-_UNEQUAL = Case(2, (5, 7, 3)), Case(3, (4, 6, 2)), Case(4, (3, 5, 4)), Case(3, (6, 4, 3))
+_UNEQUAL = (
+    Case(2, (5, 7, 3)),
+    Case(3, (4, 6, 2)),
+    Case(4, (3, 5, 4)),
+    Case(3, (6, 4, 3)))
 
 def _draw_unequal(case, rank, generator):
     import torch
-    widths, empty = case.sizes, sum(case.sizes) % case.ranks
-    count = 0 if rank == empty else int(torch.randint(1, 9, (), generator=generator))
+    widths = case.sizes
+    empty = sum(widths) % case.ranks  # The rank without rows
+    count = 0
+    if rank != empty: count = int(torch.randint(1, 9, (), generator=generator))
     flat = _draw_flat(widths, _shared(widths))
-    return {'widths': widths, 'weights': flat} | _draw_rows(widths, count, generator)
+    rows = _draw_rows(widths, count, generator)
+    return {'widths': widths, 'weights': flat} | rows
 
 def _of_all_rows(inputs, case):
     x, y = _together(inputs, 'x'), _together(inputs, 'y')
-    grad = _gradient(case.sizes, inputs[0]['weights'], x, y)
-    return [_parts(case.sizes, grad.float())] * case.ranks
+    gradient = _gradient(case.sizes, inputs[0]['weights'], x, y)
+    parts = _parts(case.sizes, gradient.float())
+    return [parts] * case.ranks
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #6388beff
 def _unequal_limits(case):
-    parameters = 2 * len(case.sizes) - 2
+    parameters = len(_shapes(case.sizes))
     sent = wire_bytes('all_reduce', _weights_b(case.sizes) + 4, case.ranks)
     yield Limit('bytes sent', sent, sent + 16)
     yield Limit('calls', parameters + 1, parameters + 1)
@@ -173,29 +215,35 @@ _ROWS = RankExercise(
 _SEVEN = (64,) * 8
 _UNEVEN = 96, 128, 160, 48, 112, 64, 144, 80, 32
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #c8d86bc8
 def _ddp_here(widths, cap_b, steps):
     "Bytes of each message, in lists by step."
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    net = _net(widths, torch.zeros(sum(map(prod, _shapes(widths)))))
-    net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=cap_b / 2**20)
+    flat = torch.zeros(_count(widths))
+    net = torch.nn.parallel.DistributedDataParallel(
+        _net(widths, flat), bucket_cap_mb=cap_b / 2**20)
     sizes = []
+
     def note(state, bucket):
         sizes[-1].append(bucket.buffer().nbytes)
         return allreduce_hook(state, bucket)
+
     net.register_comm_hook(None, note)
+    x = torch.ones(2, widths[0])
     for _ in range(steps):
         sizes.append([])
-        net(torch.ones(2, widths[0])).sum().backward()
+        net(x).sum().backward()
     return sizes
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #32d9df34
 @lru_cache
 def _ddp_sizes(widths, cap_b, steps):
     import torch._dynamo  # DDP needs it: loaded here once, not in each rank
     return run_ranks(_ddp_here, 2, (widths, cap_b, steps), 20)[0]
 
-def _ddp_messages(): return sum(map(len, _ddp_sizes(_SEVEN, 40 * 2**10, 3)))
+def _ddp_messages():
+    steps = _ddp_sizes(_SEVEN, 40 * 2**10, 3)
+    return sum(len(messages) for messages in steps)
 
 _MESSAGES = Question(
     number='7.3',
@@ -212,20 +260,23 @@ _LAYERS_MS = 24, 31, 22, 27, 35, 23, 28, 21, 33, 26  # Backward of layer 9, 8, .
 _IN_BUCKETS = (9, 8, 7), (6, 5, 1), (4, 3), (2, 0)
 _MESSAGE_MS = 38
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #528fae21
 def _late_picture():
     "Spans of the backward pass and of the messages, in milliseconds."
-    spans, ends, now = [], {}, 0
+    spans, ends = [], {}
+    now = 0
     for layer, took in zip(range(9, -1, -1), _LAYERS_MS):
-        spans.append(TimeSpan(0, now, now + took, 'backward', f'{layer}'))
-        ends[layer] = now = now + took
-    free = 0
+        end = now + took
+        spans.append(TimeSpan(0, now, end, 'backward', f'{layer}'))
+        ends[layer] = now = end
+    free = 0  # When the wire is
     for bucket, layers in enumerate(_IN_BUCKETS):
-        begin = max(free, *(ends[layer] for layer in layers))
+        full = max(ends[layer] for layer in layers)
+        begin = max(free, full)
         free = begin + _MESSAGE_MS
         spans.append(TimeSpan(0, begin, free, 'reduce', f'{bucket}'))
     return spans
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #24031061
 def _late_truth():
     "The bucket before which the wire rests longest, the layer it waits for, and what is exposed."
     spans = _late_picture()
@@ -234,16 +285,19 @@ def _late_truth():
     rests = {after.start - before.end: after for before, after in pairwise(buckets)}
     late = rests[max(rests)]
     layer = next(span.label for span in layers if span.end == late.start)
-    return int(late.label), int(layer), buckets[-1].end - layers[-1].end
+    exposed = buckets[-1].end - layers[-1].end
+    return int(late.label), int(layer), exposed
 
 def _late(value):
-    bucket, layer, exposed = _late_truth()
     known = isinstance(value, tuple) and len(value) == 3
     yield known, f'{value!r} is no bucket, layer and milliseconds, as (0, 7, 50)'
     if not known: return
-    yield value[0] == bucket, f'bucket {value[0]} leaves as soon as the wire is free'
-    yield value[1] == layer, f'no message begins because layer {value[1]} has ended'
-    yield abs(value[2] - exposed) <= .1 * exposed, f'not {value[2]} ms are exposed'
+    bucket, layer, exposed = value
+    true_bucket, true_layer, true_exposed = _late_truth()
+    yield bucket == true_bucket, f'bucket {bucket} leaves as soon as the wire is free'
+    yield layer == true_layer, f'no message begins because layer {layer} has ended'
+    error = abs(exposed - true_exposed)
+    yield error <= .1 * true_exposed, f'not {exposed} ms are exposed'
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #875f19e6
 _LATE = Question(
@@ -255,49 +309,67 @@ _LATE = Question(
     conditions=_late)
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #50dca8ba
-_HOOKED = (Case(2, (5, 7, 6, 5, 3)), Case(3, (4, 6, 6, 5, 2)),
-           Case(4, (3, 5, 4, 6, 4)), Case(3, (6, 4, 5, 4, 3)))
+_HOOKED = (
+    Case(2, (5, 7, 6, 5, 3)),
+    Case(3, (4, 6, 6, 5, 2)),
+    Case(4, (3, 5, 4, 6, 4)),
+    Case(3, (6, 4, 5, 4, 3)))
 
 def _draw_hooked(case, rank, generator):
     flat = _draw_flat(case.sizes, generator)
-    return {'widths': case.sizes, 'weights': flat} | _draw_rows(case.sizes, 4, generator)
+    rows = _draw_rows(case.sizes, 4, generator)
+    return {'widths': case.sizes, 'weights': flat} | rows
 
 _UNDER_WAY = 'messages under way when the backward pass ends'
 
 def _two_steps(inputs, case):
-    flat, x, y = inputs[0]['weights'].double(), _together(inputs, 'x'), _together(inputs, 'y')
-    for _ in range(2): flat = flat - .1 * _gradient(case.sizes, flat, x, y)
-    parameters = 2 * len(case.sizes) - 2
-    known = {_UNDER_WAY: [parameters] * 2, 'weights': _parts(case.sizes, flat.float())}
+    widths = case.sizes
+    x, y = _together(inputs, 'x'), _together(inputs, 'y')
+    flat = inputs[0]['weights'].double()
+    for _ in range(2):
+        flat = flat - .1 * _gradient(widths, flat, x, y)
+    parameters = len(_shapes(widths))
+    weights = _parts(widths, flat.float())
+    known = {_UNDER_WAY: [parameters] * 2, 'weights': weights}
     return [known] * case.ranks
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #5203de58
-def _train_hooked(answer, inputs, observed):
+def _descend(net):
+    "A step of plain gradient descent."
     import torch
-    net, under_way = _net(inputs['widths'], inputs['weights']), []
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.sub_(parameter.grad, alpha=.1)
+
+# %% ../../nbs/answers/07_data_parallel.ipynb #5f3f7423
+def _train_hooked(answer, inputs, observed):
+    net = _net(inputs['widths'], inputs['weights'])
     finish = answer(net)
+    under_way = []
     for _ in range(2):
         _loss(net(inputs['x']), inputs['y']).backward()
         under_way.append(observed.record.unread)
         finish()
-        with torch.no_grad():
-            for parameter in net.parameters(): parameter.sub_(parameter.grad, alpha=.1)
+        _descend(net)
         net.zero_grad()
         observed.mark('between steps')
-    return {_UNDER_WAY: under_way, 'weights': [each.detach() for each in net.parameters()]}
+    weights = [each.detach() for each in net.parameters()]
+    return {_UNDER_WAY: under_way, 'weights': weights}
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #dc8deddf
 def _hook_limits(case):
-    parameters, all_b = 2 * len(case.sizes) - 2, _weights_b(case.sizes)
-    sent = wire_bytes('broadcast', all_b, case.ranks)
-    sent += 2 * wire_bytes('all_reduce', all_b, case.ranks)
-    kept = all_b + 4 * 4 * (case.sizes[0] + case.sizes[-1])
+    widths = case.sizes
+    shapes = _shapes(widths)
+    all_b = _weights_b(widths)
+    broadcast_b = wire_bytes('broadcast', all_b, case.ranks)
+    step_b = wire_bytes('all_reduce', all_b, case.ranks)
+    sent = broadcast_b + 2 * step_b
     yield Limit('bytes sent', sent, sent + 8)
-    yield Limit('calls', 3 * parameters, 3 * parameters)
-    largest_b = 4 * max(map(prod, _shapes(case.sizes)))  # Torch may hold one a little longer
+    yield Limit('calls', 3 * len(shapes), 3 * len(shapes))
+    rows_b = 4 * 4 * (widths[0] + widths[-1])
+    kept = all_b + rows_b
+    largest_b = 4 * max(map(prod, shapes))  # Torch may hold one a little longer
     yield Limit('between steps', kept + largest_b, kept + 2 * largest_b)
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #7c35ea75
 _HOOKS = RankExercise(
     number='7.5',
     title='Send while the backward pass goes on',
@@ -315,30 +387,38 @@ _HOOKS = RankExercise(
 def _bucket_bytes(widths, cap_b):
     "As DDP fills buckets: from the last layer, bias first, until the size is reached."
     sizes, now = [], 0
-    for inner, outer in list(pairwise(widths))[::-1]:
-        for numbers in outer, outer * inner:
-            now += 4 * numbers
-            if now >= cap_b:
-                sizes.append(now)
-                now = 0
-    return sizes + [now] * (now > 0)
+    for shape in reversed(_shapes(widths)):
+        now += 4 * prod(shape)
+        if now < cap_b: continue
+        sizes.append(now)
+        now = 0
+    if now: sizes.append(now)
+    return sizes
 
-def _second_step(value): return _ddp_sizes(_UNEVEN, int(value * 2**20), 2)[1]
+def _second_step(cap_mib):
+    "Bytes of the messages that DDP sends then."
+    cap_b = int(cap_mib * 2**20)
+    _, second = _ddp_sizes(_UNEVEN, cap_b, 2)
+    return second
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #0a53a324
 def _fits(value):
     known = isinstance(value, (int, float)) and 0 < value < 100
     yield known, f'{value!r} is no bucket size in MiB'
     if not known: return
     sizes = _second_step(value)
     yield len(sizes) <= 3, f'DDP sends {len(sizes)} messages in the second step, not 3'
-    yield max(sizes) <= 150_000, f'a message has {max(sizes):,} bytes, over 150,000'
+    largest = max(sizes)
+    yield largest <= 150_000, f'a message has {largest:,} bytes, over 150,000'
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #cf167a5a
 def _largest(value):
     plans = [_bucket_bytes(_UNEVEN, 1024 * size) for size in range(1, 400)]
     best = min(max(plan) for plan in plans if len(plan) <= 3)
-    yield Measure('largest message, bytes', max(_second_step(value)), best)
+    yours = max(_second_step(value))
+    yield Measure('largest message, bytes', yours, best)
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #16d7f71c
 _CAP = Question(
     number='7.6',
     title='A bucket size for DDP',
@@ -349,39 +429,52 @@ _CAP = Question(
     measures=_largest)
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #4463a194
-_SWAPPED = (Case(2, (5, 5, 5, 3)), Case(3, (4, 4, 4, 6)),
-            Case(4, (3, 3, 3, 2)), Case(3, (7, 7, 7, 5)))
+_SWAPPED = (
+    Case(2, (5, 5, 5, 3)),
+    Case(3, (4, 4, 4, 6)),
+    Case(4, (3, 3, 3, 2)),
+    Case(3, (7, 7, 7, 5)))
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #78720bdd
 def _draw_order(case, rank, generator):
-    order = (0, 1, 2) if (rank + case.sizes[0]) % 2 else (1, 0, 2)
-    flat = _draw_flat(case.sizes, _shared(case.sizes))
-    known = {'widths': case.sizes, 'weights': flat, 'order': order}
-    return known | _draw_rows(case.sizes, 3, generator)
+    widths = case.sizes
+    even = (rank + widths[0]) % 2 == 0
+    order = (1, 0, 2) if even else (0, 1, 2)
+    flat = _draw_flat(widths, _shared(widths))
+    known = {'widths': widths, 'weights': flat, 'order': order}
+    return known | _draw_rows(widths, 3, generator)
 
 _EARLY = 'a message is under way when the backward pass ends'
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #e36e1ae2
 def _mean_of_orders(inputs, case):
-    total = sum(_gradient(case.sizes, each['weights'], each['x'], each['y'], each['order'])
-                for each in inputs)
-    grads = _parts(case.sizes, (total / case.ranks).float())
+    total = 0
+    for each in inputs:
+        weights, x, y, order = (each[name] for name in ('weights', 'x', 'y', 'order'))
+        total = total + _gradient(case.sizes, weights, x, y, order)
+    mean = total / case.ranks
+    grads = _parts(case.sizes, mean.float())
     return [{_EARLY: True, 'gradients': grads}] * case.ranks
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #411b332c
 def _run_in_order(answer, inputs, observed):
-    net, h = _net(inputs['widths'], inputs['weights']), inputs['x']
+    net = _net(inputs['widths'], inputs['weights'])
     finish = answer(net)
-    for layer in inputs['order']: h = net[2 * layer](h).tanh()
+    h = inputs['x']
+    for layer in inputs['order']:
+        h = net[2 * layer](h).tanh()
     _loss(h, inputs['y']).backward()
     early = observed.record.unread > 0
     finish()
-    return {_EARLY: early, 'gradients': [parameter.grad for parameter in net.parameters()]}
+    grads = [parameter.grad for parameter in net.parameters()]
+    return {_EARLY: early, 'gradients': grads}
 
 def _order_limits(case):
+    parameters = len(_shapes(case.sizes))
     sent = wire_bytes('all_reduce', _weights_b(case.sizes), case.ranks)
     yield Limit('bytes sent', sent, sent + 8)
-    yield Limit('calls', 2 * len(case.sizes) - 2, 2 * len(case.sizes) - 2)
+    yield Limit('calls', parameters, parameters)
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #c8c37ed0
 _ORDER = RankExercise(
     number='7.7',
     title='Two ranks, two orders',
@@ -396,78 +489,100 @@ _ORDER = RankExercise(
     run=_run_in_order)
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #51b09352
-_BUDGETS = (Case(2, (16, 21, 18, 16, 19)), Case(3, (20, 15, 17, 17, 12)),
-            Case(4, (18, 18, 13, 18, 18)), Case(3, (14, 22, 16, 20, 15)))
+_BUDGETS = (
+    Case(2, (16, 21, 18, 16, 19)),
+    Case(3, (20, 15, 17, 17, 12)),
+    Case(4, (18, 18, 13, 18, 18)),
+    Case(3, (14, 22, 16, 20, 15)))
 _PASSES = 3
 
-def _cap_b(widths): return max(inner * outer * 4 + outer * 4 for inner, outer in pairwise(widths))
+# %% ../../nbs/answers/07_data_parallel.ipynb #f9bdb274
+def _cap_b(widths):
+    "Bytes of the largest layer."
+    layers = [inner * outer + outer for inner, outer in pairwise(widths)]
+    return 4 * max(layers)
 
 def _draw_budget(case, rank, generator):
     flat = _draw_flat(case.sizes, _shared(case.sizes))
-    known = {'widths': case.sizes, 'weights': flat}
-    return known | _draw_rows(case.sizes, 2 * _PASSES, generator)
+    rows = _draw_rows(case.sizes, 2 * _PASSES, generator)
+    return {'widths': case.sizes, 'weights': flat} | rows
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #7600835a
-_RIGHT_TIME = {'no message before the last pass': True,
-               'at most one message after the last pass': True,
-               'no message over cap_b': True}
+_RIGHT_TIME = {
+    'no message before the last pass': True,
+    'at most one message after the last pass': True,
+    'no message over cap_b': True}
 
 def _steps_with_norms(inputs, case):
     import torch
-    flat, x, y = inputs[0]['weights'].double(), _together(inputs, 'x'), _together(inputs, 'y')
+    x, y = _together(inputs, 'x'), _together(inputs, 'y')
+    flat = inputs[0]['weights'].double()
     norms = []
     for _ in range(2):
         grad = _gradient(case.sizes, flat, x, y)
         flat = flat - .1 * grad
         norms.append(grad.norm())
-    grads = _parts(case.sizes, grad.float())
-    return [_RIGHT_TIME | {'norms': torch.stack(norms).float(), 'gradients': grads}] * case.ranks
+    known = {
+        'norms': torch.stack(norms).float(),
+        'gradients': _parts(case.sizes, grad.float())}
+    return [_RIGHT_TIME | known] * case.ranks
 
 # %% ../../nbs/answers/07_data_parallel.ipynb #888d8195
+def _accumulate(net, inputs, calls):
+    "The passes of a step; gives how many messages leave before the last one."
+    begun = early = len(calls)
+    batches = zip(inputs['x'].split(2), inputs['y'].split(2))
+    for place, (x, y) in enumerate(batches):
+        if place == _PASSES - 1: early = len(calls)
+        _loss(net(x), y).backward()
+    return early - begun
+
+# %% ../../nbs/answers/07_data_parallel.ipynb #c44aa984
 def _train_in_passes(answer, inputs, observed):
     import torch
-    widths, calls = inputs['widths'], observed.record.calls
+    cap_b, calls = _cap_b(inputs['widths']), observed.record.calls
     start = len(calls)
-    net, norms, early, late = _net(widths, inputs['weights']), [], [], []
-    finish = answer(net, _cap_b(widths), _PASSES)
+    net = _net(inputs['widths'], inputs['weights'])
+    finish = answer(net, cap_b, _PASSES)
+    norms, early, late = [], [], []
     for _ in range(2):
         net.zero_grad(set_to_none=False)
-        begun = len(calls)
-        for place, (x, y) in enumerate(zip(inputs['x'].split(2), inputs['y'].split(2))):
-            if place == _PASSES - 1: early.append(len(calls) - begun)
-            _loss(net(x), y).backward()
+        early.append(_accumulate(net, inputs, calls))
         begun = len(calls)
         norms.append(finish())
         late.append(len(calls) - begun)
-        with torch.no_grad():
-            for parameter in net.parameters(): parameter.sub_(parameter.grad, alpha=.1)
+        _descend(net)
         observed.mark('between steps')
-    small = all(call.size_b <= _cap_b(widths) for call in calls[start:])
+    small = all(call.size_b <= cap_b for call in calls[start:])
     times = max(early) == 0, max(late) <= 1, small
-    return dict(zip(_RIGHT_TIME, times)) | {
-        'norms': torch.stack(norms), 'gradients': [each.grad for each in net.parameters()]}
+    grads = [each.grad for each in net.parameters()]
+    return dict(zip(_RIGHT_TIME, times)) | {'norms': torch.stack(norms), 'gradients': grads}
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #696c5be1
 def _fewest_buckets(widths):
     "Buckets of at most the cap, filled from the last parameter."
-    buckets, free = 0, 0
-    for shape in _shapes(widths)[::-1]:
-        if 4 * prod(shape) > free: buckets, free = buckets + 1, _cap_b(widths)
-        free -= 4 * prod(shape)
+    buckets, free_b = 0, 0
+    for shape in reversed(_shapes(widths)):
+        size_b = 4 * prod(shape)
+        if size_b > free_b:
+            buckets += 1
+            free_b = _cap_b(widths)
+        free_b -= size_b
     return buckets
 
 def _budget_limits(case):
-    all_b, cap_b = _weights_b(case.sizes), _cap_b(case.sizes)
+    widths = case.sizes
+    all_b, cap_b = _weights_b(widths), _cap_b(widths)
     sent = 2 * wire_bytes('all_reduce', all_b, case.ranks)
-    buckets = _fewest_buckets(case.sizes)
-    kept = 2 * all_b + 4 * 2 * _PASSES * (case.sizes[0] + case.sizes[-1])
-    activations = 4 * 2 * sum(case.sizes[1:])
+    buckets = _fewest_buckets(widths)
+    rows_b = 4 * 2 * _PASSES * (widths[0] + widths[-1])
+    kept = 2 * all_b + rows_b
+    activations_b = 4 * 2 * sum(widths[1:])
+    good_b = kept + activations_b + cap_b
     yield Limit('bytes sent', sent, sent + 16)
     yield Limit('calls', 2 * buckets, 2 * buckets + 2)
-    yield Limit('peak bytes', kept + activations + cap_b, kept + activations + 3 * cap_b)
+    yield Limit('peak bytes', good_b, good_b + 2 * cap_b)
     yield Limit('between steps', kept, kept + cap_b)
 
-# %% ../../nbs/answers/07_data_parallel.ipynb #d6308ba4
 _BUCKETS = RankExercise(
     number='7.8',
     title='Buckets within a budget',
@@ -481,4 +596,5 @@ _BUCKETS = RankExercise(
     rules=Rules(('all_reduce',), ('torch.nn.parallel.DistributedDataParallel',)),
     run=_train_in_passes)
 
+# %% ../../nbs/answers/07_data_parallel.ipynb #6ca28695
 SET_07 = _FLAT, _ROWS, _MESSAGES, _LATE, _HOOKS, _CAP, _ORDER, _BUCKETS

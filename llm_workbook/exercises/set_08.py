@@ -14,33 +14,52 @@ from .question import Question
 
 # %% ../../nbs/answers/08_zero.ipynb #45eb00c2
 _STEPS = 3
-_RULES = Rules(('reduce_scatter', 'all_gather', 'all_reduce'),
-               ('torch.optim.AdamW', 'torch.optim.Adam'))
+_RULES = Rules(
+    ('reduce_scatter', 'all_gather', 'all_reduce'),
+    ('torch.optim.AdamW', 'torch.optim.Adam'))
 
+# %% ../../nbs/answers/08_zero.ipynb #78869c3a
 def _dense_step(weight, grad, m, v, step):
     "AdamW in float64, on a whole vector in place."
     m.copy_(.9 * m + .1 * grad)
     v.copy_(.999 * v + .001 * grad**2)
-    towards = m / (1 - .9**step) / ((v / (1 - .999**step))**.5 + .01)
+    mean = m / (1 - .9**step)
+    size = (v / (1 - .999**step))**.5
+    towards = mean / (size + .01)
     weight.copy_(weight - .01 * (.01 * weight + towards))
 
 # %% ../../nbs/answers/08_zero.ipynb #62d4a0c6
 def _same_everywhere(case, *shape):
     "Random numbers that do not depend on the rank."
     import torch
-    generator = torch.Generator().manual_seed(sum(case.sizes) + 100 * case.ranks)
+    seed = sum(case.sizes) + 100 * case.ranks
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator)
 
-def _padded(length, ranks): return -(-length // ranks) * ranks
+# %% ../../nbs/answers/08_zero.ipynb #65b278da
+def _padded(length, ranks):
+    "The next length that divides by the number of ranks."
+    return -(-length // ranks) * ranks
 
+def _all_rows(inputs, name):
+    "The rows of all ranks, in float64."
+    import torch
+    return torch.cat([each[name] for each in inputs]).double()
+
+# %% ../../nbs/answers/08_zero.ipynb #fa1a81b0
 def _mark(observed, label):
     from threading import Event
     Event().wait(.01)
     observed.mark(label)
 
 # %% ../../nbs/answers/08_zero.ipynb #265d3bc3
-_MATRICES = Case(2, (7, 13, 5)), Case(3, (11, 5, 4)), Case(4, (9, 7, 3)), Case(3, (5, 17, 5))
+_MATRICES = (
+    Case(2, (7, 13, 5)),
+    Case(3, (11, 5, 4)),
+    Case(4, (9, 7, 3)),
+    Case(3, (5, 17, 5)))
 
+# %% ../../nbs/answers/08_zero.ipynb #c8f2fb2b
 def _draw_matrix(case, rank, generator):
     import torch
     n_in, n_out, rows = case.sizes
@@ -49,31 +68,36 @@ def _draw_matrix(case, rank, generator):
         'y': torch.randn(rows, n_out, generator=generator),
         'weights': _same_everywhere(case, n_in * n_out)}
 
+# %% ../../nbs/answers/08_zero.ipynb #d650a937
 def _matrix_gradient(weights, x, y):
     "Of the mean squared error of tanh(x Wᵀ), by hand."
-    out = (x @ weights.view(y.shape[1], -1).T).tanh()
-    delta = 2 * (out - y) * (1 - out**2) / y.numel()
+    matrix = weights.view(y.shape[1], -1)
+    out = (x @ matrix.T).tanh()
+    slope = 2 * (out - y) / y.numel()
+    delta = slope * (1 - out**2)
     return (delta.T @ x).flatten()
 
-# %% ../../nbs/answers/08_zero.ipynb #e2b1fe31
-def _dense_gradient(weights, inputs):
-    "The same by autograd, in float64, on the rows of all ranks."
+# %% ../../nbs/answers/08_zero.ipynb #aca17467
+def _dense_gradient(weights, x, y):
+    "The same by autograd."
     import torch
-    x, y = (torch.cat([each[name] for each in inputs]).double() for name in 'xy')
     weights = weights.clone().requires_grad_()
-    loss = ((x @ weights.view(y.shape[1], -1).T).tanh() - y).square().mean()
+    matrix = weights.view(y.shape[1], -1)
+    error = (x @ matrix.T).tanh() - y
+    loss = error.square().mean()
     return torch.autograd.grad(loss, weights)[0]
 
 # %% ../../nbs/answers/08_zero.ipynb #8c7d2158
 def _matrix_steps(inputs, case):
     import torch
+    x, y = _all_rows(inputs, 'x'), _all_rows(inputs, 'y')
     weights = inputs[0]['weights'].double()
     m, v = torch.zeros_like(weights), torch.zeros_like(weights)
-    for step in range(_STEPS):
-        _dense_step(weights, _dense_gradient(weights, inputs), m, v, step + 1)
+    for step in range(1, _STEPS + 1):
+        gradient = _dense_gradient(weights, x, y)
+        _dense_step(weights, gradient, m, v, step)
     return [weights.float()] * case.ranks
 
-# %% ../../nbs/answers/08_zero.ipynb #8d2eaf7c
 def _run_updates(answer, inputs, observed):
     x, y, weights = inputs.values()
     state = {}
@@ -82,31 +106,40 @@ def _run_updates(answer, inputs, observed):
         _mark(observed, 'between steps')
     return weights
 
-# %% ../../nbs/answers/08_zero.ipynb #0b27c018
 def _matrix_limits(case):
     n_in, n_out, rows = case.sizes
-    length = _padded(n_in * n_out, case.ranks)
-    sent = _STEPS * 2 * (case.ranks - 1) / case.ranks * 4 * length
-    held = 4 * (rows * (n_in + n_out) + n_in * n_out + 2 * length / case.ranks)
+    weights = n_in * n_out
+    length = _padded(weights, case.ranks)
+    message_b = (case.ranks - 1) / case.ranks * 4 * length
+    sent = _STEPS * 2 * message_b
+    moments = 2 * length / case.ranks
+    held = 4 * (rows * (n_in + n_out) + weights + moments)
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', 2 * _STEPS, 2 * _STEPS)
     yield Limit('between steps', held, held + 64)
 
-# %% ../../nbs/answers/08_zero.ipynb #7b4efe22
 _STAGE_1 = RankExercise(
-    number='8.1', title='Stage 1: a part of the states',
-    kind='implement', difficulty=2, minutes=25,
+    number='8.1',
+    title='Stage 1: a part of the states',
+    kind='implement',
+    difficulty=2,
+    minutes=25,
     cases=_MATRICES,
     draw=_draw_matrix,
     expected=_matrix_steps,
     limits=_matrix_limits,
-    rules=_RULES, run=_run_updates)
+    rules=_RULES,
+    run=_run_updates)
 
 # %% ../../nbs/answers/08_zero.ipynb #2647c7b1
 _PASSES = 2
-_LAYERS = (Case(2, (11, 13, 5, 3)), Case(3, (9, 11, 7, 2)), Case(4, (10, 13, 7, 2)),
-           Case(3, (13, 10, 3, 3)))
+_LAYERS = (
+    Case(2, (11, 13, 5, 3)),
+    Case(3, (9, 11, 7, 2)),
+    Case(4, (10, 13, 7, 2)),
+    Case(3, (13, 10, 3, 3)))
 
+# %% ../../nbs/answers/08_zero.ipynb #b33ee565
 def _shapes(case):
     "Of the six matrices, (outputs, inputs)."
     n_in, width, n_out, _ = case.sizes
@@ -117,7 +150,7 @@ def _lengths(case):
     "Of the six vectors, padded to parts of equal length."
     return [_padded(n_out * n_in, case.ranks) for n_out, n_in in _shapes(case)]
 
-# %% ../../nbs/answers/08_zero.ipynb #433fa9ba
+# %% ../../nbs/answers/08_zero.ipynb #f500783c
 def _layer_vectors(case):
     "The same on all ranks; zeros at their ends."
     vectors = []
@@ -127,8 +160,10 @@ def _layer_vectors(case):
         vectors.append(vector)
     return vectors
 
+# %% ../../nbs/answers/08_zero.ipynb #b7db0f42
 def _matrix_in(vector, shape):
-    return vector[:shape[0] * shape[1]].view(shape)
+    n_out, n_in = shape
+    return vector[:n_out * n_in].view(shape)
 
 # %% ../../nbs/answers/08_zero.ipynb #9b76730d
 def _draw_passes(case, rank, generator):
@@ -141,21 +176,25 @@ def _draw_passes(case, rank, generator):
         'shapes': _shapes(case)}
 
 # %% ../../nbs/answers/08_zero.ipynb #a3f8f979
+def _flat_gradient(delta, x, shape, length):
+    "Of a matrix, in a vector of this length."
+    import torch
+    flat = torch.zeros(length)
+    torch.mm(delta.T, x, out=_matrix_in(flat, shape))
+    return flat
+
 def _backward(inputs, x, y, take):
     "One pass by hand; each gradient goes to `take`, and nothing else holds it."
-    import torch
-    kept, layers = [x], list(zip(inputs['weights'], inputs['shapes']))
+    kept = [x]
+    layers = list(zip(inputs['weights'], inputs['shapes']))
     for i, (vector, shape) in enumerate(layers):
         out = kept[-1] @ _matrix_in(vector, shape).T
         kept.append(out.tanh_() if i < 5 else out)
     delta = 2 * (kept.pop() - y) / y.numel()
-    def gradient(shape, length):
-        flat = torch.zeros(length)
-        torch.mm(delta.T, x, out=_matrix_in(flat, shape))
-        return flat
-    for i, (vector, shape) in reversed(list(enumerate(layers))):
+    for i in reversed(range(6)):
+        vector, shape = layers[i]
         x = kept.pop()
-        take(i, gradient(shape, len(vector)))
+        take(i, _flat_gradient(delta, x, shape, len(vector)))
         delta = delta @ _matrix_in(vector, shape) * (1 - x**2)
 
 # %% ../../nbs/answers/08_zero.ipynb #3ee75e4c
@@ -166,26 +205,28 @@ def _dense_layers(weights, shapes, x):
         if i < 5: x = x.tanh()
     return x
 
-# %% ../../nbs/answers/08_zero.ipynb #757cf0c5
-def _train_dense(vectors, loss_of):
+# %% ../../nbs/answers/08_zero.ipynb #94b03477
+def _train_dense(vectors, shapes, x, y):
     "Train whole vectors in float64."
     import torch
     weights = [vector.double().requires_grad_() for vector in vectors]
-    states = [[torch.zeros_like(weight) for _ in 'mv'] for weight in weights]
-    for step in range(_STEPS):
-        grads = torch.autograd.grad(loss_of(weights), weights)
+    ms = [torch.zeros_like(weight) for weight in weights]
+    vs = [torch.zeros_like(weight) for weight in weights]
+    for step in range(1, _STEPS + 1):
+        error = _dense_layers(weights, shapes, x) - y
+        grads = torch.autograd.grad(error.square().mean(), weights)
         with torch.no_grad():
-            for weight, grad, state in zip(weights, grads, states):
-                _dense_step(weight, grad, *state, step + 1)
+            for weight, grad, m, v in zip(weights, grads, ms, vs):
+                _dense_step(weight, grad, m, v, step)
     return [weight.detach().float() for weight in weights]
 
-# %% ../../nbs/answers/08_zero.ipynb #66b40651
 def _passes_of_all(inputs, case):
-    import torch
-    x, y = (torch.cat([each[name].flatten(0, 1) for each in inputs]).double() for name in 'xy')
-    def loss_of(weights): return (_dense_layers(weights, _shapes(case), x) - y).square().mean()
-    return [_train_dense(inputs[0]['weights'], loss_of)] * case.ranks
+    x = _all_rows(inputs, 'x').flatten(0, 1)
+    y = _all_rows(inputs, 'y').flatten(0, 1)
+    trained = _train_dense(inputs[0]['weights'], _shapes(case), x, y)
+    return [trained] * case.ranks
 
+# %% ../../nbs/answers/08_zero.ipynb #e13f48c2
 def _run_passes(answer, inputs, observed):
     take, update = answer(inputs['weights'], _PASSES)
     for _ in range(_STEPS):
@@ -198,55 +239,71 @@ def _run_passes(answer, inputs, observed):
 # %% ../../nbs/answers/08_zero.ipynb #50f99299
 def _passes_limits(case):
     n_in, width, n_out, rows = case.sizes
-    ranks, lengths = case.ranks, _lengths(case)
-    sent = _STEPS * (_PASSES + 1) * (ranks - 1) / ranks * 4 * sum(lengths)
-    calls = _STEPS * (_PASSES + 1) * len(lengths)
-    held = 4 * (_PASSES * rows * (n_in + n_out) + sum(lengths) * (1 + 3 / ranks))
-    peak = held + 4 * (max(lengths) + rows * (6 * width + n_out))
+    lengths = _lengths(case)
+    whole = sum(lengths)
+    messages = _STEPS * (_PASSES + 1)  # Of each layer
+    sent = messages * (case.ranks - 1) / case.ranks * 4 * whole
+    calls = messages * len(lengths)
+    own_rows = _PASSES * rows * (n_in + n_out)
+    parts = 3 * whole / case.ranks  # Gradients and moments
+    held = 4 * (own_rows + whole + parts)
+    layer_b = 4 * max(lengths)
+    hidden_b = 4 * rows * (6 * width + n_out)
+    peak = held + layer_b + hidden_b
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', calls, calls)
     yield Limit('after a pass', held, held + 64)
-    yield Limit('peak bytes', peak, peak + 4 * 2.5 * max(lengths))
+    yield Limit('peak bytes', peak, peak + 2.5 * layer_b)
 
-# %% ../../nbs/answers/08_zero.ipynb #b930f4ef
 _STAGE_2 = RankExercise(
-    number='8.2', title='Stage 2: gradients of several passes',
-    kind='implement', difficulty=3, minutes=30,
+    number='8.2',
+    title='Stage 2: gradients of several passes',
+    kind='implement',
+    difficulty=3,
+    minutes=30,
     cases=_LAYERS,
     draw=_draw_passes,
     expected=_passes_of_all,
     limits=_passes_limits,
-    rules=_RULES, run=_run_passes)
+    rules=_RULES,
+    run=_run_passes)
 
 # %% ../../nbs/answers/08_zero.ipynb #f09fe1fb
-_IDLE = (Case(2, (9, 13, 7, 3)), Case(3, (11, 11, 5, 2)), Case(4, (13, 10, 3, 2)),
-         Case(3, (10, 13, 4, 3)))
+_IDLE = (
+    Case(2, (9, 13, 7, 3)),
+    Case(3, (11, 11, 5, 2)),
+    Case(4, (13, 10, 3, 2)),
+    Case(3, (10, 13, 4, 3)))
 
 def _draw_parts(case, rank, generator):
     import torch
     n_in, _, n_out, rows = case.sizes
     count = rows * (case.ranks - 1) * n_out
-    rows *= rank != rows % case.ranks
+    idle = rank == rows % case.ranks
+    own_rows = 0 if idle else rows
+    pieces = [vector.chunk(case.ranks)[rank].clone() for vector in _layer_vectors(case)]
     return {
-        'x': torch.randn(rows, n_in, generator=generator),
-        'y': torch.randn(rows, n_out, generator=generator),
-        'pieces': [vector.chunk(case.ranks)[rank].clone() for vector in _layer_vectors(case)],
+        'x': torch.randn(own_rows, n_in, generator=generator),
+        'y': torch.randn(own_rows, n_out, generator=generator),
+        'pieces': pieces,
         'shapes': _shapes(case),
         'count': count}
 
 # %% ../../nbs/answers/08_zero.ipynb #482ef9de
 def _parts_of_all(inputs, case):
     import torch
-    vectors = [torch.cat(pieces) for pieces in zip(*(each['pieces'] for each in inputs))]
-    x, y = (torch.cat([each[name] for each in inputs]).double() for name in 'xy')
-    def loss_of(weights): return (_dense_layers(weights, _shapes(case), x) - y).square().mean()
-    trained = _train_dense(vectors, loss_of)
-    return [[whole.chunk(case.ranks)[rank] for whole in trained] for rank in range(case.ranks)]
+    pieces_of_layers = zip(*(each['pieces'] for each in inputs))
+    vectors = [torch.cat(pieces) for pieces in pieces_of_layers]
+    x, y = _all_rows(inputs, 'x'), _all_rows(inputs, 'y')
+    trained = _train_dense(vectors, _shapes(case), x, y)
+    parts = [whole.chunk(case.ranks) for whole in trained]
+    return [[chunks[rank] for chunks in parts] for rank in range(case.ranks)]
 
-# %% ../../nbs/answers/08_zero.ipynb #13655925
+# %% ../../nbs/answers/08_zero.ipynb #8c7caa44
 def _run_layers(answer, inputs, observed):
     x, y, pieces, shapes, count = inputs.values()
-    layer, update = answer([piece.requires_grad_() for piece in pieces], shapes)
+    for piece in pieces: piece.requires_grad_()
+    layer, update = answer(pieces, shapes)
     for _ in range(_STEPS):
         hidden = x
         for i in range(6):
@@ -258,24 +315,28 @@ def _run_layers(answer, inputs, observed):
         _mark(observed, 'between steps')
     return pieces
 
-# %% ../../nbs/answers/08_zero.ipynb #7149e055
 def _layers_limits(case):
     n_in, width, n_out, rows = case.sizes
-    ranks, lengths = case.ranks, _lengths(case)
-    sent = _STEPS * 3 * (ranks - 1) / ranks * 4 * sum(lengths)
+    lengths = _lengths(case)
+    whole_b = 4 * sum(lengths)
+    share_b = whole_b / case.ranks
+    sent = _STEPS * 3 * (case.ranks - 1) * share_b
     calls = _STEPS * 3 * len(lengths)
-    share = 4 * sum(lengths) / ranks
-    given = 4 * rows * (n_in + n_out)
-    peak = given + 4 * share + 4 * (max(lengths) + rows * (12 * width + 3 * n_out))
+    given_b = 4 * rows * (n_in + n_out)
+    layer_b = 4 * max(lengths)
+    hidden_b = 4 * rows * (12 * width + 3 * n_out)
+    peak = given_b + 4 * share_b + layer_b + hidden_b
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', calls, calls)
-    yield Limit('between steps', given + 3 * share, given + 4 * share + 64)
-    yield Limit('peak bytes', peak, peak + 4 * 2 * max(lengths))
+    yield Limit('between steps', given_b + 3 * share_b, given_b + 4 * share_b + 64)
+    yield Limit('peak bytes', peak, peak + 2 * layer_b)
 
-# %% ../../nbs/answers/08_zero.ipynb #1d2cff72
 _STAGE_3 = RankExercise(
-    number='8.3', title='Stage 3: gather, use, free',
-    kind='implement', difficulty=4, minutes=45,
+    number='8.3',
+    title='Stage 3: gather, use, free',
+    kind='implement',
+    difficulty=4,
+    minutes=45,
     cases=_IDLE,
     draw=_draw_parts,
     expected=_parts_of_all,
@@ -287,103 +348,146 @@ _STAGE_3 = RankExercise(
 # %% ../../nbs/answers/08_zero.ipynb #aa89c04c
 _SMALL = Case(4, (7, 5, 2, 3))
 
+# %% ../../nbs/answers/08_zero.ipynb #40febb15
 def _hand_zero2(weights, passes):
     import torch
     import torch.distributed as dist
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    held = [[vector.chunk(ranks)[rank].clone() * 0 for vector in weights] for _ in 'gmv']
-    def take(i, gradient):
-        mine = torch.empty_like(held[0][i])
-        dist.reduce_scatter_tensor(mine, gradient)
-        held[0][i] += mine
-    return take, lambda: None
+    own = [vector.chunk(ranks)[rank] for vector in weights]
+    held = {name: [torch.zeros_like(piece) for piece in own] for name in ('gradients', 'm', 'v')}
 
-# %% ../../nbs/answers/08_zero.ipynb #8b8a17d5
+    def take(i, gradient):
+        mine = torch.empty_like(own[i])
+        dist.reduce_scatter_tensor(mine, gradient)
+        held['gradients'][i] += mine
+
+    def update(): pass
+    return take, update
+
 def _held_by_stage_2():
     "Bytes of weights, gradients and moments on one rank, after a pass."
     def first_weights(inputs, case): return [inputs[0]['weights']] * case.ranks
     asked = replace(_STAGE_2, cases=(_SMALL,), expected=first_weights)
-    records = judge_answer(asked, _hand_zero2).records
+    verdict = judge_answer(asked, _hand_zero2)
+    marks = verdict.records[0].marks['after a pass']
     n_in, _, n_out, rows = _SMALL.sizes
-    return max(records[0].marks['after a pass']) - 4 * _PASSES * rows * (n_in + n_out)
+    rows_b = 4 * _PASSES * rows * (n_in + n_out)
+    return max(marks) - rows_b
 
 _HELD = Question(
-    number='8.4', title='Bytes that stage 2 holds',
-    kind='predict', difficulty=2, minutes=10,
+    number='8.4',
+    title='Bytes that stage 2 holds',
+    kind='predict',
+    difficulty=2,
+    minutes=10,
     measure=_held_by_stage_2,
     unit='bytes',
     within=.01)
 
 # %% ../../nbs/answers/08_zero.ipynb #755f6586
-_SAVED = Case(2, (5, 6, 3)), Case(3, (7, 9, 2)), Case(4, (5, 12, 3)), Case(3, (4, 15, 2))
+_SAVED = (
+    Case(2, (5, 6, 3)),
+    Case(3, (7, 9, 2)),
+    Case(4, (5, 12, 3)),
+    Case(3, (4, 15, 2)))
 
 def _draw_saved(case, rank, generator):
     inputs = _draw_matrix(case, rank, generator)
-    _, m, v = _same_everywhere(case, 3, len(inputs['weights'])) / 20
-    return inputs | {'saved': {'m': m.clone(), 'v': v.square(), 'step': 4}}
+    length = len(inputs['weights'])
+    _, m, v = _same_everywhere(case, 3, length) / 20
+    inputs['saved'] = {'m': m.clone(), 'v': v.square(), 'step': 4}
+    return inputs
 
 def _resumed(inputs, case):
-    weights, saved = inputs[0]['weights'].double(), inputs[0]['saved']
+    x, y = _all_rows(inputs, 'x'), _all_rows(inputs, 'y')
+    saved = inputs[0]['saved']
+    weights = inputs[0]['weights'].double()
     m, v = saved['m'].double(), saved['v'].double()
-    for step in range(_STEPS):
-        _dense_step(weights, _dense_gradient(weights, inputs), m, v, saved['step'] + step + 1)
-    return [{'weights': weights.float(), 'm': m.float(), 'v': v.float()}] * case.ranks
+    for step in range(1, _STEPS + 1):
+        gradient = _dense_gradient(weights, x, y)
+        _dense_step(weights, gradient, m, v, saved['step'] + step)
+    outputs = {'weights': weights.float(), 'm': m.float(), 'v': v.float()}
+    return [outputs] * case.ranks
 
 # %% ../../nbs/answers/08_zero.ipynb #b1e9ee1a
 def _run_resumed(answer, inputs, observed):
     x, y, weights, saved = inputs.values()
-    for _ in range(_STEPS): answer(weights, _matrix_gradient(weights, x, y), saved)
+    for _ in range(_STEPS):
+        gradient = _matrix_gradient(weights, x, y)
+        answer(weights, gradient, saved)
     return {'weights': weights, 'm': saved['m'], 'v': saved['v']}
 
+# %% ../../nbs/answers/08_zero.ipynb #fa7a3067
 def _resumed_limits(case):
-    ranks, size_b = case.ranks, 4 * case.sizes[0] * case.sizes[1]
-    sent, calls = 4 * _STEPS * (ranks - 1) / ranks * size_b, _STEPS * (2 * (ranks - 1) + 3)
-    yield Limit('bytes sent', sent, sent + _STEPS * size_b / ranks)
+    n_in, n_out, _ = case.sizes
+    chunk_b = 4 * n_in * n_out / case.ranks
+    others = case.ranks - 1
+    sent = _STEPS * 4 * others * chunk_b  # The ring, and three gathers
+    calls = _STEPS * (2 * others + 3)
+    yield Limit('bytes sent', sent, sent + _STEPS * chunk_b)
     yield Limit('calls', calls, calls + 2 * _STEPS)
 
-# %% ../../nbs/answers/08_zero.ipynb #d391eaa3
 _ORDER = RankExercise(
-    number='8.5', title='Moments cut in another order',
-    kind='debug', difficulty=3, minutes=25,
+    number='8.5',
+    title='Moments cut in another order',
+    kind='debug',
+    difficulty=3,
+    minutes=25,
     cases=_SAVED,
     draw=_draw_saved,
     expected=_resumed,
     limits=_resumed_limits,
-    rules=Rules(('send', 'receive', 'all_gather'), _RULES.refused), run=_run_resumed)
+    rules=Rules(('send', 'receive', 'all_gather'), _RULES.refused),
+    run=_run_resumed)
 
 # %% ../../nbs/answers/08_zero.ipynb #85d15c25
 _WHOLE_B = {'weights': 4 * 2**30, 'gradients': 4 * 2**30, 'optimizer': 8 * 2**30}
-_DIVIDED = {1: {'optimizer'}, 2: {'optimizer', 'gradients'}, 3: set(_WHOLE_B)}
+_DIVIDED = {  # Stage -> classes of which a rank has a part
+    1: {'optimizer'},
+    2: {'optimizer', 'gradients'},
+    3: {'optimizer', 'gradients', 'weights'}}
 
+# %% ../../nbs/answers/08_zero.ipynb #df04f00c
+def _bar(stage, ranks):
+    "Bytes of one rank, by class."
+    bar_b = dict(_WHOLE_B)
+    for name in _DIVIDED[stage]: bar_b[name] //= ranks
+    return bar_b
+
+# %% ../../nbs/answers/08_zero.ipynb #1080729f
 def _bars():
     "Bytes of one rank in four runs, by class."
     from random import Random
     runs = [(1, 4), (2, 2), (2, 8), (3, 2)]
     Random(8).shuffle(runs)
-    return {label: {name: size_b // ranks if name in _DIVIDED[stage] else size_b
-                    for name, size_b in _WHOLE_B.items()}
-            for label, (stage, ranks) in zip('ABCD', runs)}
+    return {label: _bar(stage, ranks) for label, (stage, ranks) in zip('ABCD', runs)}
 
-# %% ../../nbs/answers/08_zero.ipynb #7e78010c
 def _read_bar(classes):
+    "Stage and ranks of a run, from the bytes of its bar."
     smaller = {name for name, size_b in classes.items() if size_b < _WHOLE_B[name]}
     stage = next(stage for stage, names in _DIVIDED.items() if names == smaller)
     return stage, _WHOLE_B['optimizer'] // classes['optimizer']
 
 def _reading(value):
-    said = value if isinstance(value, dict) else {}
+    pairs = value if isinstance(value, dict) else {}
     for label, classes in _bars().items():
-        pair = said.get(label)
-        yield isinstance(pair, tuple) and len(pair) == 2, f'{label}: give a pair (stage, ranks)'
-        if not isinstance(pair, tuple) or len(pair) != 2: continue
-        stage, ranks = _read_bar(classes)
-        yield pair[0] == stage, f'{label}: in stage {pair[0]} other classes would be whole'
-        yield pair[1] == ranks, f'{label}: on {pair[1]} ranks the states would have another length'
+        pair = pairs.get(label)
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        yield is_pair, f'{label}: give a pair (stage, ranks)'
+        if not is_pair: continue
+        stage, ranks = pair
+        right_stage, right_ranks = _read_bar(classes)
+        yield stage == right_stage, f'{label}: in stage {stage} other classes would be whole'
+        yield ranks == right_ranks, (
+            f'{label}: on {ranks} ranks the states would have another length')
 
 # %% ../../nbs/answers/08_zero.ipynb #43e4c7e4
 _BARS = Question(
-    number='8.6', title='Which stage, how many ranks?',
-    kind='read', difficulty=2, minutes=10,
+    number='8.6',
+    title='Which stage, how many ranks?',
+    kind='read',
+    difficulty=2,
+    minutes=10,
     conditions=_reading)
 
 # %% ../../nbs/answers/08_zero.ipynb #5854af8a
@@ -392,8 +496,11 @@ _CHOICES = {
     'offload_parameters': ('none', 'cpu', 'nvme'),
     'offload_optimizer': ('none', 'cpu', 'nvme'),
     'micro': (1, 2, 4)}
-_GOOD_CHOICE = dict(
-    strategy='zero3', offload_parameters='none', offload_optimizer='cpu', micro=4)
+_GOOD_CHOICE = {
+    'strategy': 'zero3',
+    'offload_parameters': 'none',
+    'offload_optimizer': 'cpu',
+    'micro': 4}
 _BUDGET_S = 25
 
 def _planned(choice):
@@ -401,11 +508,14 @@ def _planned(choice):
     from llm_workbook.config.recipe import Recipe
     from llm_workbook.plan.estimate import estimate
     micro = choice['micro']
-    fields = {f'sharding.{name}': word for name, word in choice.items() if name != 'micro'}
-    recipe = Recipe.named('8b-1x24gb-qlora').changed(fields | {
+    base = Recipe.named('8b-1x24gb-qlora')
+    recipe = base.changed({
         'cluster.hardware': '4x-rtx-3090',
         'cluster.processes': 4,
         'method.kind': 'full',
+        'sharding.strategy': choice['strategy'],
+        'sharding.offload_parameters': choice['offload_parameters'],
+        'sharding.offload_optimizer': choice['offload_optimizer'],
         'sharding.loading': 'rank0',
         'sharding.activation_checkpointing': 'full',
         'batch.micro': micro,
@@ -413,12 +523,13 @@ def _planned(choice):
         'batch.length': 1024})
     return estimate(recipe)
 
-# %% ../../nbs/answers/08_zero.ipynb #3e9c128c
+def _is_choice(value):
+    if not isinstance(value, dict) or set(value) != set(_CHOICES): return False
+    return all(value[name] in words for name, words in _CHOICES.items())
+
 def _choice_fits(choice):
     from llm_workbook.config.document import RecipeError
-    known = isinstance(choice, dict) and set(choice) == set(_CHOICES) and all(
-        choice[name] in words for name, words in _CHOICES.items())
-    if not known:
+    if not _is_choice(choice):
         yield False, f'{choice!r} must choose from {_CHOICES}'
         return
     try: plan = _planned(choice)
@@ -426,18 +537,23 @@ def _choice_fits(choice):
         yield False, str(error)
         return
     yield plan.outcome == 'fits', plan.verdict
-    yield plan.step.step_s <= _BUDGET_S, (f'a step takes {plan.step.step_s:.1f} s, and may take '
-                                          f'{_BUDGET_S}')
+    step_s = plan.step.step_s
+    yield step_s <= _BUDGET_S, f'a step takes {step_s:.1f} s, and may take {_BUDGET_S}'
 
 # %% ../../nbs/answers/08_zero.ipynb #2bf2cd0d
 def _choice_time(choice):
-    yield Measure('seconds of a step', _planned(choice).step.step_s,
-                  _planned(_GOOD_CHOICE).step.step_s)
+    yours, good = _planned(choice), _planned(_GOOD_CHOICE)
+    yield Measure('seconds of a step', yours.step.step_s, good.step.step_s)
 
+# %% ../../nbs/answers/08_zero.ipynb #9bbf32d7
 _FIT = Question(
-    number='8.7', title='All weights of an 8B on four 24 GB cards',
-    kind='fit', difficulty=4, minutes=20,
+    number='8.7',
+    title='All weights of an 8B on four 24 GB cards',
+    kind='fit',
+    difficulty=4,
+    minutes=20,
     conditions=_choice_fits,
     measures=_choice_time)
 
+# %% ../../nbs/answers/08_zero.ipynb #d27dc8a7
 SET_08 = _STAGE_1, _STAGE_2, _STAGE_3, _HELD, _ORDER, _BARS, _FIT

@@ -14,56 +14,82 @@ from .question import Question
 from ..parallel.ranks import run_ranks
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #bf144735
-_SPLIT = Case(2, (9, 5)), Case(3, (15, 7)), Case(4, (13, 5)), Case(3, (17, 6))
+_SPLIT = (
+    Case(2, (9, 5)),
+    Case(3, (15, 7)),
+    Case(4, (13, 5)),
+    Case(3, (17, 6)))
 _ROWS = 3
 
 def _same(case, place, *shape):
     "Numbers that are the same on every rank."
     import torch
     seed = 1000 * place + case.ranks + case.sizes[0]
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator)
+
+def _float64(tensor):
+    "A leaf in float64, which gathers a gradient."
+    return tensor.double().requires_grad_()
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #e9de725c
+_LEAVES = 'x', 'up', 'down', 'bias'
+
 def _draw_mlp(case, rank, generator):
     import torch
-    width, columns = case.sizes[0], case.sizes[1] + rank
-    return {'x': _same(case, 1, _ROWS, width),
-            'up': torch.randn(width, columns, generator=generator),
-            'down': torch.randn(columns, width, generator=generator),
-            'bias': _same(case, 2, width),
-            'grad': _same(case, 3, _ROWS, width)}
+    width, fewest = case.sizes
+    columns = fewest + rank
+    return {
+        'x': _same(case, 1, _ROWS, width),
+        'up': torch.randn(width, columns, generator=generator),
+        'down': torch.randn(columns, width, generator=generator),
+        'bias': _same(case, 2, width),
+        'grad': _same(case, 3, _ROWS, width)}
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #9831200b
 def _run_mlp(answer, inputs, observed):
-    leaves = {name: inputs[name].requires_grad_() for name in ('x', 'up', 'down', 'bias')}
-    y = answer(*leaves.values())
+    leaves = [inputs[name].requires_grad_() for name in _LEAVES]
+    y = answer(*leaves)
     y.backward(inputs['grad'])
-    return {'y': y} | {f'gradient of {name}': leaf.grad for name, leaf in leaves.items()}
+    outputs = {'y': y}
+    for name in _LEAVES:
+        outputs[f'gradient of {name}'] = inputs[name].grad
+    return outputs
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #9d41dbe2
 def _dense_mlp(inputs, case):
     import torch
     from torch.nn.functional import gelu
-    x, bias = (inputs[0][name].double().requires_grad_() for name in ('x', 'bias'))
-    ups, downs = ([each[name].double().requires_grad_() for each in inputs]
-                  for name in ('up', 'down'))
-    y = gelu(x @ torch.cat(ups, 1)) @ torch.cat(downs) + bias
+    x = _float64(inputs[0]['x'])
+    bias = _float64(inputs[0]['bias'])
+    ups = [_float64(each['up']) for each in inputs]
+    downs = [_float64(each['down']) for each in inputs]
+    hidden = gelu(x @ torch.cat(ups, 1))
+    y = hidden @ torch.cat(downs) + bias
     y.backward(inputs[0]['grad'].double())
-    return [{'y': y.detach(), 'gradient of x': x.grad, 'gradient of up': up.grad,
-             'gradient of down': down.grad, 'gradient of bias': bias.grad}
-            for up, down in zip(ups, downs)]
+    outputs = []
+    for up, down in zip(ups, downs):
+        outputs.append({
+            'y': y.detach(),
+            'gradient of x': x.grad,
+            'gradient of up': up.grad,
+            'gradient of down': down.grad,
+            'gradient of bias': bias.grad})
+    return outputs
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #022873f8
 def _mlp_limits(case):
-    ranks, width, columns = case.ranks, case.sizes[0], case.sizes[1] + case.ranks - 1
-    x_b, weights_b, hidden_b = 4 * _ROWS * width, 8 * width * columns, 4 * _ROWS * columns
-    sent = ceil(4 * (ranks - 1) / ranks * x_b)
-    yield Limit('bytes sent', sent, sent)
+    width, fewest = case.sizes
+    columns = fewest + case.ranks - 1  # Of the last rank, which has most
+    x_b = 4 * _ROWS * width
+    hidden_b = 4 * _ROWS * columns
+    weights_b = 2 * 4 * width * columns
+    sum_b = 2 * (case.ranks - 1) / case.ranks * x_b  # As a ring sends it
+    sent_b = ceil(2 * sum_b)
+    yield Limit('bytes sent', sent_b, sent_b)
     yield Limit('calls', 2, 2)
-    yield Limit('peak bytes', 2 * weights_b + 3 * hidden_b + 4 * x_b,
-                2 * weights_b + 4 * hidden_b + 8 * x_b)
+    good_b = 2 * weights_b + 3 * hidden_b + 4 * x_b
+    most_b = 2 * weights_b + 4 * hidden_b + 8 * x_b
+    yield Limit('peak bytes', good_b, most_b)
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #aad196cb
 _MLP = RankExercise(
     number='10.1',
     title='A split MLP, both ways',
@@ -79,43 +105,86 @@ _MLP = RankExercise(
     imports=('torch.distributed.tensor.parallel',))
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #be3a7386
-_VOCABULARY = Case(2, (41,)), Case(3, (64,)), Case(4, (85,)), Case(3, (70,))
-_TOKENS = 5
+_SEQUENCE = (
+    Case(2, (9, 5, 8)),
+    Case(3, (11, 4, 6)),
+    Case(4, (10, 3, 7)),
+    Case(3, (13, 5, 5)))
 
-def _draw_logits(case, rank, generator):
+def _draw_rows(case, rank, generator):
     import torch
-    words = case.sizes[0]
-    own = torch.arange(words).tensor_split(case.ranks)[rank]
-    targets = _same(case, 4, _TOKENS).mul(1e4).long() % words
-    logits = 60 * torch.randn(_TOKENS, len(own), generator=generator)
-    return {'logits': logits, 'targets': targets, 'first': int(own[0])}
+    width, fewest, rows = case.sizes
+    columns = fewest + rank
+    return {
+        'x': torch.randn(rows, width, generator=generator),
+        'gain': _same(case, 4, width),
+        'up': torch.randn(width, columns, generator=generator),
+        'down': torch.randn(columns, width, generator=generator),
+        'grad': torch.randn(rows, width, generator=generator)}
 
-def _dense_loss(inputs, case):
+def _run_rows(answer, inputs, observed):
+    leaves = {name: inputs[name] for name in ('x', 'gain', 'up', 'down')}
+    for leaf in leaves.values(): leaf.requires_grad_()
+    y = answer(*leaves.values())
+    y.backward(inputs['grad'])
+    outputs = {'y': y}
+    for name, leaf in leaves.items():
+        outputs[f'gradient of {name}'] = leaf.grad
+    return outputs
+
+def _dense_rows(inputs, case):
     import torch
-    logits = torch.cat([each['logits'] for each in inputs], 1).double().requires_grad_()
-    losses = torch.nn.functional.cross_entropy(logits, inputs[0]['targets'], reduction='none')
-    losses.sum().backward()
-    return [(losses.detach(), grad) for grad in logits.grad.tensor_split(case.ranks, 1)]
+    from torch.nn.functional import gelu, rms_norm
+    gain = _float64(inputs[0]['gain'])
+    xs, ups, downs = (
+        [_float64(each[name]) for each in inputs]
+        for name in ('x', 'up', 'down'))
+    x = torch.cat(xs)
+    normed = rms_norm(x, x.shape[1:]) * gain
+    hidden = gelu(normed @ torch.cat(ups, 1))
+    y = hidden @ torch.cat(downs)
+    y.backward(torch.cat([each['grad'] for each in inputs]).double())
+    outputs = []
+    for own_y, x, up, down in zip(y.detach().chunk(case.ranks), xs, ups, downs):
+        outputs.append({
+            'y': own_y,
+            'gradient of x': x.grad,
+            'gradient of gain': gain.grad,
+            'gradient of up': up.grad,
+            'gradient of down': down.grad})
+    return outputs
 
-def _loss_limits(case):
-    block_b, row_b = 4 * _TOKENS * ceil(case.sizes[0] / case.ranks), 4 * _TOKENS
-    sent = 2 * (case.ranks - 1) / case.ranks * 3 * row_b
-    yield Limit('bytes sent', sent, ceil(sent))
-    yield Limit('calls', 2, 3)
-    yield Limit('peak bytes', 2 * block_b + 9 * row_b, 8 * block_b + 12 * row_b)
+# %% ../../nbs/answers/10_pipeline_tensor.ipynb #1254e2c6
+def _rows_limits(case):
+    width, fewest, rows = case.sizes
+    columns = fewest + case.ranks - 1  # Of the last rank, which has most
+    own_b = 4 * rows * width
+    whole_b = case.ranks * own_b
+    hidden_b = 4 * case.ranks * rows * columns
+    weights_b = 2 * 4 * width * columns
+    # A gather and a scatter each way; and the sum for the gain, which is both
+    sent_b = (case.ranks - 1) / case.ranks * (4 * whole_b + 2 * 4 * width)
+    yield Limit('bytes sent', sent_b, ceil(sent_b))
+    yield Limit('calls', 5, 5)
+    good_b = 2 * weights_b + 3 * hidden_b + 2 * whole_b + 5 * own_b
+    most_b = good_b + 2 * (whole_b - own_b)  # Two copies of the others' rows may pass
+    yield Limit('peak bytes', good_b, most_b)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #d98b3b97
-_LOSS = RankExercise(
+_SEQUENCE_MLP = RankExercise(
     number='10.2',
-    title='A loss over a split vocabulary',
+    title='Rows divided between split layers',
     kind='implement',
     difficulty=3,
     minutes=25,
-    cases=_VOCABULARY,
-    draw=_draw_logits,
-    expected=_dense_loss,
-    limits=_loss_limits,
-    rules=Rules(('all_reduce',), ('torch.distributed.tensor.parallel.loss_parallel',)),
+    cases=_SEQUENCE,
+    draw=_draw_rows,
+    expected=_dense_rows,
+    limits=_rows_limits,
+    rules=Rules(
+        ('all_gather', 'reduce_scatter', 'all_reduce'),
+        ('torch.distributed.tensor.parallel.SequenceParallel',)),
+    run=_run_rows,
     imports=('torch.distributed.tensor.parallel',))
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #deef6657
@@ -128,21 +197,24 @@ def _order(rank, ranks, micro):
         if ahead + m < micro: order.append(('F', ahead + m))
     return order
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #0108053b
 def _counted_rank(steps, micro):
     "Run the passes of this rank; a message says when it was ready. Gives the spans of the rank."
     import torch
     import torch.distributed as dist
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    forward_steps, backward_steps = steps[rank]
     clock, spans, sending = 0, [], []
     for kind, m in _order(rank, ranks, micro):
-        source, to = (rank - 1, rank + 1) if kind == 'F' else (rank + 1, rank - 1)
+        if kind == 'F': word, duration, source, to = 'forward', forward_steps, rank - 1, rank + 1
+        else: word, duration, source, to = 'backward', backward_steps, rank + 1, rank - 1
         ready = torch.zeros(())
         if 0 <= source < ranks: dist.recv(ready, source)
         start = max(clock, int(ready))
-        clock = start + steps[rank][kind == 'B']
-        spans.append((rank, start, clock, 'backward' if kind == 'B' else 'forward', str(m)))
-        if 0 <= to < ranks: sending.append(dist.isend(torch.tensor(float(clock)), to))
+        clock = start + duration
+        spans.append((rank, start, clock, word, str(m)))
+        if 0 <= to < ranks:
+            message = torch.tensor(float(clock))
+            sending.append(dist.isend(message, to))
     for message in sending: message.wait()
     return spans
 
@@ -151,14 +223,19 @@ def _counted(steps, micro):
     "Run 1F1B on real ranks; `steps` has (forward, backward) of each. Gives their spans."
     return run_ranks(_counted_rank, len(steps), args=(steps, micro), timeout_s=20)
 
-def _idle(ranks, rank):
-    "Steps in which a rank has nothing to do, and all steps."
-    whole = max(end for spans in ranks for _, _, end, *_ in spans)
-    return whole - sum(end - start for _, start, end, *_ in ranks[rank]), whole
+def _whole(chart):
+    "Steps from the first pass of all ranks to the last."
+    ends = [end for spans in chart for _, _, end, *_ in spans]
+    return max(ends)
 
-def _waited(): return _idle(_counted([(1, 2)] * 4, 6), 0)[0]
+def _busy(spans):
+    "Steps in which a rank is at work."
+    return sum(end - start for _, start, end, *_ in spans)
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #2c5901e5
+def _waited():
+    chart = _counted([(1, 2)] * 4, 6)
+    return _whole(chart) - _busy(chart[0])
+
 _WAIT = Question(
     number='10.3',
     title='How long does a rank wait?',
@@ -170,44 +247,58 @@ _WAIT = Question(
     within=.01)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #a97f0c0d
-_BOUNDARY = Case(2, (5,)), Case(3, (7,)), Case(4, (5,)), Case(3, (9,))
+_BOUNDARY = (
+    Case(2, (5,)),
+    Case(3, (7,)),
+    Case(4, (5,)),
+    Case(3, (9,)))
 
 def _draw_boundary(case, rank, generator):
     import torch
     def drawn(*shape): return torch.randn(shape, generator=generator)
-    width = case.sizes[0]
-    inputs = {'weight': drawn(width, width) / width**.5, 'shape': (_ROWS, width)}
-    if rank == 0: inputs['batch'] = drawn(_ROWS, width)
+    width, = case.sizes
+    weight = drawn(width, width) / width**.5
+    inputs = {'weight': weight, 'shape': (_ROWS, width)}
+    if rank == 0:
+        inputs['batch'] = drawn(_ROWS, width)
     if rank == case.ranks - 1:
-        inputs |= {'targets': drawn(_ROWS, width), 'coefficient': 2 + drawn(1).abs()}
+        inputs['targets'] = drawn(_ROWS, width)
+        inputs['coefficient'] = 2 + drawn(1).abs()
     return inputs
 
 def _penalised(h, penalty, weight):
     h = (h @ weight).tanh()
     return h, penalty + h.pow(4).sum()
 
-def _run_boundary(answer, inputs, observed):
-    weight, targets = inputs['weight'].requires_grad_(), inputs.get('targets')
-    def stage(h, penalty): return _penalised(h, penalty, weight)
-    def loss(h, penalty): return (h - targets).abs().sum() + inputs['coefficient'][0] * penalty
-    answer(stage, inputs['shape'], inputs.get('batch'), None if targets is None else loss)
-    return {'gradient': weight.grad}
+def _penalised_loss(h, penalty, inputs):
+    error = (h - inputs['targets']).abs().sum()
+    return error + inputs['coefficient'][0] * penalty
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #c0a0d955
+def _run_boundary(answer, inputs, observed):
+    weight = inputs['weight'].requires_grad_()
+    def stage(h, penalty): return _penalised(h, penalty, weight)
+    def loss(h, penalty): return _penalised_loss(h, penalty, inputs)
+    last = 'targets' in inputs
+    answer(stage, inputs['shape'], inputs.get('batch'), loss if last else None)
+    return {'gradient': weight.grad}
+
 def _whole_gradients(inputs, case):
-    weights = [each['weight'].double().requires_grad_() for each in inputs]
+    weights = [_float64(each['weight']) for each in inputs]
     h, penalty = inputs[0]['batch'].double(), 0
-    for weight in weights: h, penalty = _penalised(h, penalty, weight)
-    loss = (h - inputs[-1]['targets']).abs().sum() + inputs[-1]['coefficient'][0] * penalty
-    loss.backward()
+    for weight in weights:
+        h, penalty = _penalised(h, penalty, weight)
+    _penalised_loss(h, penalty, inputs[-1]).backward()
     return [{'gradient': weight.grad} for weight in weights]
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #24e22cd8
 def _boundary_limits(case):
+    width, = case.sizes
     boundaries = 2 if case.ranks > 2 else 1  # Of the rank that has most
-    sent = boundaries * 4 * (_ROWS * case.sizes[0] + 1)
-    yield Limit('bytes sent', sent, sent)
-    yield Limit('calls', 4 * boundaries, 4 * boundaries)
+    boundary_b = 4 * (_ROWS * width + 1)
+    sent_b = boundaries * boundary_b
+    calls = boundaries * 4
+    yield Limit('bytes sent', sent_b, sent_b)
+    yield Limit('calls', calls, calls)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #49a5c4db
 _MESSAGES = Rules(('send', 'receive'), ('torch.distributed.batch_isend_irecv',))
@@ -231,64 +322,85 @@ class _Stage:
     "A stage as an answer gets it: a function with a weight, which logs its passes."
     def __init__(self, weight, function):
         self.weight = weight.requires_grad_()
-        self._function, self._passes = function, []
+        self.function = function
+        self.passes = []
 
     def __call__(self, x):
-        y = self._function(x, self.weight)
-        m = sum(kind == 'F' for kind, _ in self._passes)
-        self._passes.append(('F', m))
-        y.register_hook(lambda grad: self._passes.append(('B', m)))
+        y = self.function(x, self.weight)
+        m = sum(kind == 'F' for kind, _ in self.passes)
+        self.passes.append(('F', m))
+        def note_backward(grad): self.passes.append(('B', m))
+        y.register_hook(note_backward)
         return y
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #92e00e7f
 def _schedule(stage, micro, rank, ranks):
     "Say what is wrong with the passes of a stage."
-    passes, done = stage._passes, 0
-    if len(passes) != 2 * micro: return f'{len(passes)} passes of the stage, not {2 * micro}'
-    for kind, m in passes:
-        if kind == 'F': done += 1
-        elif done < min(ranks - rank + m, micro): return f'B{m} already after {done} F'
+    made = len(stage.passes)
+    if made != 2 * micro: return f'{made} passes of the stage, not {2 * micro}'
+    done = 0
+    for kind, m in stage.passes:
+        if kind == 'F':
+            done += 1
+            continue
+        needed = min(ranks - rank + m, micro)
+        if done < needed: return f'B{m} already after {done} F'
     return 'no pass too early'
+
+def _run_passes(answer, inputs, stage, loss):
+    "Run an answer with a stage; the last rank alone, which has the targets, gets the loss."
+    import torch.distributed as dist
+    micro = inputs['micro']
+    last = 'targets' in inputs
+    answer(stage, micro, inputs['shape'], inputs.get('batch'), loss if last else None)
+    said = _schedule(stage, micro, dist.get_rank(), dist.get_world_size())
+    return {'schedule': said, 'gradient': stage.weight.grad}
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #8b58795d
 def _draw_pipeline(case, rank, generator):
     import torch
     def drawn(*shape): return torch.randn(shape, generator=generator)
-    micro, width = case.sizes[0], case.sizes[1] + rank
-    inputs = {'weight': drawn(width, width + 1) / width**.5, 'micro': micro,
-              'shape': (_ROWS, width)}
-    if rank == 0: inputs['batch'] = drawn(micro, _ROWS, width)
-    if rank == case.ranks - 1: inputs['targets'] = drawn(micro, _ROWS, width + 1)
+    micro, first_width = case.sizes
+    width = first_width + rank  # Each stage gives one column more than it takes
+    weight = drawn(width, width + 1) / width**.5
+    inputs = {'weight': weight, 'micro': micro, 'shape': (_ROWS, width)}
+    if rank == 0:
+        inputs['batch'] = drawn(micro, _ROWS, width)
+    if rank == case.ranks - 1:
+        inputs['targets'] = drawn(micro, _ROWS, width + 1)
     return inputs
 
 def _tanh_stage(x, weight): return (x @ weight).tanh()
 
 def _run_gpipe(answer, inputs, observed):
-    import torch.distributed as dist
-    stage, targets = _Stage(inputs['weight'], _tanh_stage), inputs.get('targets')
-    def loss(y, m): return (y - targets[m]).square().sum()
-    _, micro, shape = list(inputs.values())[:3]
-    answer(stage, micro, shape, inputs.get('batch'), None if targets is None else loss)
-    said = _schedule(stage, micro, dist.get_rank(), dist.get_world_size())
-    return {'schedule': said, 'gradient': stage.weight.grad}
+    stage = _Stage(inputs['weight'], _tanh_stage)
+    def loss(y, m): return (y - inputs['targets'][m]).square().sum()
+    return _run_passes(answer, inputs, stage, loss)
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #eff863c1
+def _gradients(weights):
+    return [{'schedule': 'no pass too early', 'gradient': weight.grad} for weight in weights]
+
 def _stacked_gradients(inputs, case):
-    weights = [each['weight'].double().requires_grad_() for each in inputs]
+    weights = [_float64(each['weight']) for each in inputs]
     y = inputs[0]['batch'].double()
     for weight in weights: y = _tanh_stage(y, weight)
-    (y - inputs[-1]['targets']).square().sum().backward()
-    return [{'schedule': 'no pass too early', 'gradient': weight.grad} for weight in weights]
+    errors = y - inputs[-1]['targets']
+    errors.square().sum().backward()
+    return _gradients(weights)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #245c339a
 def _gpipe_limits(case):
-    (micro, width), ranks = case.sizes, case.ranks
-    middle, widest = ranks > 2, width + ranks - 1
-    row_b = 4 * _ROWS
-    sent = micro * row_b * (2 * widest - 1 if middle else widest)
-    yield Limit('bytes sent', sent, sent)
-    yield Limit('calls', micro * (4 if middle else 2), micro * (4 if middle else 2))
-    weight_b, blocks_b = 4 * widest * (widest + 1), micro * row_b * (3 * widest + 1)
+    micro, first_width = case.sizes
+    column_b = 4 * _ROWS
+    widest = first_width + case.ranks - 1  # Columns that the last rank takes
+    if case.ranks > 2:  # The last rank but one sends them on, and one less back
+        columns, calls = 2 * widest - 1, 4 * micro
+    else:
+        columns, calls = widest, 2 * micro
+    sent_b = micro * columns * column_b
+    yield Limit('bytes sent', sent_b, sent_b)
+    yield Limit('calls', calls, calls)
+    weight_b = 4 * widest * (widest + 1)
+    blocks_b = micro * column_b * (3 * widest + 1)
     yield Limit('peak bytes', 3 * weight_b + blocks_b, 3 * weight_b + 1.6 * blocks_b)
 
 _GPIPE = RankExercise(
@@ -306,29 +418,36 @@ _GPIPE = RankExercise(
     limit_s=4)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #9283170e
-def _gantt(): return _counted([(2, 4), (3, 6), (2, 4), (2, 4)], 5)
+def _gantt():
+    "Run what the chart shows: rank 1 needs half as long again as the others."
+    return _counted([(2, 4), (3, 6), (2, 4), (2, 4)], 5)
 
 def _draw_gantt():
     "Draw the run that exercise 10.6 asks about."
     from llm_workbook.pictures import schedule
-    ranks = _gantt()
-    figure = schedule([span for spans in ranks for span in spans], 'counted steps')
-    figure.axes[-1].set_xticks(range(0, _idle(ranks, 0)[1] + 1, 4))
+    chart = _gantt()
+    spans_of_all = [span for spans in chart for span in spans]
+    figure = schedule(spans_of_all, 'counted steps')
+    figure.axes[-1].set_xticks(range(0, _whole(chart) + 1, 4))
     return figure
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #9092eec0
-def _read(value):
-    ranks = _gantt()
-    means = [sum(end - start for _, start, end, *_ in spans) for spans in ranks]
-    idle, whole = _idle(ranks, 0)
-    pair = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-    numbers = all(isinstance(number, (int, float)) for number in pair)
-    yield numbers, f'{value!r} is not a rank and a share, as (3, 0.5)'
-    yield not numbers or pair[0] == means.index(max(means)), f'rank {pair[0]} is not the slow one'
-    near = not numbers or abs(pair[1] - idle / whole) < .03
-    yield near, f'rank 0 does not idle {pair[1]!r} of the time'
+def _is_rank_and_share(value):
+    if not isinstance(value, tuple) or len(value) != 2: return False
+    return all(isinstance(number, (int, float)) for number in value)
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #d3182570
+def _read(value):
+    pair = _is_rank_and_share(value)
+    yield pair, f'{value!r} is not a rank and a share, as (3, 0.5)'
+    if not pair: return
+    rank, share = value
+    chart = _gantt()
+    busy = [_busy(spans) for spans in chart]
+    slowest = busy.index(max(busy))
+    yield rank == slowest, f'rank {rank} is not the slow one'
+    idle = 1 - busy[0] / _whole(chart)
+    yield abs(share - idle) < .03, f'rank 0 does not idle {share!r} of the time'
+
 _GANTT = Question(
     number='10.6',
     title='Read a Gantt chart',
@@ -342,23 +461,26 @@ def _draw_residual(case, rank, generator):
     import torch
     def drawn(*shape): return torch.randn(shape, generator=generator)
     micro, width = case.sizes
-    inputs = {'weight': drawn(width, width) / width, 'micro': micro, 'shape': (_ROWS, width)}
-    if rank == 0: inputs['batch'] = drawn(micro, _ROWS, width)
+    weight = drawn(width, width) / width
+    inputs = {'weight': weight, 'micro': micro, 'shape': (_ROWS, width)}
+    if rank == 0:
+        inputs['batch'] = drawn(micro, _ROWS, width)
     if rank == case.ranks - 1:
         labels = torch.randint(-1, width, (micro, _ROWS), generator=generator)
         inputs['targets'] = labels.masked_fill(labels < 0, -100)
     return inputs
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #0e5b3374
 def _residual(x, weight):
     from torch.nn.functional import gelu
     return x + gelu(x @ weight)
 
-def _most_live(stage):
+def _most_live(kinds):
     "Micro-batches that wait for their backward pass, at the most."
-    live = [0]
-    for kind, _ in stage._passes: live.append(live[-1] + (1 if kind == 'F' else -1))
-    return max(live)
+    live, most = 0, 0
+    for kind in kinds:
+        live += 1 if kind == 'F' else -1
+        most = max(most, live)
+    return most
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #fbbf6454
 _BEYOND = 'of micro-batches beyond P − rank'
@@ -366,39 +488,43 @@ _BEYOND = 'of micro-batches beyond P − rank'
 def _run_1f1b(answer, inputs, observed):
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage, labels = _Stage(inputs['weight'], _residual), inputs.get('targets')
+    stage = _Stage(inputs['weight'], _residual)
     def loss(y, m):
-        return cross_entropy(y, labels[m], reduction='sum') / (labels >= 0).sum()
-    _, micro, shape = list(inputs.values())[:3]
-    answer(stage, micro, shape, inputs.get('batch'), None if labels is None else loss)
-    beyond = max(0, _most_live(stage) - (ranks - rank))
-    observed.record.marks[_BEYOND] = [4 * shape[0] * shape[1] * beyond]
-    said = _schedule(stage, micro, rank, ranks)
-    return {'schedule': said, 'gradient': stage.weight.grad}
+        labels = inputs['targets']
+        total = cross_entropy(y, labels[m], reduction='sum')
+        return total / (labels >= 0).sum()
+    outputs = _run_passes(answer, inputs, stage, loss)
+    rows, width = inputs['shape']
+    allowed = dist.get_world_size() - dist.get_rank()
+    live = _most_live(kind for kind, _ in stage.passes)
+    observed.record.marks[_BEYOND] = [4 * rows * width * max(0, live - allowed)]
+    return outputs
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #aa414567
 def _residual_gradients(inputs, case):
-    import torch
-    weights = [each['weight'].double().requires_grad_() for each in inputs]
+    from torch.nn.functional import cross_entropy
+    weights = [_float64(each['weight']) for each in inputs]
     y = inputs[0]['batch'].double().flatten(0, 1)
     for weight in weights: y = _residual(y, weight)
-    torch.nn.functional.cross_entropy(y, inputs[-1]['targets'].flatten()).backward()
-    return [{'schedule': 'no pass too early', 'gradient': weight.grad} for weight in weights]
+    labels = inputs[-1]['targets'].flatten()
+    cross_entropy(y, labels).backward()
+    return _gradients(weights)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #ebaf513c
 def _1f1b_limits(case):
-    (micro, width), ranks = case.sizes, case.ranks
-    boundaries, tensor_b, weight_b = 2 if ranks > 2 else 1, 4 * _ROWS * width, 4 * width**2
-    sent = boundaries * micro * tensor_b
-    yield Limit('bytes sent', sent, sent)
-    yield Limit('calls', boundaries * 2 * micro, boundaries * 2 * micro)
+    micro, width = case.sizes
+    boundaries = 2 if case.ranks > 2 else 1
+    tensor_b = 4 * _ROWS * width
+    weight_b = 4 * width**2
+    sent_b = boundaries * micro * tensor_b
+    calls = boundaries * 2 * micro
+    yield Limit('bytes sent', sent_b, sent_b)
+    yield Limit('calls', calls, calls)
     yield Limit(_BEYOND, 0, 0)
     held_b = 3 * weight_b + micro * tensor_b  # Rank 0 has the batch from the beginning
-    yield Limit('peak bytes', held_b + (2 * ranks + 2) * tensor_b,
-                held_b + (3 * ranks + 6) * tensor_b)
+    good_b = held_b + (2 * case.ranks + 2) * tensor_b
+    most_b = held_b + (3 * case.ranks + 6) * tensor_b
+    yield Limit('peak bytes', good_b, most_b)
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #9e709bd7
 _1F1B = RankExercise(
     number='10.7',
     title='1F1B in the memory of P micro-batches',
@@ -414,52 +540,59 @@ _1F1B = RankExercise(
     limit_s=4)
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #02acc6e3
-_LAYERS, _BATCH, _CARD_GIB, _FASTEST = 16, 24, 24, 564
+_LAYERS, _BATCH, _CARD_GIB = 16, 24, 24
+_FASTEST = 564  # Steps; this page goes through all cuts below
 
 def _pass_steps(layers, micro):
     "Steps of a forward and a backward pass of each rank."
-    rows, works = _BATCH // micro, [*layers[:-1], layers[-1] + 3]
+    rows = _BATCH // micro
+    *others, last = layers
+    works = [*others, last + 3]  # The head is the work of three layers
     return [(4 + rows * work, 4 + 2 * rows * work) for work in works]
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #d00446f9
-def _held_gib(spans, layers, micro, rank):
+def _held_gib(kinds, layers, micro, rank):
     "What a rank holds at its fullest, by the passes that it made."
-    live, most = 0, 0
-    for _, _, _, kind, _ in spans:
-        live += 1 if kind == 'forward' else -1
-        most = max(most, live)
-    ends = 2 if rank in (0, 3) else 0
-    return layers[rank] * (1 + most * .5 * _BATCH // micro) + ends
+    waiting = _most_live(kinds) * .5 * _BATCH // micro
+    table = 2 if rank in (0, 3) else 0  # The embedding, or the head
+    return layers[rank] * (1 + waiting) + table
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #daeb4d64
 def _is_cut(value):
-    if not (isinstance(value, tuple) and len(value) == 2): return False
+    if not isinstance(value, tuple) or len(value) != 2: return False
     layers, micro = value
-    if not (isinstance(layers, tuple) and len(layers) == 4): return False
-    return (all(isinstance(n, int) and n > 0 for n in (*layers, micro))
-            and sum(layers) == _LAYERS and _BATCH % micro == 0)
+    if not isinstance(layers, tuple) or len(layers) != 4: return False
+    if not all(isinstance(n, int) and n > 0 for n in (*layers, micro)): return False
+    return sum(layers) == _LAYERS and _BATCH % micro == 0
 
 def _cut_run(value):
     "Steps, and GiB of each rank."
-    ranks = _counted(_pass_steps(*value), value[1])
-    return _idle(ranks, 0)[1], [_held_gib(spans, *value, rank) for rank, spans in enumerate(ranks)]
+    layers, micro = value
+    chart = _counted(_pass_steps(layers, micro), micro)
+    held_gib = []
+    for rank, spans in enumerate(chart):
+        kinds = ['F' if kind == 'forward' else 'B' for _, _, _, kind, _ in spans]
+        held_gib.append(_held_gib(kinds, layers, micro, rank))
+    return _whole(chart), held_gib
 
 def _cut_holds(value):
     legal = _is_cut(value)
-    yield legal, (f'{value!r} is not four numbers of layers, {_LAYERS} together, and a number '
-                  f'of micro-batches that divides {_BATCH}, as ((4, 4, 4, 4), 6)')
+    yield legal, (
+        f'{value!r} is not four numbers of layers, {_LAYERS} together, and a number '
+        f'of micro-batches that divides {_BATCH}, as ((4, 4, 4, 4), 6)')
     if not legal: return
-    steps, held = _cut_run(value)
-    full = max(held)
-    yield full <= _CARD_GIB, f'rank {held.index(full)} holds {full:g} GiB of {_CARD_GIB}'
-    yield steps <= 1.1 * _FASTEST, f'it takes {steps} steps, {steps / _FASTEST:.2f} of the fastest'
+    steps, held_gib = _cut_run(value)
+    most_gib = max(held_gib)
+    rank = held_gib.index(most_gib)
+    yield most_gib <= _CARD_GIB, f'rank {rank} holds {most_gib:g} GiB of {_CARD_GIB}'
+    share = steps / _FASTEST
+    yield share <= 1.1, f'it takes {steps} steps, {share:.2f} of the fastest'
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #5446d35a
 def _cut_measures(value):
     from llm_workbook.exercises.judge import Measure
-    yield Measure('counted steps', _cut_run(value)[0], _FASTEST)
+    steps, _ = _cut_run(value)
+    yield Measure('counted steps', steps, _FASTEST)
 
-# %% ../../nbs/answers/10_pipeline_tensor.ipynb #2c829b07
 _CUT = Question(
     number='10.8',
     title='Cut 16 layers for a fast pipeline',
@@ -469,4 +602,4 @@ _CUT = Question(
     conditions=_cut_holds,
     measures=_cut_measures)
 
-SET_10 = _MLP, _LOSS, _WAIT, _DROPPED, _GPIPE, _GANTT, _1F1B, _CUT
+SET_10 = _MLP, _SEQUENCE_MLP, _WAIT, _DROPPED, _GPIPE, _GANTT, _1F1B, _CUT

@@ -18,39 +18,56 @@ _TALKS = (
     '<user> And the age ? <assistant> 34 <end> <user> Sure ? <assistant> Yes , 34 <end>',
     '<user> Sort 9 2 5 <assistant> 2 5 9 <end> <user> Thanks <assistant> Welcome <end>')
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #791f2b19
 def _by_rule(tokens):
     "Whether each token trains: an answer, and the token that ends it."
     marks, trains = [], False
     for token in tokens:
         marks.append(trains)
-        trains = token == '<assistant>' or trains and token != '<end>'
+        if token == '<assistant>': trains = True
+        if token == '<end>': trains = False
     return marks
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #bcc11c5a
 def _marked():
     "Tokens and marks of each row; the mark of one end token is wrong."
-    rows = [(tokens, _by_rule(tokens)) for tokens in map(str.split, _TALKS)]
-    places = [(row, place) for row, (tokens, _) in enumerate(rows)
-              for place, token in enumerate(tokens) if token == '<end>']
-    row, place = random.Random(4).choice(places)
-    rows[row][1][place] ^= True
+    rows, ends = [], []
+    for row, talk in enumerate(_TALKS):
+        tokens = talk.split()
+        rows.append((tokens, _by_rule(tokens)))
+        ends += [(row, place) for place, token in enumerate(tokens) if token == '<end>']
+    row, place = random.Random(4).choice(ends)
+    _, marks = rows[row]
+    marks[place] = not marks[place]
     return rows
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #d911558e
 def _print_rows():
     "The rows; a star before each token that trains."
     for row, (tokens, marks) in enumerate(_marked()):
-        print(f'row {row}:', *(f'{place}:{"*" * mark}{token}'
-                               for place, (token, mark) in enumerate(zip(tokens, marks))))
+        words = []
+        for place, (token, trains) in enumerate(zip(tokens, marks)):
+            star = '*' if trains else ''
+            words.append(f'{place}:{star}{token}')
+        print(f'row {row}:', *words)
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #b5fe2125
+def _wrong_mark():
+    "Row and place of the mark that is not by the rule."
+    for row, (tokens, marks) in enumerate(_marked()):
+        for place, trains in enumerate(_by_rule(tokens)):
+            if marks[place] != trains: return row, place
+
+# %% ../../nbs/answers/11_rows_loop.ipynb #9b85da75
 def _wrong_token(value):
-    pair = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-    (row, place), = [(row, place) for row, (tokens, marks) in enumerate(_marked())
-                     for place, right in enumerate(_by_rule(tokens)) if marks[place] != right]
-    yield pair[0] is not None, f'{value!r} is not a pair (row, token), as (0, 5)'
-    yield pair[0] in (row, None), f'all marks of row {pair[0]} are right'
-    yield pair[0] != row or pair[1] == place, f'the mark of token {pair[1]} is right'
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    yield is_pair, f'{value!r} is not a pair (row, token), as (0, 5)'
+    if not is_pair: return
+    row, place = value
+    true_row, true_place = _wrong_mark()
+    yield row == true_row, f'all marks of row {row} are right'
+    if row == true_row:
+        yield place == true_place, f'the mark of token {place} is right'
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #7115eddb
 _VIEW = Question(
@@ -65,12 +82,13 @@ _VIEW = Question(
 def _useful_share():
     "Percent of the places that are tokens, in 10,000 batches of 8."
     import torch
-    draws = torch.rand(10_000, 8, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    draws = torch.rand(10_000, 8, generator=generator)
     lengths = torch.where(draws < .1, 100, 10)
-    places = lengths.amax(1).sum() * lengths.shape[1]
+    longest = lengths.amax(1)
+    places = 8 * longest.sum()
     return 100 * float(lengths.sum() / places)
 
-# %% ../../nbs/answers/11_rows_loop.ipynb #6cd0de13
 _USEFUL = Question(
     number='11.2',
     title='What is left of a padded batch',
@@ -82,35 +100,47 @@ _USEFUL = Question(
     within=.04)
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #f74e16da
-_STEPS = Case(2, (4, 3, 5)), Case(3, (5, 4, 3)), Case(4, (3, 3, 7)), Case(3, (6, 2, 4))
+_STEPS = (
+    Case(2, (4, 3, 5)),
+    Case(3, (5, 4, 3)),
+    Case(4, (3, 3, 7)),
+    Case(3, (6, 2, 4)))
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #f8ddd143
 def _draw_steps(case, rank, generator):
     import torch
     steps, rows, wide = case.sizes
     same = torch.Generator().manual_seed(wide)
     x = torch.randn(steps, rows, wide, generator=generator)
     y = torch.randn(steps, rows, generator=generator) * (1 + rank)
-    return {'weight': torch.randn(wide, generator=same), 'batches': list(zip(x, y))}
+    weight = torch.randn(wide, generator=same)
+    return {'weight': weight, 'batches': list(zip(x, y))}
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #2d4d757f
 def _one_process(inputs, case):
     import torch
     weight, steps = inputs[0]['weight'].double(), case.sizes[0]
     for step in range(steps):
-        x = torch.cat([each['batches'][step][0] for each in inputs]).double()
-        y = torch.cat([each['batches'][step][1] for each in inputs]).double()
+        batches = [each['batches'][step] for each in inputs]
+        x = torch.cat([x for x, _ in batches]).double()
+        y = torch.cat([y for _, y in batches]).double()
         gradient = x.T @ (x @ weight - y) / len(x)
         gradient = gradient / gradient.norm().clamp(min=1)
-        weight = weight - .1 * (1 - step / steps) * gradient
+        rate = .1 * (1 - step / steps)
+        weight = weight - rate * gradient
     return [weight.float()] * case.ranks
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #d1734fbd
 def _loop_limits(case):
     steps, _, wide = case.sizes
-    yield Limit('bytes sent', steps * 2 * (case.ranks - 1) / case.ranks * 4 * wide,
-                steps * 2 * (case.ranks - 1) * 4 * -(-wide // case.ranks))
+    others = case.ranks - 1
+    sent = steps * 2 * others / case.ranks * 4 * wide
+    padded_part = -(-wide // case.ranks)
+    most = steps * 2 * others * 4 * padded_part
+    yield Limit('bytes sent', sent, most)
     yield Limit('calls', steps, steps)
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #19e58a3e
 def _trained_weight(answer, inputs, observed):
     answer(inputs['weight'], inputs['batches'])
     return inputs['weight']
@@ -130,30 +160,40 @@ _LOOP = RankExercise(
     run=_trained_weight)
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #f8f5ff19
-_ROWS = tuple(
-    Case(1, sizes)
-    for sizes in [(9, 30, 5, 21, 17, 26), (40, 33, 37, 38), (25, 1, 24, 22, 23), (31, 2, 28, 30)])
+_ROWS = (
+    Case(1, (9, 30, 5, 21, 17, 26)),
+    Case(1, (40, 33, 37, 38)),
+    Case(1, (25, 1, 24, 22, 23)),
+    Case(1, (31, 2, 28, 30)))
+_PADDING = 3
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #6a7d8133
 def _draw_row(case, rank, generator):
     import torch
-    places = sum(case.sizes) + 3
-    row = {name: torch.randn(places, 8, generator=generator) for name in 'qkv'}
-    return row | {'lengths': list(case.sizes)}
+    places = sum(case.sizes) + _PADDING
+    q, k, v = (torch.randn(places, 8, generator=generator) for _ in 'qkv')
+    return {'q': q, 'k': k, 'v': v, 'lengths': list(case.sizes)}
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #e18f5dd3
 def _block_attention(inputs, case):
     import torch
-    given, lengths = inputs[0], torch.tensor([*case.sizes, 3])
+    lengths = torch.tensor([*case.sizes, _PADDING])
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)
     reads = (owner[:, None] == owner).tril()
-    q, k, v = (given[name].double() for name in 'qkv')
-    scores = (q @ k.T / 8**.5).masked_fill(~reads, -torch.inf)
-    return [(scores.softmax(1) @ v * (owner < len(case.sizes))[:, None]).float()]
+    q, k, v = (inputs[0][name].double() for name in 'qkv')
+    scores = q @ k.T / 8**.5
+    shares = scores.masked_fill(~reads, -torch.inf).softmax(1)
+    is_text = owner < len(case.sizes)
+    out = (shares @ v) * is_text[:, None]
+    return [out.float()]
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #0d8a8a3d
 def _row_limits(case):
-    row_b, square_b = 4 * 8 * (sum(case.sizes) + 3), 4 * max(case.sizes)**2
-    yield Limit('peak bytes', 4 * row_b + 3 * square_b, 5 * row_b + 5 * square_b)
+    row_b = 4 * 8 * (sum(case.sizes) + _PADDING)
+    square_b = 4 * max(case.sizes)**2
+    good_b = 4 * row_b + 3 * square_b
+    most_b = 5 * row_b + 5 * square_b
+    yield Limit('peak bytes', good_b, most_b)
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #91c78c12
 _ATTENTION = RankExercise(
@@ -169,51 +209,65 @@ _ATTENTION = RankExercise(
     rules=Rules(()))
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #4e468f15
-_BATCHES = Case(2, (30,)), Case(3, (24,)), Case(4, (19,)), Case(3, (27,))
+_BATCHES = (
+    Case(2, (30,)),
+    Case(3, (24,)),
+    Case(4, (19,)),
+    Case(3, (27,)))
 _TOKENS, _WIDE, _MICRO = 53, 12, 8
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #4817b927
 def _draw_batches(case, rank, generator):
     import torch
-    same, longest = torch.Generator().manual_seed(case.sizes[0]), case.sizes[0]
+    longest, = case.sizes
+    same = torch.Generator().manual_seed(longest)
     def draw(low, high): return int(torch.randint(low, high, (), generator=generator))
     batches = []
     for number in range(_MICRO):
-        ids = torch.randint(_TOKENS, (draw(longest - 6, longest) + 1,), generator=generator)
+        length = draw(longest - 6, longest)
+        ids = torch.randint(_TOKENS, (length + 1,), generator=generator)
         labels = ids[1:].clone()
-        labels[:draw(0, longest) if number else longest] = -100  # None of the first batch trains
+        prompt = draw(0, longest) if number else longest  # None of the first batch trains
+        labels[:prompt] = -100
         batches.append((ids[:-1], labels))
     return {
         'table': torch.randn(_TOKENS, _WIDE, generator=same),
-        'head': torch.randn(_TOKENS, _WIDE, generator=same), 'batches': batches}
+        'head': torch.randn(_TOKENS, _WIDE, generator=same),
+        'batches': batches}
 
-# %% ../../nbs/answers/11_rows_loop.ipynb #5dd8ecc3
 def _big_batch(inputs, case):
     import torch
-    table, head = (inputs[0][name].double().requires_grad_() for name in ('table', 'head'))
+    table = inputs[0]['table'].double().requires_grad_()
+    head = inputs[0]['head'].double().requires_grad_()
     batches = [batch for each in inputs for batch in each['batches']]
-    ids, labels = (torch.cat(parts) for parts in zip(*batches))
+    ids = torch.cat([ids for ids, _ in batches])
+    labels = torch.cat([labels for _, labels in batches])
     trains = labels >= 0
     logits = table[ids[trains]] @ head.T
-    loss = logits.logsumexp(1).mean() - logits.gather(1, labels[trains, None]).mean()
+    of_labels = logits.gather(1, labels[trains, None])
+    loss = logits.logsumexp(1).mean() - of_labels.mean()
     slopes = torch.autograd.grad(loss, [table, head])
-    return [(loss.detach().float(), [slope.float() for slope in slopes])] * case.ranks
+    outputs = loss.detach().float(), [slope.float() for slope in slopes]
+    return [outputs] * case.ranks
 
-# %% ../../nbs/answers/11_rows_loop.ipynb #8b39a347
 def _batch_limits(case):
-    size_b = 2 * 4 * _TOKENS * _WIDE
-    sent = 2 * (case.ranks - 1) / case.ranks * size_b
+    longest, = case.sizes
+    weights_b = 2 * 4 * _TOKENS * _WIDE
+    sent = 2 * (case.ranks - 1) / case.ranks * weights_b
     yield Limit('bytes sent', sent, sent + 200)
     yield Limit('calls', 2, 4)
-    logits_b = 4 * _TOKENS * case.sizes[0]
-    yield Limit('peak bytes', 4 * size_b + 2 * logits_b, 5 * size_b + 5 * logits_b)
+    logits_b = 4 * _TOKENS * longest
+    good_b = 4 * weights_b + 2 * logits_b
+    most_b = 5 * weights_b + 5 * logits_b
+    yield Limit('peak bytes', good_b, most_b)
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #8985736a
 def _run_batches(answer, inputs, observed):
     import torch
-    model = torch.nn.Sequential(
-        torch.nn.Embedding.from_pretrained(inputs['table'], freeze=False),
-        torch.nn.Linear(1, 1, bias=False))
-    model[1].weight = torch.nn.Parameter(inputs['head'])
+    embedding = torch.nn.Embedding.from_pretrained(inputs['table'], freeze=False)
+    head = torch.nn.Linear(1, 1, bias=False)
+    head.weight = torch.nn.Parameter(inputs['head'])
+    model = torch.nn.Sequential(embedding, head)
     loss = answer(model, inputs['batches'])
     return loss, [parameter.grad for parameter in model.parameters()]
 
@@ -232,22 +286,39 @@ _BIG_BATCH = RankExercise(
     run=_run_batches)
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #1ade81a2
-_LENGTHS = [int(200 * 150**(place * 61 % 160 / 160)) for place in range(160)]
+def _length(place):
+    "From 200 to 29,075 tokens, in a mixed order."
+    share = place * 61 % 160 / 160
+    return int(200 * 150**share)
+
+# %% ../../nbs/answers/11_rows_loop.ipynb #e9d23d1d
+_LENGTHS = [_length(place) for place in range(160)]
 _ROOM = 32_768
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #c32984ce
 def _row_flop(row):
-    return sum(2 * 1.236e9 * _LENGTHS[one] + 2 * 16 * 2048 * _LENGTHS[one]**2 for one in row)
+    flop = 0
+    for one in row:
+        tokens = _LENGTHS[one]
+        weights = 2 * 1.236e9 * tokens
+        attention = 2 * 16 * 2048 * tokens**2
+        flop += weights + attention
+    return flop
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #43bbf5b0
 def _steps_time(steps):
     "The work of all steps on their slowest rank, over the least there can be."
     took = sum(max(map(_row_flop, step)) for step in steps)
-    return took / (_row_flop(range(len(_LENGTHS))) / 4)
+    least = _row_flop(range(len(_LENGTHS))) / 4
+    return took / least
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #e1e4b949
+def _is_step(value):
+    if not isinstance(value, list) or len(value) != 4: return False
+    return all(isinstance(row, list) for row in value)
+
 def _are_steps(value):
-    return isinstance(value, list) and all(
-        isinstance(step, list) and len(step) == 4 and all(isinstance(row, list) for row in step)
-        for step in value)
+    return isinstance(value, list) and all(map(_is_step, value))
 
 # %% ../../nbs/answers/11_rows_loop.ipynb #3115adc9
 def _good_steps(value):
@@ -255,9 +326,10 @@ def _good_steps(value):
         yield False, 'it is not a list of steps, each a list of four rows, each a list of numbers'
         return
     rows = [row for step in value for row in step]
-    inside = sorted(one for row in rows for one in row) == list(range(len(_LENGTHS)))
-    yield inside, 'not each of the 160 conversations is in exactly one row'
-    if not inside: return
+    numbers = sorted(one for row in rows for one in row)
+    complete = numbers == list(range(len(_LENGTHS)))
+    yield complete, 'not each of the 160 conversations is in exactly one row'
+    if not complete: return
     fullest = max(sum(_LENGTHS[one] for one in row) for row in rows)
     yield fullest <= _ROOM, f'a row has {fullest:,} tokens, more than {_ROOM:,}'
     ratio = _steps_time(value)
@@ -277,4 +349,5 @@ _BALANCE = Question(
     conditions=_good_steps,
     measures=_steps_score)
 
+# %% ../../nbs/answers/11_rows_loop.ipynb #56f5c69b
 SET_11 = _VIEW, _USEFUL, _LOOP, _ATTENTION, _BIG_BATCH, _BALANCE

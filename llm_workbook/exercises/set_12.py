@@ -11,7 +11,7 @@ from functools import cache
 from time import sleep  # Here, because an exercise refuses it to answers
 from types import SimpleNamespace
 
-from .judge import Case, Limit, Measure, RankExercise, judge_answer
+from .judge import Case, Limit, Measure, RankExercise
 from .observe import Rules
 from .question import Question
 from ..plan.collectives import wire_bytes
@@ -22,17 +22,21 @@ _AGREE = Rules(('broadcast', 'all_reduce', 'barrier'))
 def _draw_seed(case, rank, generator):
     import torch
     rows, epochs = case.sizes
-    return {'seed': torch.randint(2**40, (), generator=generator), 'rows': rows, 'epochs': epochs}
+    seed = torch.randint(2**40, (), generator=generator)
+    return {'seed': seed, 'rows': rows, 'epochs': epochs}
 
 def _orders(inputs, case):
     import torch
     rows, epochs = case.sizes
     even = rows // case.ranks * case.ranks
+    seed = int(inputs[0]['seed'])
     orders = []
     for epoch in range(epochs):
-        shuffler = torch.Generator().manual_seed(int(inputs[0]['seed']) + epoch)
-        orders.append(torch.randperm(rows, generator=shuffler)[:even])
-    return [torch.stack(orders)[:, rank::case.ranks] for rank in range(case.ranks)]
+        shuffler = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(rows, generator=shuffler)
+        orders.append(order[:even])
+    epochs_by_place = torch.stack(orders)
+    return [epochs_by_place[:, rank::case.ranks] for rank in range(case.ranks)]
 
 def _seed_limits(case):
     seed_b = wire_bytes('broadcast', 8, case.ranks)
@@ -41,11 +45,8 @@ def _seed_limits(case):
 
 # %% ../../nbs/answers/12_runs.ipynb #d9db98d6
 _SEED = RankExercise(
-    number='12.1',
-    title='Each rank has its own seed',
-    kind='debug',
-    difficulty=1,
-    minutes=10,
+    number='12.1', title='Each rank has its own seed',
+    kind='debug', difficulty=1, minutes=10,
     cases=(Case(2, (11, 3)), Case(3, (20, 2)), Case(4, (18, 2)), Case(3, (13, 2))),
     draw=_draw_seed,
     expected=_orders,
@@ -59,9 +60,9 @@ _PARTS = 'optimizer', 'scheduler', 'random numbers', 'position'
 def _begun(seed):
     import torch
     import torch.distributed as dist
+    from torch import nn
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Dropout(.1),
-                                torch.nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, .02, _STEPS)
     torch.manual_seed(100 * seed + dist.get_rank())
@@ -74,7 +75,9 @@ def _take_steps(live, seed, steps):
     for batch in steps:
         draw = torch.Generator().manual_seed(1000 * seed + 2 * batch + dist.get_rank())
         x = torch.randn(32, 16, generator=draw)
-        (model(x)[:, 0] - x.square().mean(1).sqrt()).square().mean().backward()
+        y = x.square().mean(1).sqrt()
+        error = model(x)[:, 0] - y
+        error.square().mean().backward()
         for p in model.parameters():
             dist.all_reduce(p.grad)
             p.grad /= 2
@@ -87,10 +90,12 @@ def _take_steps(live, seed, steps):
 def _resumed_without(part, saved, seed):
     import torch
     model, optimizer, schedule = live = _begun(seed)
+    rate = 1e-2
     model.load_state_dict(saved['model'])
     if part != 'optimizer': optimizer.load_state_dict(saved['optimizer'])
-    if part != 'scheduler': schedule.load_state_dict(saved['scheduler'])
-    rate = schedule.get_last_lr()[0] if part != 'scheduler' else 1e-2
+    if part != 'scheduler':
+        schedule.load_state_dict(saved['scheduler'])
+        rate, = schedule.get_last_lr()
     optimizer.param_groups[0]['lr'] = rate
     if part != 'random numbers': torch.set_rng_state(saved['random numbers'])
     first = 0 if part == 'position' else _STOP
@@ -106,8 +111,11 @@ def _distances(seed):
     saved = dict(zip(('model', 'optimizer', 'scheduler'), states))
     saved['random numbers'] = torch.get_rng_state()
     right = _take_steps(live, seed, range(_STOP, _STEPS))
-    ends = [_resumed_without(part, deepcopy(saved), seed) for part in ('', *_PARTS)]
-    return [float((end - right).norm()) for end in ends]
+    distances = []
+    for part in ('', *_PARTS):
+        end = _resumed_without(part, deepcopy(saved), seed)
+        distances.append(float((end - right).norm()))
+    return distances
 
 def _of_three_seeds(): return [_distances(seed) for seed in range(3)]
 
@@ -124,11 +132,8 @@ def _worst_part():
     return found.pop()
 
 _WORST = Question(
-    number='12.2',
-    title='Which missing part moves the weights most?',
-    kind='predict',
-    difficulty=2,
-    minutes=10,
+    number='12.2', title='Which missing part moves the weights most?',
+    kind='predict', difficulty=2, minutes=10,
     measure=_worst_part,
     within=.01)
 
@@ -137,9 +142,10 @@ _STEPWISE = Case(2, (7,)), Case(3, (6,)), Case(4, (9,)), Case(3, (5,))
 
 def _draw_curve(case, rank, generator):
     import torch
-    steps = case.sizes[0]
+    steps, = case.sizes
     falling = torch.linspace(3, 2, steps, dtype=torch.float64)
-    return {'losses': falling + torch.rand(steps, generator=generator, dtype=torch.float64)}
+    noise = torch.rand(steps, generator=generator, dtype=torch.float64)
+    return {'losses': falling + noise}
 
 def _saved_steps(inputs, case):
     import torch
@@ -149,8 +155,9 @@ def _saved_steps(inputs, case):
     return [(lowest[-1], torch.tensor(steps))] * case.ranks
 
 def _save_limits(case):
-    sent = case.sizes[0] * wire_bytes('all_reduce', 8, case.ranks)
-    yield Limit('bytes sent', sent, 1.5 * sent)  # Twice as much brings all losses to every rank
+    steps, = case.sizes
+    sent_b = steps * wire_bytes('all_reduce', 8, case.ranks)
+    yield Limit('bytes sent', sent_b, 1.5 * sent_b)  # With twice as much, all losses could go to all
 
 def _run_saves(answer, inputs, observed):
     import torch
@@ -166,11 +173,8 @@ def _run_saves(answer, inputs, observed):
 
 # %% ../../nbs/answers/12_runs.ipynb #9a1351af
 _BEST = RankExercise(
-    number='12.3',
-    title='A save that only some ranks make',
-    kind='debug',
-    difficulty=2,
-    minutes=10,
+    number='12.3', title='A save that only some ranks make',
+    kind='debug', difficulty=2, minutes=10,
     cases=_STEPWISE,
     draw=_draw_curve,
     expected=_saved_steps,
@@ -197,8 +201,8 @@ def _word_of_next(inputs, case):
     return [inputs[(rank + 1) % case.ranks]['word'] for rank in range(case.ranks)]
 
 def _port_limits(case):
-    sent = wire_bytes('broadcast', 8, case.ranks)
-    yield Limit('bytes sent', sent, 2 * sent)
+    vote_b = wire_bytes('broadcast', 8, case.ranks)
+    yield Limit('bytes sent', vote_b, 2 * vote_b)
     yield Limit('calls', 2, 4)
 
 # %% ../../nbs/answers/12_runs.ipynb #5bab581b
@@ -223,11 +227,8 @@ def _run_store(answer, inputs, observed):
 
 # %% ../../nbs/answers/12_runs.ipynb #7ef4e5d9
 _PORT = RankExercise(
-    number='12.4',
-    title='A port that is taken',
-    kind='debug',
-    difficulty=3,
-    minutes=15,
+    number='12.4', title='A port that is taken',
+    kind='debug', difficulty=3, minutes=15,
     cases=(Case(2), Case(3), Case(4), Case(3)),
     draw=_draw_port,
     expected=_word_of_next,
@@ -242,8 +243,8 @@ _DISKS = Case(2, (1, 9)), Case(3, (0, 2)), Case(4, (3, 9)), Case(3, (2, 1)), Cas
 def _draw_number(case, rank, generator):
     import torch
     slow, full = case.sizes
-    return {'number': torch.randint(1000, (), generator=generator),
-            'slow': rank == slow, 'full': rank == full}
+    number = torch.randint(1000, (), generator=generator)
+    return {'number': number, 'slow': rank == slow, 'full': rank == full}
 
 def _committed(inputs, case):
     complete = not any(each['full'] for each in inputs)
@@ -251,8 +252,8 @@ def _committed(inputs, case):
     return [(complete, found if complete else {})] * case.ranks
 
 def _vote_limits(case):
-    sent = wire_bytes('all_reduce', 8, case.ranks)
-    yield Limit('bytes sent', sent, 2 * sent)
+    vote_b = wire_bytes('all_reduce', 8, case.ranks)
+    yield Limit('bytes sent', vote_b, 2 * vote_b)
     yield Limit('calls', 2, 4)
 
 def _run_commit(answer, inputs, observed):
@@ -265,7 +266,8 @@ def _run_commit(answer, inputs, observed):
         if inputs['slow']: sleep(.15)
         if inputs['full']: return False
         draft.mkdir(exist_ok=True)
-        (draft/f'rank-{dist.get_rank()}').write_text(str(int(inputs['number'])))
+        file = draft/f'rank-{dist.get_rank()}'
+        file.write_text(str(int(inputs['number'])))
         return True
 
     done = answer(write, draft, final)
@@ -273,11 +275,8 @@ def _run_commit(answer, inputs, observed):
 
 # %% ../../nbs/answers/12_runs.ipynb #fe9b03e3
 _COMMIT = RankExercise(
-    number='12.5',
-    title='A commit without a vote',
-    kind='debug',
-    difficulty=3,
-    minutes=15,
+    number='12.5', title='A commit without a vote',
+    kind='debug', difficulty=3, minutes=15,
     cases=_DISKS,
     draw=_draw_number,
     expected=_committed,
@@ -297,28 +296,30 @@ _MUSEUM = {  # Number -> what is wrong, switches of the mistake, switches of its
     7: ('the save gathers the model', {'save': 'whole'}, {'save': 'shares'})}
 
 def _small_model(recompute, tiles):
-    import torch
-    from torch.nn import functional
+    from torch import nn
+    from torch.nn.functional import cross_entropy, gelu
     from torch.utils.checkpoint import checkpoint
 
-    class Block(torch.nn.Module):
+    class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up, self.down = torch.nn.Linear(128, 512), torch.nn.Linear(512, 128)
+            self.up = nn.Linear(128, 512)
+            self.down = nn.Linear(512, 128)
 
-        def inner(self, x): return x + self.down(functional.gelu(self.up(x)))
+        def inner(self, x): return x + self.down(gelu(self.up(x)))
 
         def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False) if recompute else self.inner(x)
+            if not recompute: return self.inner(x)
+            return checkpoint(self.inner, x, use_reentrant=False)
 
-    class Model(torch.nn.Module):
+    class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words = torch.nn.Embedding(2048, 128)
-            self.layers = torch.nn.ModuleList(Block() for _ in range(4))
-            self.head = torch.nn.Linear(128, 2048)
+            self.words = nn.Embedding(2048, 128)
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+            self.head = nn.Linear(128, 2048)
 
-        def part(self, x, ids): return functional.cross_entropy(self.head(x), ids)
+        def part(self, x, ids): return cross_entropy(self.head(x), ids)
 
         def forward(self, ids):
             x = self.words(ids)
@@ -332,9 +333,10 @@ def _small_model(recompute, tiles):
 def _sharded_model(how):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    mesh, model = init_device_mesh('cpu', (2,)), _small_model(how.recompute, how.tiles)
-    for layer in model.layers if how.units else ():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=how.reshard)
+    mesh = init_device_mesh('cpu', (2,))
+    model = _small_model(how.recompute, how.tiles)
+    if how.units:
+        for layer in model.layers: fully_shard(layer, mesh=mesh, reshard_after_forward=how.reshard)
     return fully_shard(model, mesh=mesh)
 
 # %% ../../nbs/answers/12_runs.ipynb #bb277b9e
@@ -408,13 +410,17 @@ def _draw_museum():
     figure.supylabel('memory of rank 0, MiB', fontsize=10)
     return figure
 
+def _peaks(recording):
+    "Phase -> the most bytes in it."
+    peaks = {}
+    for size_b, phase in zip(*recording):
+        peaks[phase] = max(size_b, peaks.get(phase, 0))
+    return peaks
+
 def _highest(wrong, twin):
     "The phase in which a curve is highest above the highest that its twin is in that phase."
-    (sizes_b, phases), (right_b, right_phases) = wrong, twin
-    def peak(sizes, names, phase):
-        return max((s for s, name in zip(sizes, names) if name == phase), default=0)
-    above = {phase: peak(sizes_b, phases, phase) - peak(right_b, right_phases, phase)
-             for phase in set(phases)}
+    wrong_peaks, twin_peaks = _peaks(wrong), _peaks(twin)
+    above = {phase: peak_b - twin_peaks.get(phase, 0) for phase, peak_b in wrong_peaks.items()}
     return max(above, key=above.get)
 
 # %% ../../nbs/answers/12_runs.ipynb #f81241e8
@@ -422,18 +428,17 @@ def _named(value):
     museum = _museum()
     whole = isinstance(value, dict) and set(value) == set(museum)
     yield whole, 'the answer is a dictionary with the letters A to G, as {"A": 3, ...}'
-    for letter, (number, wrong, twin) in museum.items() if whole else ():
-        said = _MUSEUM.get(value[letter], (repr(value[letter]),))[0]
-        yield value[letter] == number, (
-            f'{letter} is not "{said}": it is highest above its twin in the phase '
-            f'{_highest(wrong, twin)}')
+    if not whole: return
+    for letter, (number, wrong, twin) in museum.items():
+        said = value[letter]
+        name, *_ = _MUSEUM.get(said, (repr(said),))
+        phase = _highest(wrong, twin)
+        yield said == number, (
+            f'{letter} is not "{name}": it is highest above its twin in the phase {phase}')
 
 _NAMES = Question(
-    number='12.6',
-    title='A museum of mistakes',
-    kind='read',
-    difficulty=3,
-    minutes=20,
+    number='12.6', title='A museum of mistakes',
+    kind='read', difficulty=3, minutes=20,
     conditions=_named)
 
 # %% ../../nbs/answers/12_runs.ipynb #99abd0b9
@@ -442,25 +447,29 @@ _DIVISIONS = Case(3, (31, 2, 3)), Case(2, (26, 2, 1)), Case(4, (53, 2, 4)), Case
 
 def _bounds(part, parts, rows):
     size = -(-rows // parts)
-    return min(part * size, rows), min((part + 1) * size, rows)
+    first = part * size
+    return min(first, rows), min(first + size, rows)
 
 def _draw_share(case, rank, generator):
     import torch
     rows, before, _ = case.sizes
     first, last = _bounds(rank, before, rows)
     kind = {'dtype': torch.float64, 'generator': generator}
-    return {'share': torch.randn(last - first, _WIDTH, **kind),
-            'target': torch.randn(_BATCH, _WIDTH, **kind), 'sizes': case.sizes}
+    share = torch.randn(last - first, _WIDTH, **kind)
+    target = torch.randn(_BATCH, _WIDTH, **kind)
+    return {'share': share, 'target': target, 'sizes': case.sizes}
 
 def _never_stopped(inputs, case):
     import torch
     rows, _, after = case.sizes
     weight = torch.cat([each['share'] for each in inputs])
     target = sum(each['target'] for each in inputs)
-    momentum, source = torch.zeros_like(weight), torch.Generator().manual_seed(12)
+    momentum = torch.zeros_like(weight)
+    source = torch.Generator().manual_seed(12)
     for number in range(_UNTIL):
         x = torch.randn(_BATCH, rows, generator=source, dtype=torch.float64)
-        momentum = .9 * momentum + x.T @ (x @ weight - target) / rows
+        error = x @ weight - target
+        momentum = .9 * momentum + x.T @ error / rows
         weight = weight - .5 / (1 + number) * momentum
     ranges = [_bounds(rank, after, rows) for rank in range(case.ranks)]
     return [(weight[first:last], momentum[first:last]) for first, last in ranges]
@@ -468,13 +477,15 @@ def _never_stopped(inputs, case):
 # %% ../../nbs/answers/12_runs.ipynb #742d7cb4
 def _resume_limits(case):
     rows, before, after = case.sizes
-    wrote, read = (-(-rows // parts) for parts in (before, after))
-    state_b, files = 2 * rows * _WIDTH * 8, before + after
-    peak_b = (3 * wrote + 3 * read + 2 * _BATCH) * _WIDTH * 8  # Ours and the answer's
-    sent_b = _UNTIL * wire_bytes('all_reduce', _BATCH * _WIDTH * 8, case.ranks)
+    row_b = 8 * _WIDTH
+    sent_b = _UNTIL * wire_bytes('all_reduce', _BATCH * row_b, case.ranks)
     yield Limit('bytes sent', sent_b, 1.2 * sent_b)
     yield Limit('calls', _UNTIL + 1, _UNTIL + 3)
+    wrote, read = -(-rows // before), -(-rows // after)
+    peak_b = (3 * wrote + 3 * read + 2 * _BATCH) * row_b  # Ours and the answer's
+    state_b = 2 * rows * row_b
     yield Limit('peak bytes', peak_b, peak_b + state_b / 4)
+    files = before + after
     disk_b = 2 * state_b + 5056 * files  # With the state of a generator in each file
     yield Limit('on disk', disk_b, 1.1 * disk_b + 4096 * files)
 
@@ -502,7 +513,8 @@ def _run_twice(answer, inputs, observed):
     from torch.distributed.distributed_c10d import barrier, get_rank
     folder = Path(observed.diary.file.name).parent/'saved'  # The judge removes it
     folder.mkdir(exist_ok=True)
-    part, share, (rows, before, after) = get_rank(), inputs['share'], inputs['sizes']
+    part, share = get_rank(), inputs['share']
+    rows, before, after = inputs['sizes']
     for parts, until in ((before, _HALT), (after, _UNTIL)):
         step = _stepper(part, parts, rows, inputs['target'])
         source = torch.Generator().manual_seed(12)
@@ -512,17 +524,14 @@ def _run_twice(answer, inputs, observed):
         if until == _HALT:
             del out
             barrier()
-    size_b = sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
-    observed.record.marks['on disk'] = [size_b]
+    files = [path for path in folder.rglob('*') if path.is_file()]
+    observed.record.marks['on disk'] = [sum(file.stat().st_size for file in files)]
     return tuple(out)
 
 # %% ../../nbs/answers/12_runs.ipynb #670f05f8
 _RESUME = RankExercise(
-    number='12.7',
-    title='Two ranks save, three go on',
-    kind='implement',
-    difficulty=4,
-    minutes=45,
+    number='12.7', title='Two ranks save, three go on',
+    kind='implement', difficulty=4, minutes=45,
     cases=_DIVISIONS,
     draw=_draw_share,
     expected=_never_stopped,
@@ -540,9 +549,14 @@ def _drafted():
 
 # %% ../../nbs/answers/12_runs.ipynb #19be6c6f
 _CHEAP = {
-    'sharding.strategy': 'zero3', 'batch.micro': 4, 'batch.accumulation': 1,
-    'optimizer.kind': 'adamw_8bit', 'sharding.offload_parameters': 'cpu',
-    'zero.max_live': 2_000_000_000, 'zero.max_reuse': 2_000_000_000, 'intervals.saving': 25}
+    'sharding.strategy': 'zero3',
+    'batch.micro': 4,
+    'batch.accumulation': 1,
+    'optimizer.kind': 'adamw_8bit',
+    'sharding.offload_parameters': 'cpu',
+    'zero.max_live': 2_000_000_000,
+    'zero.max_reuse': 2_000_000_000,
+    'intervals.saving': 25}
 
 _AS_DRAFTED = (
     'model.source', 'cluster.nodes', 'cluster.processes', 'cluster.device', 'cluster.hardware',
@@ -575,11 +589,8 @@ def _dollars(value):
     yield Measure('dollars', estimate(value).step.cost, least)
 
 _TWO_NODES = Question(
-    number='12.8',
-    title='Two nodes, 70 billion weights',
-    kind='fit',
-    difficulty=5,
-    minutes=45,
+    number='12.8', title='Two nodes, 70 billion weights',
+    kind='fit', difficulty=5, minutes=45,
     conditions=_trains_70b,
     measures=_dollars)
 
