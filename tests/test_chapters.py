@@ -71,6 +71,17 @@ def test_a_page_has_a_picture_and_one_prediction(page):
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
+def test_the_answer_to_a_prediction_is_folded_until_its_cell_is_run(page):
+    cells = cells_of(page)
+    texts = [''.join(cell['source']) for cell in cells]
+    asked = next(i for i, text in enumerate(texts) if '**Predict.**' in text)
+    told = next(i for i, text in enumerate(texts) if '**What happened.**' in text)
+    answers = [cell for cell in cells[asked:told] if cell.get('outputs')]
+    assert answers
+    for cell in answers: assert cell['metadata'].get('jupyter') == {'outputs_hidden': True}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
 def test_a_page_says_how_long_it_takes_and_what_comes_next(page):
     cells = cells_of(page)
     assert STAMP.match(''.join(cells[1]['source']))[0] == (

@@ -129,12 +129,13 @@ class Checked:
         "The verdict as a sentence."
         return str(self.verdict)
 
-    def figure(self) -> 'Figure | None':  # None: nothing ran on ranks, or nothing was right
+    def figure(self) -> 'Figure | None':  # None: no rank called anything or held a tensor
         "Draw this run beside a good one."
-        yours = self.verdict.records
-        if not yours: return None
-        good = good_records(self.verdict.number)
-        return draw_records({'yours': yours} | ({'a good answer': good} if good else {}))
+        runs = {'yours': self.verdict.records, 'a good answer': good_records(self.verdict.number)}
+        busy = {}
+        for title, records in runs.items():
+            if any(_spans(record) for record in records): busy[title] = records
+        return draw_records(busy) if 'yours' in busy else None
 
     def _repr_html_(self):
         verdict = self.verdict

@@ -97,6 +97,9 @@ class WrongAnswer(AssertionError):
         self.verdict = verdict
         super().__init__('\n\n'.join(filter(None, (str(verdict), verdict.detail))))
 
+    # A notebook shows this in place of the lines of the library that raised
+    def _render_traceback_(self): return [f'{type(self).__name__}: {self}']
+
 # %% ../../nbs/exercises/02_judge.ipynb #beb362ed
 def _seed(seed, rank): return 1_000_003 * (seed + 1) + 7919 * rank
 
@@ -269,7 +272,9 @@ def _shown(inputs):
         if isinstance(value, torch.Tensor):
             first = ', '.join(f'{number:.3g}' for number in value.flatten()[:3].tolist())
             text = f'{tuple(value.shape)} [{first}{", ..." if value.numel() > 3 else ""}]'
-        else: text = repr(value)[:40]
+        else:
+            text = repr(value)
+            if len(text) > 60: text = text[:60] + ' ...'
         texts.append(f'{name} {text}')
     return ', '.join(texts)
 

@@ -201,8 +201,8 @@ def _word_of_next(inputs, case):
     return [inputs[(rank + 1) % case.ranks]['word'] for rank in range(case.ranks)]
 
 def _port_limits(case):
-    vote_b = wire_bytes('broadcast', 8, case.ranks)
-    yield Limit('bytes sent', vote_b, 2 * vote_b)
+    port_b = wire_bytes('broadcast', 8, case.ranks)
+    yield Limit('bytes sent', port_b, 2 * port_b)
     yield Limit('calls', 2, 4)
 
 # %% ../../nbs/answers/12_runs.ipynb #5bab581b

@@ -7,7 +7,8 @@ import pytest
 from answers import RECORDS, answer_pages, cells_of, good_answers
 from page import ROOT
 
-from llm_workbook.exercises.check import all_exercises, check_page, good_records, pack_records
+from llm_workbook.exercises.check import (
+    Checked, all_exercises, check_page, good_records, pack_records)
 from llm_workbook.exercises.judge import RankExercise, judge_answer
 from llm_workbook.exercises.question import ask
 
@@ -42,6 +43,7 @@ def test_every_answer_is_right_and_quick(number, answers):
     assert verdict.state == 'right', verdict
     assert verdict.score > .7, verdict
     assert time.monotonic() - start < 20
+    assert f'{number} right, score' in Checked(verdict)._repr_html_()
 
 
 def test_a_set_has_its_three_pages_and_wrong_answers():
