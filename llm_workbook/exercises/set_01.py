@@ -6,7 +6,7 @@
 __all__ = ['SET_01']
 
 # %% ../../nbs/answers/01_bytes.ipynb #82953b77
-from .judge import Case, Limit, Measure, RankExercise, judge_answer
+from .judge import Case, Limit, Measure, RankExercise
 from .observe import Rules
 from .question import Question
 
@@ -17,7 +17,10 @@ def _draw_shapes(case, rank, generator):
     import torch
     count, dtype, optimizer = case.sizes
     sizes = torch.randint(1, 40, (count, 2), generator=generator).tolist()
-    shapes = [tuple(pair) if place % 3 else (pair[0],) for place, pair in enumerate(sizes)]
+    shapes = []
+    for place, (rows, columns) in enumerate(sizes):
+        is_vector = place % 3 == 0
+        shapes.append((rows,) if is_vector else (rows, columns))
     kind = ('float32', 'bfloat16')[dtype]
     return {'shapes': shapes, 'dtype': kind, 'optimizer': _OPTIMIZERS[optimizer]}
 
@@ -27,7 +30,8 @@ def _optimizer_of(name, parameters):
     if name == 'momentum': return torch.optim.SGD(parameters, lr=.1, momentum=.9)
     return torch.optim.AdamW(parameters, amsgrad=name == 'amsgrad')
 
-# %% ../../nbs/answers/01_bytes.ipynb #f3282ee0
+def _total_b(tensors): return sum(tensor.nbytes for tensor in tensors)
+
 def _measured_states(inputs, case):
     "Bytes of weights, gradients and states after a real step."
     import torch
@@ -35,24 +39,29 @@ def _measured_states(inputs, case):
     kind = getattr(torch, dtype)
     weights = [torch.ones(shape, dtype=kind, requires_grad=True) for shape in shapes]
     optimizer = _optimizer_of(name, weights)
-    sum(weight.float().sum() for weight in weights).backward()
+    loss = sum(weight.float().sum() for weight in weights)
+    loss.backward()
     optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    states = [value for value in states if isinstance(value, torch.Tensor)]
-    groups = weights, [weight.grad for weight in weights], states
-    return [tuple(sum(tensor.nbytes for tensor in group) for group in groups)]
+    gradients = [weight.grad for weight in weights]
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    states = [value for value in values if isinstance(value, torch.Tensor)]
+    return [(_total_b(weights), _total_b(gradients), _total_b(states))]
 
-def _no_tensors(case): return Limit('peak bytes', 0, 0),
+def _no_tensors(case):
+    yield Limit('peak bytes', 0, 0)
 
-# %% ../../nbs/answers/01_bytes.ipynb #1e3e0d2f
 _STATES = RankExercise(
     number='1.1',
     title='What training keeps for a parameter',
     kind='implement',
     difficulty=1,
     minutes=15,
-    cases=(Case(1, (7, 0, 2)), Case(1, (5, 1, 2)), Case(1, (4, 0, 1)), Case(1, (3, 1, 0)),
-           Case(1, (8, 1, 3))),
+    cases=(
+        Case(1, (7, 0, 2)),
+        Case(1, (5, 1, 2)),
+        Case(1, (4, 0, 1)),
+        Case(1, (3, 1, 0)),
+        Case(1, (8, 1, 3))),
     draw=_draw_shapes,
     expected=_measured_states,
     limits=_no_tensors,
@@ -61,6 +70,7 @@ _STATES = RankExercise(
 # %% ../../nbs/answers/01_bytes.ipynb #23e46951
 _VOCAB, _WIDTH, _TOKENS = 4096, 128, 512
 
+# %% ../../nbs/answers/01_bytes.ipynb #d770b9cf
 def _recorded_step():
     "Record the second step of a small model; the first operation of that step too."
     import torch
@@ -88,6 +98,7 @@ def _class_of(block):
     if block.shape[:1] == (_VOCAB,): return 'gradients'
     return 'logits' if block.shape[-1:] == (_VOCAB,) else 'activations'
 
+# %% ../../nbs/answers/01_bytes.ipynb #c7d124ce
 def _mountain_data():
     "Bytes of each class over the second step, and the phase of each operation."
     recorder, begin = _recorded_step()
@@ -98,11 +109,17 @@ def _mountain_data():
     return classes, [event.phase for event in recorder.events[begin:]]
 
 # %% ../../nbs/answers/01_bytes.ipynb #75a02a12
+def _totals_b(classes):
+    "Bytes of all classes together, at each operation."
+    return [sum(sizes) for sizes in zip(*classes.values())]
+
+# %% ../../nbs/answers/01_bytes.ipynb #2e97275d
 def _points(classes, phases):
     "Three operations: early in the forward pass, at the peak, midway in the backward pass."
-    totals = [sum(sizes) for sizes in zip(*classes.values())]
-    peak = totals.index(max(totals))
-    begin, end = phases.index('backward'), phases.index('optimizer')
+    totals_b = _totals_b(classes)
+    peak = totals_b.index(max(totals_b))
+    begin = phases.index('backward')
+    end = phases.index('optimizer')
     return begin // 4, peak, (begin + end) // 2
 
 # %% ../../nbs/answers/01_bytes.ipynb #73424ed0
@@ -110,28 +127,31 @@ def _marked_mountain():
     "Draw the total of the step, in one colour, with three points."
     from llm_workbook.display import PALETTE, canvas
     classes, phases = _mountain_data()
-    totals = [sum(sizes) / 2**20 for sizes in zip(*classes.values())]
+    totals = [total_b / 2**20 for total_b in _totals_b(classes)]
     figure = canvas(3)
     axes = figure.subplots()
     axes.fill_between(range(len(totals)), totals, step='post', color=PALETTE['grey'], alpha=.4)
     for name, place in zip('ABC', _points(classes, phases)):
-        axes.plot(place, totals[place], 'o', color=PALETTE['blue'])
-        axes.annotate(name, (place, totals[place]), (6, 6), textcoords='offset points')
-    axes.set(xlabel='operations of the step, in order', ylabel='held, MiB',
-             ylim=(0, 1.15 * max(totals)))
+        point = place, totals[place]
+        axes.plot(*point, 'o', color=PALETTE['blue'])
+        axes.annotate(name, point, (6, 6), textcoords='offset points')
+    axes.set(xlabel='operations of the step, in order', ylabel='held, MiB')
+    axes.set(ylim=(0, 1.15 * max(totals)))
     return figure
 
-# %% ../../nbs/answers/01_bytes.ipynb #0ba09838
+def _is_pair(value): return isinstance(value, (tuple, list)) and len(value) == 2
+
 def _reading(value):
+    three = isinstance(value, (tuple, list)) and len(value) == 3
+    yield three, f'{value!r} is not three pairs, one for each of A, B and C'
+    if not three: return
     classes, phases = _mountain_data()
-    good = isinstance(value, (tuple, list)) and len(value) == 3
-    yield good, f'{value!r} is not three pairs, one for each of A, B and C'
-    for name, place, said in zip('ABC', _points(classes, phases), value if good else ()):
+    for name, place, said in zip('ABC', _points(classes, phases), value):
+        phase, kind = said if _is_pair(said) else (said, '')
+        yield phase == phases[place], f'at {name} the phase is not {phase!r}'
         sizes = {kind: held[place] for kind, held in classes.items()}
         largest = max(sizes, key=sizes.get)
-        pair = tuple(said) if isinstance(said, (tuple, list)) and len(said) == 2 else (said, '')
-        yield pair[0] == phases[place], f'at {name} the phase is not {pair[0]!r}'
-        yield pair[1] == largest, f'at {name} another class is larger than {pair[1]!r}'
+        yield kind == largest, f'at {name} another class is larger than {kind!r}'
 
 # %% ../../nbs/answers/01_bytes.ipynb #63e20835
 _MOUNTAIN = Question(
@@ -143,16 +163,26 @@ _MOUNTAIN = Question(
     conditions=_reading)
 
 # %% ../../nbs/answers/01_bytes.ipynb #cad7c73c
-_HELD = Case(2, (5,)), Case(3, (7,)), Case(4, (3,)), Case(3, (11,))
+_HELD = (
+    Case(2, (5,)),
+    Case(3, (7,)),
+    Case(4, (3,)),
+    Case(3, (11,)))
 
+# %% ../../nbs/answers/01_bytes.ipynb #5324e00e
 def _draw_named(case, rank, generator):
     import torch
-    rows = case.sizes[0] + int(torch.randint(1, 30, (), generator=generator))
-    table = torch.randn(rows, 6, generator=generator)
+    fewest, = case.sizes
+    rows = fewest + int(torch.randint(1, 30, (), generator=generator))
     kind = torch.bfloat16 if rank % 2 else torch.float32
+    table = torch.randn(rows, 6, generator=generator)
     packed = torch.randn(3 * rows, 4, generator=generator).to(kind)
-    named = {'embedding': table, 'packed': packed, 'query': packed[rows:2 * rows],
-             'head': table, 'norm': torch.ones(rows, dtype=kind)}
+    named = {
+        'embedding': table,
+        'packed': packed,
+        'query': packed[rows:2 * rows],
+        'head': table,
+        'norm': torch.ones(rows, dtype=kind)}
     return {'named': named, 'views': ('query', 'head')}
 
 # %% ../../nbs/answers/01_bytes.ipynb #f4c81358
@@ -160,18 +190,19 @@ def _counted_once(inputs, case):
     import torch
     sizes = []
     for each in inputs:
-        own = [tensor for name, tensor in each['named'].items() if name not in each['views']]
-        sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in own))
+        named, views = each['named'], each['views']
+        own = [tensor for name, tensor in named.items() if name not in views]
+        sizes.append(_total_b(own))
     return [torch.tensor([sum(sizes), max(sizes)])] * case.ranks
 
+# %% ../../nbs/answers/01_bytes.ipynb #378b9ddf
 def _two_numbers(case):
-    sent = 2 * 2 * (case.ranks - 1) / case.ranks * 8
-    yield Limit('bytes sent', sent, 16 * case.ranks)
+    number_b = 2 * (case.ranks - 1) / case.ranks * 8
+    yield Limit('bytes sent', 2 * number_b, 16 * case.ranks)
     yield Limit('calls', 2, 2)
 
 def _call_named(answer, inputs, observed): return answer(inputs['named'])
 
-# %% ../../nbs/answers/01_bytes.ipynb #05a23edc
 _LEDGER = RankExercise(
     number='1.3',
     title='A ledger that counts twice',
@@ -203,7 +234,6 @@ def _measured_peak():
         for _ in range(2): step()
     return max(recorder.alive_b())
 
-# %% ../../nbs/answers/01_bytes.ipynb #b8f770d4
 _PEAK = Question(
     number='1.4',
     title='The peak of a tied table',
@@ -219,37 +249,45 @@ def _draw_loss(case, rank, generator):
     import torch
     tokens, width, vocab, size = case.sizes
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    targets[torch.rand(tokens, generator=generator) < .3] = -100
-    targets[size:2 * size] = -100
+    masked = torch.rand(tokens, generator=generator) < .3
+    targets[masked] = -100
+    targets[size:2 * size] = -100  # A chunk in which nothing trains
     hidden = torch.randn(tokens, width, generator=generator)
     head = torch.randn(vocab, width, generator=generator)
     return {'hidden': hidden, 'head': head, 'targets': targets, 'size': size}
 
+# %% ../../nbs/answers/01_bytes.ipynb #e56a40f5
 def _dense_loss(inputs, case):
-    import torch
+    from torch.nn.functional import cross_entropy
     hidden, head, targets, _ = inputs[0].values()
-    hidden, head = hidden.double().requires_grad_(), head.double().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(hidden @ head.T, targets)
+    hidden = hidden.double().requires_grad_()
+    head = head.double().requires_grad_()
+    loss = cross_entropy(hidden @ head.T, targets)
     loss.backward()
     return [(loss.detach().float(), hidden.grad.float(), head.grad.float())]
 
 # %% ../../nbs/answers/01_bytes.ipynb #d8fcc63e
 def _chunk_limits(case):
     tokens, width, vocab, size = case.sizes
-    given_b = 4 * width * (tokens + vocab)
-    held_b = 2 * given_b + 8 * tokens
-    most_b = held_b + 8 * width * vocab + 20 * size * vocab
-    return Limit('peak bytes', held_b + 8 * size * vocab, most_b),
+    inputs_b = 4 * width * (tokens + vocab)
+    given_b = 2 * inputs_b + 8 * tokens  # Their gradients have the same size
+    chunk_b = 4 * size * vocab
+    head_b = 4 * width * vocab
+    good_b = given_b + 2 * chunk_b
+    most_b = given_b + 5 * chunk_b + 2 * head_b
+    yield Limit('peak bytes', good_b, most_b)
 
-# %% ../../nbs/answers/01_bytes.ipynb #28f0a59c
 _CHUNKED = RankExercise(
     number='1.5',
     title='A loss in chunks, with masked targets',
     kind='implement',
     difficulty=3,
     minutes=30,
-    cases=(Case(1, (60, 6, 701, 5)), Case(1, (61, 9, 503, 4)), Case(1, (85, 4, 997, 7)),
-           Case(1, (47, 7, 1201, 3))),
+    cases=(
+        Case(1, (60, 6, 701, 5)),
+        Case(1, (61, 9, 503, 4)),
+        Case(1, (85, 4, 997, 7)),
+        Case(1, (47, 7, 1201, 3))),
     draw=_draw_loss,
     expected=_dense_loss,
     limits=_chunk_limits,
@@ -258,38 +296,47 @@ _CHUNKED = RankExercise(
 # %% ../../nbs/answers/01_bytes.ipynb #0f31c667
 def _draw_slice(case, rank, generator):
     import torch
-    tokens, width, vocab = case.sizes
-    common = torch.Generator().manual_seed(tokens)
-    sizes = [vocab + 3 * each for each in range(case.ranks)]
+    tokens, width, fewest = case.sizes
+    common = torch.Generator().manual_seed(tokens)  # The same on all ranks
+    sizes = [fewest + 3 * each for each in range(case.ranks)]
     targets = torch.randint(sum(sizes), (tokens,), generator=common)
     hidden = 40 * torch.randn(tokens, width, generator=common)
     head = torch.randn(sizes[rank], width, generator=generator)
-    return {'hidden': hidden, 'head': head, 'first': sum(sizes[:rank]), 'targets': targets}
+    first = sum(sizes[:rank])
+    return {'hidden': hidden, 'head': head, 'first': first, 'targets': targets}
 
+# %% ../../nbs/answers/01_bytes.ipynb #ca13e729
 def _loss_of_slices(inputs, case):
     import torch
     head = torch.cat([each['head'] for each in inputs]).double()
-    scores = inputs[0]['hidden'].double() @ head.T
-    picked = scores[torch.arange(len(scores)), inputs[0]['targets']]
-    return [(scores.logsumexp(1) - picked).mean().float()] * case.ranks
+    hidden, targets = inputs[0]['hidden'].double(), inputs[0]['targets']
+    scores = hidden @ head.T
+    picked = scores[torch.arange(len(scores)), targets]
+    losses = scores.logsumexp(1) - picked
+    return [losses.mean().float()] * case.ranks
 
 # %% ../../nbs/answers/01_bytes.ipynb #856d2cde
 def _slice_limits(case):
-    tokens, width, vocab = case.sizes
-    last = vocab + 3 * (case.ranks - 1)
-    given_b = 4 * (tokens * width + last * width) + 8 * tokens
-    yield Limit('bytes sent', 24 * tokens * (case.ranks - 1) / case.ranks, 40 * tokens)
+    tokens, width, fewest = case.sizes
+    rows = fewest + 3 * (case.ranks - 1)  # Of the last rank, which has most
+    sum_b = 2 * (case.ranks - 1) / case.ranks * 4 * tokens
+    yield Limit('bytes sent', 3 * sum_b, 40 * tokens)
     yield Limit('calls', 2, 3)
-    yield Limit('peak bytes', given_b + 4 * tokens * (last + 9), given_b + 16 * tokens * (last + 9))
+    given_b = 4 * (tokens * width + rows * width) + 8 * tokens
+    scores_b = 4 * tokens * (rows + 9)
+    yield Limit('peak bytes', given_b + scores_b, given_b + 4 * scores_b)
 
-# %% ../../nbs/answers/01_bytes.ipynb #f619a57c
 _SLICES = RankExercise(
     number='1.6',
     title='A loss head that no rank has whole',
     kind='implement',
     difficulty=4,
     minutes=30,
-    cases=(Case(2, (7, 5, 101)), Case(3, (5, 3, 67)), Case(4, (9, 4, 53)), Case(3, (11, 6, 89))),
+    cases=(
+        Case(2, (7, 5, 101)),
+        Case(3, (5, 3, 67)),
+        Case(4, (9, 4, 53)),
+        Case(3, (11, 6, 89))),
     draw=_draw_slice,
     expected=_loss_of_slices,
     limits=_slice_limits,
@@ -300,31 +347,40 @@ _SETTINGS = (
     'method.kind', 'sharding.activation_checkpointing', 'batch.loss_head', 'batch.micro',
     'batch.accumulation', 'optimizer.kind', 'precision.master')
 
+# %% ../../nbs/answers/01_bytes.ipynb #80840599
 def _full_card():
     "The recipe of the exercise, before any change."
     from llm_workbook.config.recipe import Recipe
-    start = Recipe(name='13b', model={'source': 'llama-2-13b'},
-                   data={'source': 'sample-conversations'})
+    model, data = {'source': 'llama-2-13b'}, {'source': 'sample-conversations'}
+    start = Recipe(name='13b', model=model, data=data)
     return start.changed({
-        'method.kind': 'lora', 'cluster.processes': 1, 'cluster.device': 'cuda',
-        'cluster.hardware': '2x-rtx-3090', 'sharding.strategy': 'none', 'batch.micro': 4,
-        'batch.length': 4096, 'batch.loss_head': 'full', 'optimizer.kind': 'adamw_fused'})
+        'method.kind': 'lora',
+        'cluster.processes': 1,
+        'cluster.device': 'cuda',
+        'cluster.hardware': '2x-rtx-3090',
+        'sharding.strategy': 'none',
+        'batch.micro': 4,
+        'batch.length': 4096,
+        'batch.loss_head': 'full',
+        'optimizer.kind': 'adamw_fused'})
 
 # %% ../../nbs/answers/01_bytes.ipynb #f777b9f2
 def _peak_b(changes):
     from llm_workbook.plan.ledger import memory
-    plan = memory(_full_card().changed(changes))
+    recipe = _full_card().changed(changes)
+    plan = memory(recipe)
     return max(plan.total(phase, 'gpu') for phase in ('load', 'step', 'save'))
 
 # %% ../../nbs/answers/01_bytes.ipynb #01b055c7
 def _card_conditions(value):
     from llm_workbook.config.hardware import node
-    asked = isinstance(value, dict)
-    yield asked, f'{value!r} is not a dictionary of settings'
-    strange = sorted(set(value) - set(_SETTINGS)) if asked else []
+    is_dictionary = isinstance(value, dict)
+    yield is_dictionary, f'{value!r} is not a dictionary of settings'
+    if not is_dictionary: return
+    strange = sorted(set(value) - set(_SETTINGS))
     yield not strange, f'{strange} may not change'
-    yield not asked or len(value) <= 4, 'it changes more than four settings'
-    if not asked or strange: return
+    yield len(value) <= 4, 'it changes more than four settings'
+    if strange: return
     try: recipe = _full_card().changed(value)
     except ValueError as error:
         yield False, f'the recipe refuses this: {error}'
@@ -332,17 +388,20 @@ def _card_conditions(value):
     rows = recipe.batch.micro * recipe.batch.accumulation
     yield rows == 4, f'a step has {rows} rows instead of 4'
     have_b, need_b = node('2x-rtx-3090').gpu.usable_b, _peak_b(value)
-    yield need_b < have_b, (f'it needs {need_b / 2**30:.1f} GiB, and the card has '
-                            f'{have_b / 2**30:.1f}')
+    yield need_b < have_b, (
+        f'it needs {need_b / 2**30:.1f} GiB, and the card has {have_b / 2**30:.1f}')
 
 # %% ../../nbs/answers/01_bytes.ipynb #039239a6
 _GOOD_CHANGES = {
-    'method.kind': 'qlora', 'sharding.activation_checkpointing': 'full', 'batch.micro': 1,
+    'method.kind': 'qlora',
+    'sharding.activation_checkpointing': 'full',
+    'batch.micro': 1,
     'batch.accumulation': 4}
 
 def _card_measures(value):
     yield Measure('bytes at the peak', _peak_b(value), _peak_b(_GOOD_CHANGES))
 
+# %% ../../nbs/answers/01_bytes.ipynb #f530d4ed
 _CARD = Question(
     number='1.7',
     title='A 13B on a card of 24 GB',
@@ -352,4 +411,5 @@ _CARD = Question(
     conditions=_card_conditions,
     measures=_card_measures)
 
+# %% ../../nbs/answers/01_bytes.ipynb #454981cf
 SET_01 = _STATES, _MOUNTAIN, _LEDGER, _PEAK, _CHUNKED, _SLICES, _CARD

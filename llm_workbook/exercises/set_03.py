@@ -16,11 +16,13 @@ _TOKENS, _WIDTH = 384, 64
 
 def _reads(query_rows=96, key_rows=32):
     "List (what, bytes) of the reads of a causal attention in tiles, in their order."
-    row_b, log = 4 * _WIDTH, []
+    row_b = 4 * _WIDTH
+    log = []
     for start in range(0, _TOKENS, query_rows):
         log.append(('queries', query_rows * row_b))
-        tiles = len(range(0, start + query_rows, key_rows))
-        log += [('keys', 2 * key_rows * row_b)] * tiles
+        end = start + query_rows
+        for _ in range(0, end, key_rows):
+            log.append(('keys', 2 * key_rows * row_b))
     return log
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #e7c5d4a0
@@ -29,28 +31,40 @@ def _draw_reads():
     from llm_workbook.display import PALETTE, canvas
     figure = canvas(2.8)
     axes = figure.subplots()
-    looks = {'queries': ('grey', '///', 'a tile of queries'),
-             'keys': ('green', None, 'a tile of keys and the same of values')}
+    looks = {
+        'queries': ('grey', '///', 'a tile of queries'),
+        'keys': ('green', None, 'a tile of keys and the same of values')}
+    log = _reads()
     for what, (colour, hatch, label) in looks.items():
-        bars = [(place, size_b / 1024) for place, (name, size_b) in enumerate(_reads())
-                if name == what]
-        axes.bar(*zip(*bars), color=PALETTE[colour], hatch=hatch, edgecolor='white', label=label)
-    axes.set(xlabel='read, in order of time', ylabel='KiB', ylim=(0, 34), yticks=range(0, 33, 4))
+        places = [place for place, (name, _) in enumerate(log) if name == what]
+        heights = [log[place][1] / 1024 for place in places]
+        look = {'color': PALETTE[colour], 'hatch': hatch, 'edgecolor': 'white'}
+        axes.bar(places, heights, label=label, **look)
+    axes.set(xlabel='read, in order of time')
+    axes.set(ylabel='KiB', ylim=(0, 34), yticks=range(0, 33, 4))
     axes.legend(frameon=False, ncols=2, loc='upper left')
     return figure
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #90c93bf7
-def _tiles_of_picture(value):
+def _tiles_of_log():
+    "Rows of a tile of queries and of keys, and the tiles of keys that are left out."
     log, row_b = _reads(), 4 * _WIDTH
     sizes = dict(log)
-    query_rows, key_rows = sizes['queries'] // row_b, sizes['keys'] // (2 * row_b)
-    every = _TOKENS // query_rows * (_TOKENS // key_rows)
-    skipped = every - sum(what == 'keys' for what, _ in log)
-    known = value if isinstance(value, tuple) and len(value) == 3 else (None,) * 3
-    yield known[0] is not None, f'{value!r} is not three numbers, as (64, 64, 0)'
-    yield known[0] in (None, query_rows), f'{known[0]} rows of queries have other bytes'
-    yield known[1] in (None, key_rows), f'{known[1]} rows of keys and values have other bytes'
-    yield known[2] in (None, skipped), f'not {known[2]} tiles of keys are left out'
+    query_rows = sizes['queries'] // row_b
+    key_rows = sizes['keys'] // (2 * row_b)
+    every = (_TOKENS // query_rows) * (_TOKENS // key_rows)
+    read = sum(what == 'keys' for what, _ in log)
+    return query_rows, key_rows, every - read
+
+def _tiles_of_picture(value):
+    three = isinstance(value, tuple) and len(value) == 3
+    yield three, f'{value!r} is not three numbers, as (64, 64, 0)'
+    if not three: return
+    queries, keys, skipped = value
+    true_queries, true_keys, true_skipped = _tiles_of_log()
+    yield queries == true_queries, f'{queries} rows of queries have other bytes'
+    yield keys == true_keys, f'{keys} rows of keys and values have other bytes'
+    yield skipped == true_skipped, f'not {skipped} tiles of keys are left out'
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #ef9599e9
 _READS = Question(
@@ -64,13 +78,14 @@ _READS = Question(
 # %% ../../nbs/answers/03_recompute_attention.ipynb #d53e402b
 def _gated(x, gate, up, down):
     from torch.nn.functional import silu
-    return x + (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    hidden = silu(x @ gate.T) * (x @ up.T)
+    return x + hidden @ down.T
 
-# %% ../../nbs/answers/03_recompute_attention.ipynb #b3a2ab17
 def _blocks(inners, width, train):
     "Three weights for each gated block, as wide inside as `inners` says."
     import torch
-    generator, blocks = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    blocks = []
     for inner in inners:
         shapes = (inner, width), (inner, width), (width, inner)
         weights = [torch.randn(shape, generator=generator) / 8 for shape in shapes]
@@ -96,7 +111,8 @@ def _in_a_process(function, *args):
 # %% ../../nbs/answers/03_recompute_attention.ipynb #ac313a85
 def _alive_here():
     import torch
-    blocks, x = _blocks([160] * 8, 64, False), torch.randn(1000, 64, requires_grad=True)
+    blocks = _blocks([160] * 8, 64, False)
+    x = torch.randn(1000, 64, requires_grad=True)
     with observed_answer(Rules(()), 0) as seen:
         seen.keep(blocks)
         weights_b = seen.storages.total_b
@@ -123,7 +139,11 @@ _ALIVE = Question(
     within=.02)
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #230c4105
-_LONG = Case(1, (259, 4, 16)), Case(1, (331, 4, 16)), Case(1, (290, 5, 16)), Case(1, (301, 3, 12))
+_LONG = (
+    Case(1, (259, 4, 16)),
+    Case(1, (331, 4, 16)),
+    Case(1, (290, 5, 16)),
+    Case(1, (301, 3, 12)))
 
 def _draw_head(case, rank, generator):
     import torch
@@ -138,13 +158,16 @@ def _dense_attention(inputs, case):
     scores = q @ k.T / q.shape[1]**.5
     scores += torch.full_like(scores, -torch.inf).triu(1)
     lse = scores.logsumexp(1)
-    return [((scores - lse[:, None]).exp() @ v, lse)]
+    shares = (scores - lse[:, None]).exp()
+    return [(shares @ v, lse)]
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #4268a62b
 def _tile_limits(case):
     length, width, size = case.sizes
-    known_b, tile_b = 4 * length * (4 * width + 1), 4 * size * (4 * size + 3 * width)
-    yield Limit('peak bytes', known_b + tile_b, known_b + 3 * length * size)
+    known_b = 4 * length * (4 * width + 1)  # Inputs, result and log-sum-exp
+    tile_b = 4 * size * (4 * size + 3 * width)
+    most_b = known_b + 4 * length * size * 3 / 4
+    yield Limit('peak bytes', known_b + tile_b, most_b)
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #ab9235ba
 _TILES = RankExercise(
@@ -161,52 +184,70 @@ _TILES = RankExercise(
     tolerance=1e-4)
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #3f499288
-_UNEQUAL = Case(2, (61,)), Case(3, (83,)), Case(4, (71,)), Case(3, (65,))
+_UNEQUAL = (
+    Case(2, (61,)),
+    Case(3, (83,)),
+    Case(4, (71,)),
+    Case(3, (65,)))
 _DEPTH, _THIN = 4, 8
 
 def _draw_rows(case, rank, generator):
     import torch
-    common = torch.Generator().manual_seed(case.sizes[0])
-    rows = case.sizes[0] if rank == case.sizes[0] % case.ranks else 7 + rank
-    shapes = (4 * _THIN, _THIN), (_THIN, 4 * _THIN)
-    weights = [tuple(torch.randn(shape, generator=common) / 2 for shape in shapes)
-               for _ in range(_DEPTH)]
-    return {'x': 3 * torch.randn(rows, _THIN, generator=generator), 'weights': weights}
+    most, = case.sizes
+    common = torch.Generator().manual_seed(most)  # The same on all ranks
+    has_most = rank == most % case.ranks
+    rows = most if has_most else 7 + rank
+    weights = []
+    for _ in range(_DEPTH):
+        up = torch.randn(4 * _THIN, _THIN, generator=common) / 2
+        down = torch.randn(_THIN, 4 * _THIN, generator=common) / 2
+        weights.append((up, down))
+    x = 3 * torch.randn(rows, _THIN, generator=generator)
+    return {'x': x, 'weights': weights}
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #51a45878
+def _gradients(weights):
+    return [(up.grad, down.grad) for up, down in weights]
+
 def _step_gradients(answer, inputs, observed):
     x, weights = inputs['x'].requires_grad_(), inputs['weights']
     for pair in weights:
         for weight in pair: weight.requires_grad_()
     answer(x, weights)
-    return x.grad, [tuple(weight.grad for weight in pair) for pair in weights]
+    return x.grad, _gradients(weights)
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #37552349
+def _float64(tensor):
+    "A leaf in float64, which gathers a gradient."
+    return tensor.double().requires_grad_()
+
 def _scaled_gradients(inputs, case):
     import torch
     from torch.nn.functional import silu
     rows = [len(each['x']) for each in inputs]
     found = []
     for rank in range(case.ranks):
-        out = torch.cat([each['x'] for each in inputs]).double().requires_grad_()
-        weights = [tuple(w.double().requires_grad_() for w in pair)
-                   for pair in inputs[0]['weights']]
-        hidden = out
-        for up, down in weights: hidden = silu(hidden / hidden.detach().abs().max() @ up.T) @ down.T
-        hidden.split(rows)[rank].square().sum().backward()
-        slopes = [tuple(w.grad for w in pair) for pair in weights]
-        found.append((out.grad.split(rows)[rank], slopes))
+        x = _float64(torch.cat([each['x'] for each in inputs]))
+        weights = [(_float64(up), _float64(down)) for up, down in inputs[0]['weights']]
+        hidden = x
+        for up, down in weights:
+            scaled = hidden / hidden.detach().abs().max()
+            hidden = silu(scaled @ up.T) @ down.T
+        own = hidden.split(rows)[rank]
+        own.square().sum().backward()
+        found.append((x.grad.split(rows)[rank], _gradients(weights)))
     return found
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #9eabc273
 def _scaled_limits(case):
-    rows, ranks = case.sizes[0], case.ranks
-    sent = _DEPTH * 2 * 4 * (ranks - 1) // ranks
-    weight_b, row_b = 4 * 4 * _THIN**2, 4 * _THIN * rows
-    known_b = (2 * _DEPTH + 1) * weight_b + (_DEPTH + 1) * row_b
+    most, = case.sizes
+    sent = _DEPTH * 2 * 4 * (case.ranks - 1) // case.ranks
     yield Limit('bytes sent', sent, 2 * sent)
     yield Limit('calls', _DEPTH, 2 * _DEPTH)
-    yield Limit('peak bytes', known_b + 14 * row_b, known_b + 20 * row_b)
+    weight_b = 4 * 4 * _THIN**2
+    x_b = 4 * _THIN * most
+    known_b = (2 * _DEPTH + 1) * weight_b + (_DEPTH + 1) * x_b
+    yield Limit('peak bytes', known_b + 14 * x_b, known_b + 20 * x_b)
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #c969744c
 _SCALED = RankExercise(
@@ -225,28 +266,36 @@ _SCALED = RankExercise(
     imports=('torch._dynamo', 'torch.utils.checkpoint'))
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #c35a3941
-_PARTS = Case(2, (3, 5)), Case(3, (5, 3)), Case(4, (2, 7)), Case(3, (7, 4))
+_PARTS = (
+    Case(2, (3, 5)),
+    Case(3, (5, 3)),
+    Case(4, (2, 7)),
+    Case(3, (7, 4)))
 
 def _draw_part_of_keys(case, rank, generator):
     import torch
     queries, width = case.sizes
-    common = torch.Generator().manual_seed(queries)
+    common = torch.Generator().manual_seed(queries)  # The same on all ranks
     keys = 40 + (7 * rank + queries) % 11
-    return {'q': 60 * torch.randn(queries, width, generator=common),
-            'k': torch.randn(keys, width, generator=generator),
-            'v': torch.randn(keys, width, generator=generator)}
+    return {
+        'q': 60 * torch.randn(queries, width, generator=common),
+        'k': torch.randn(keys, width, generator=generator),
+        'v': torch.randn(keys, width, generator=generator)}
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #38f58626
 def _attention_to_all(inputs, case):
     import torch
-    k, v = (torch.cat([each[name] for each in inputs]).double() for name in 'kv')
     q = inputs[0]['q'].double()
-    return [(q @ k.T / q.shape[1]**.5).softmax(1) @ v] * case.ranks
+    k = torch.cat([each['k'] for each in inputs]).double()
+    v = torch.cat([each['v'] for each in inputs]).double()
+    scores = q @ k.T / q.shape[1]**.5
+    return [scores.softmax(1) @ v] * case.ranks
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #e15b30ab
 def _part_limits(case):
     queries, width = case.sizes
-    sent = 2 * 4 * queries * (width + 2) * (case.ranks - 1) / case.ranks
+    numbers = queries * (width + 2)  # The maximum; the sum and the weighted values
+    sent = 2 * 4 * numbers * (case.ranks - 1) / case.ranks
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', 2, 3)
 
@@ -271,17 +320,20 @@ def _step_here(again):
     "Peak beside weights, gradients and input, in bytes, and FLOP of one step."
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-    blocks, x = _blocks(_INNERS, 32, True), torch.randn(128, 32, requires_grad=True)
+    blocks = _blocks(_INNERS, 32, True)
+    x = torch.randn(128, 32, requires_grad=True)
     weights = [weight for block in blocks for weight in block]
     for weight in weights: weight.grad = torch.zeros_like(weight)
     with observed_answer(Rules(()), 0) as seen, FlopCounterMode(display=False) as counter:
         seen.keep([x, weights, [weight.grad for weight in weights]])
         known_b = seen.storages.total_b
         _stacked(x, blocks, again).square().mean().backward()
-    return seen.record.peak_b - known_b, counter.get_total_flops()
+    peak_b = seen.record.peak_b - known_b
+    return peak_b, counter.get_total_flops()
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #cac58137
-def _steps_here(choices): return [_step_here(set(again)) for again in choices]
+def _steps_here(choices):
+    return [_step_here(set(again)) for again in choices]
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #207bb1a7
 def _steps(*choices):
@@ -289,12 +341,16 @@ def _steps(*choices):
     return _in_a_process(_steps_here, choices)
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #1f1a7f88
+def _are_blocks(value):
+    try: numbers = set(value)
+    except TypeError: return False  # It is no collection, or one of collections
+    return numbers <= set(range(len(_INNERS)))
+
 def _fits_under_the_peak(value):
-    try: again = set(value)
-    except TypeError: again = {None}
-    named = again <= set(range(len(_INNERS)))
-    yield named, f'{value!r} is not a collection of block numbers from 0 to {len(_INNERS) - 1}'
-    peak_b = _steps(again)[0][0] if named else 0
+    legal = _are_blocks(value)
+    yield legal, f'{value!r} is not a collection of block numbers from 0 to {len(_INNERS) - 1}'
+    if not legal: return
+    (peak_b, _), = _steps(value)
     yield peak_b <= _PEAK_B, f'the step holds {peak_b:,} bytes at its peak, more than {_PEAK_B:,}'
 
 # %% ../../nbs/answers/03_recompute_attention.ipynb #8a7921bd

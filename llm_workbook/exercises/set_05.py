@@ -16,41 +16,52 @@ from .question import Question
 def _levels():
     "The sixteen levels of NF4, from the quantiles of the normal distribution."
     import torch
-    normal, outermost = torch.distributions.Normal(0., 1.), 1 - (1/30 + 1/32) / 2
-    def quantiles(count): return normal.icdf(torch.linspace(outermost, .5, count + 1)[:-1])
-    levels = torch.cat([-quantiles(7), torch.zeros(1), quantiles(8)]).sort().values
-    return levels / levels.max()
+    normal = torch.distributions.Normal(0., 1.)
+    outermost = 1 - (1/30 + 1/32) / 2
+
+    def quantiles(count):
+        "From the outermost inwards, without the middle."
+        shares = torch.linspace(outermost, .5, count + 1)
+        return normal.icdf(shares[:-1])
+
+    levels = torch.cat([-quantiles(7), torch.zeros(1), quantiles(8)])
+    return levels.sort().values / levels.max()
 
 # %% ../../nbs/answers/05_four_bits.ipynb #30f091cc
 def _nearest(scaled, levels):
     "Number the nearest level of each, by its distance to all."
-    return (scaled.double()[..., None] - levels.double()).abs().argmin(-1)
+    distances = scaled.double()[..., None] - levels.double()
+    return distances.abs().argmin(-1)
 
 def _there_and_back(weights, levels, block=64):
     "Weights as four bits and a scale for each block give them back."
     blocks = weights.double().view(-1, block)
     absmax = blocks.abs().amax(1, keepdim=True)
-    return (levels.double()[_nearest(blocks / absmax, levels)] * absmax).view(weights.shape)
+    numbers = _nearest(blocks / absmax, levels)
+    back = levels.double()[numbers] * absmax
+    return back.view(weights.shape)
 
 # %% ../../nbs/answers/05_four_bits.ipynb #3df3765b
+def _shares(numbers, levels, over):
+    "How often each level is used, in percent, with a scale over these dimensions."
+    scaled = numbers / numbers.abs().amax(over, keepdim=True)
+    counts = _nearest(scaled, levels).flatten().bincount(minlength=16)
+    return (100 * counts / numbers.numel()).tolist()
+
 def _usages():
-    "How often each level is used, in percent: way -> 16 shares, in the order of the panels."
+    "Way -> the shares of the sixteen levels, in the order of the panels."
     import torch
     levels, even = _levels(), torch.linspace(-1, 1, 16)
     generator = torch.Generator().manual_seed(5)
     normal = torch.randn(600, 64, generator=generator)
     flat = torch.rand(600, 64, generator=generator) * 2 - 1
     ways = {
-        'even': (normal, even, 1), 'blocks': (normal, levels, 1),
-        'whole': (normal, levels, (0, 1)), 'flat': (flat, levels, 1)}
+        'even': _shares(normal, even, 1),
+        'blocks': _shares(normal, levels, 1),
+        'whole': _shares(normal, levels, (0, 1)),
+        'flat': _shares(flat, levels, 1)}
     names = random.Random(8).sample(sorted(ways), len(ways))
-    return {name: _shares(*ways[name]) for name in names}
-
-# %% ../../nbs/answers/05_four_bits.ipynb #1be58de4
-def _shares(numbers, levels, over):
-    scaled = numbers / numbers.abs().amax(over, keepdim=True)
-    counts = _nearest(scaled, levels).flatten().bincount(minlength=16)
-    return (100 * counts / numbers.numel()).tolist()
+    return {name: ways[name] for name in names}
 
 # %% ../../nbs/answers/05_four_bits.ipynb #4ba85a41
 def _draw_usages():
@@ -83,23 +94,30 @@ _HISTOGRAMS = Question(
     conditions=_panels)
 
 # %% ../../nbs/answers/05_four_bits.ipynb #53c1c463
-_ALONE = Case(1, (3,)), Case(1, (17,)), Case(1, (8,)), Case(1, (29,))
+_ALONE = (
+    Case(1, (3,)),
+    Case(1, (17,)),
+    Case(1, (8,)),
+    Case(1, (29,)))
 
 def _draw_weights(case, rank, generator):
     import torch
-    blocks = torch.randn(case.sizes[0], 64, generator=generator)
-    blocks *= torch.rand(case.sizes[0], 1, generator=generator) + .1
+    count, = case.sizes
+    blocks = torch.randn(count, 64, generator=generator)
+    blocks *= torch.rand(count, 1, generator=generator) + .1
     blocks[1] = 0
     return {'weights': blocks.flatten(), 'levels': _levels()}
 
 # %% ../../nbs/answers/05_four_bits.ipynb #c5047b79
 def _packed(inputs, case):
     import torch
-    blocks = inputs[0]['weights'].view(-1, 64)
+    weights, levels = inputs[0].values()
+    blocks = weights.view(-1, 64)
     absmax = blocks.abs().amax(1)
     scaled = blocks / absmax.clamp(min=1e-30)[:, None]
-    numbers = _nearest(scaled, inputs[0]['levels']).flatten()
-    return [((numbers[::2] * 16 + numbers[1::2]).to(torch.uint8), absmax)]
+    numbers = _nearest(scaled, levels).flatten()
+    both = numbers[::2] * 16 + numbers[1::2]
+    return [(both.to(torch.uint8), absmax)]
 
 # %% ../../nbs/answers/05_four_bits.ipynb #82616ab1
 def _pack_limits(case):
@@ -124,8 +142,10 @@ _PACK = RankExercise(
 def _lost_in_five_bits():
     "Percent of the norm that 32 even steps in blocks of 64 lose of normal weights."
     import torch
-    weights = torch.randn(64_000, generator=torch.Generator().manual_seed(1))
-    lost = _there_and_back(weights, torch.linspace(-1, 1, 32)) - weights
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(64_000, generator=generator)
+    even = torch.linspace(-1, 1, 32)
+    lost = _there_and_back(weights, even) - weights
     return 100 * float(lost.norm() / weights.norm())
 
 # %% ../../nbs/answers/05_four_bits.ipynb #01280ca6
@@ -141,11 +161,16 @@ _FIFTH = Question(
 
 # %% ../../nbs/answers/05_four_bits.ipynb #869969f9
 _OBJECTS = 'torch.distributed.all_gather_object',  # Sends pickles
-_LABELS = Case(2, (33,)), Case(3, (21,)), Case(4, (15,)), Case(3, (47,))
+_LABELS = (
+    Case(2, (33,)),
+    Case(3, (21,)),
+    Case(4, (15,)),
+    Case(3, (47,)))
 
 def _draw_label(case, rank, generator):
     import torch
-    share = torch.randint(256, (case.sizes[0], 2), generator=generator, dtype=torch.uint8)
+    count, = case.sizes
+    share = torch.randint(256, (count, 2), generator=generator, dtype=torch.uint8)
     share[3 + rank] = torch.tensor([0xA0 + rank, 0x7F], dtype=torch.uint8)  # NaN
     share[7 + rank] = torch.tensor([0x00, 0x80], dtype=torch.uint8)  # -0
     return {'label': share.flatten().view(torch.bfloat16)}
@@ -153,10 +178,12 @@ def _draw_label(case, rank, generator):
 # %% ../../nbs/answers/05_four_bits.ipynb #d75bc984
 def _all_bytes(inputs, case):
     import torch
-    return [torch.cat([each['label'].view(torch.uint8) for each in inputs])] * case.ranks
+    shares = [each['label'].view(torch.uint8) for each in inputs]
+    return [torch.cat(shares)] * case.ranks
 
 def _label_limits(case):
-    sent = (case.ranks - 1) * 2 * case.sizes[0]
+    count, = case.sizes
+    sent = (case.ranks - 1) * 2 * count
     yield Limit('bytes sent', sent, 2 * sent)
     yield Limit('calls', 1, 1)
 
@@ -174,11 +201,16 @@ _LABEL = RankExercise(
     rules=Rules(('all_reduce', 'all_gather'), _OBJECTS))
 
 # %% ../../nbs/answers/05_four_bits.ipynb #e6d620b1
-_BLOCKS = Case(2, (3,)), Case(3, (5,)), Case(4, (2,)), Case(3, (7,))
+_BLOCKS = (
+    Case(2, (3,)),
+    Case(3, (5,)),
+    Case(4, (2,)),
+    Case(3, (7,)))
 
 def _draw_share(case, rank, generator):
     import torch
-    weights = torch.randn(64 * case.sizes[0], generator=generator)
+    blocks, = case.sizes
+    weights = torch.randn(64 * blocks, generator=generator)
     return {'share': weights * (rank + 1), 'levels': _levels()}
 
 def _gathered(inputs, case):
@@ -188,7 +220,9 @@ def _gathered(inputs, case):
 
 # %% ../../nbs/answers/05_four_bits.ipynb #a1619720
 def _four_bit_limits(case):
-    sent = (case.ranks - 1) * (32 + 4) * case.sizes[0]
+    blocks, = case.sizes
+    block_b = 32 + 4  # 64 weights and a scale
+    sent = (case.ranks - 1) * block_b * blocks
     yield Limit('bytes sent', sent, sent)
     yield Limit('calls', 2, 2)
 
@@ -206,9 +240,11 @@ _FOUR_BITS = RankExercise(
     rules=Rules(('all_gather',), _OBJECTS))
 
 # %% ../../nbs/answers/05_four_bits.ipynb #03eb416e
-_SHAPES = tuple(
-    Case(1, sizes)
-    for sizes in [(5, 128, 96), (3, 64, 120), (7, 192, 136), (4, 128, 112)])
+_SHAPES = (
+    Case(1, (5, 128, 96)),
+    Case(1, (3, 64, 120)),
+    Case(1, (7, 192, 136)),
+    Case(1, (4, 128, 112)))
 
 def _draw_layer(case, rank, generator):
     import torch
@@ -224,11 +260,15 @@ def _draw_layer(case, rank, generator):
 # %% ../../nbs/answers/05_four_bits.ipynb #f52d2aa5
 def _dense_layer(inputs, case):
     import torch
-    (given,), (rows, wide, out) = inputs, case.sizes
-    numbers = torch.stack([given['packed'] // 16, given['packed'] % 16], 1).long()
-    blocks = given['levels'].double()[numbers].view(-1, 64) * given['absmax'].double()[:, None]
-    weight = blocks.view(out, wide)
-    return [((given['x'].double() @ weight.T).float(), (given['slope'].double() @ weight).float())]
+    rank_0 = inputs[0]
+    _, wide, out = case.sizes
+    packed, absmax = rank_0['packed'], rank_0['absmax'].double()
+    numbers = torch.stack([packed // 16, packed % 16], 1).long()
+    blocks = rank_0['levels'].double()[numbers].view(-1, 64)
+    weight = (blocks * absmax[:, None]).view(out, wide)
+    y = rank_0['x'].double() @ weight.T
+    x_slope = rank_0['slope'].double() @ weight
+    return [(y.float(), x_slope.float())]
 
 # %% ../../nbs/answers/05_four_bits.ipynb #7a5f3073
 def _run_layer(answer, inputs, observed):
@@ -241,11 +281,15 @@ def _run_layer(answer, inputs, observed):
 # %% ../../nbs/answers/05_four_bits.ipynb #3e8bd831
 def _layer_limits(case):
     rows, wide, out = case.sizes
-    weight_b = wide * out // 2 + wide * out // 16 + 64
-    kept = weight_b + 4 * (rows * wide + 2 * rows * out)
+    weights = wide * out
+    scales_b = 4 * weights // 64
+    levels_b = 4 * 16
+    packed_b = weights // 2 + scales_b + levels_b
+    x_b, y_b = 4 * rows * wide, 4 * rows * out
+    kept_b = packed_b + x_b + 2 * y_b
     slice_b = 20 * 8 * wide
-    yield Limit('between forward and backward', kept, kept + weight_b // 2)
-    yield Limit('peak bytes', kept + slice_b, kept + 4 * rows * wide + 3 * slice_b)
+    yield Limit('between forward and backward', kept_b, kept_b + packed_b // 2)
+    yield Limit('peak bytes', kept_b + slice_b, kept_b + x_b + 3 * slice_b)
 
 # %% ../../nbs/answers/05_four_bits.ipynb #137c093d
 _LAYER = RankExercise(
@@ -265,44 +309,55 @@ _LAYER = RankExercise(
 _PARAMETERS = 70.55e9
 
 def _trained():
-    import torch
+    "A matrix of the packaged model, flat."
     from safetensors import safe_open
     from llm_workbook.files import asset
     with safe_open(asset('tiny-base')/'model.safetensors', 'pt') as file:
-        return file.get_tensor('model.layers.0.mlp.down_proj.weight').float().flatten()
+        matrix = file.get_tensor('model.layers.0.mlp.down_proj.weight')
+    return matrix.float().flatten()
 
 # %% ../../nbs/answers/05_four_bits.ipynb #fbf5105f
 def _padded(numbers, width):
-    import torch
-    return torch.nn.functional.pad(numbers, (0, -len(numbers) % width)).view(-1, width)
+    "Rows of this width; zeros fill the last one."
+    from torch.nn.functional import pad
+    missing = -len(numbers) % width
+    return pad(numbers, (0, missing)).view(-1, width)
 
 # %% ../../nbs/answers/05_four_bits.ipynb #cd788f1d
 def _format_error(block, scale_bits, group):
     "Percent of the norm that a format loses of a trained matrix."
-    weights, levels, steps = _trained(), _levels(), 2**scale_bits - 1
+    weights, levels = _trained(), _levels()
     blocks = _padded(weights, block)
     absmax = blocks.abs().amax(1)
     groups = _padded(absmax, group)
-    unit = groups.amax(1, keepdim=True) / steps
-    scale = ((groups / unit).round() * unit).flatten()[:len(absmax), None]
-    back = levels[_nearest(blocks / scale.clamp(min=1e-12), levels)] * scale
-    return 100 * float((back - blocks).norm() / weights.norm())
+    unit = groups.amax(1, keepdim=True) / (2**scale_bits - 1)
+    rounded = (groups / unit).round() * unit
+    scale = rounded.flatten()[:len(absmax), None]
+    numbers = _nearest(blocks / scale.clamp(min=1e-12), levels)
+    lost = levels[numbers] * scale - blocks
+    return 100 * float(lost.norm() / weights.norm())
 
 # %% ../../nbs/answers/05_four_bits.ipynb #840239da
-def _extra_bits(block, scale_bits, group): return scale_bits / block + 32 / (block * group)
+def _extra_bits(block, scale_bits, group):
+    return scale_bits / block + 32 / (block * group)
 
 def _is_format(value):
-    return (isinstance(value, tuple) and len(value) == 3 and all(type(n) is int for n in value)
-            and 1 <= value[0] <= 4096 and 1 <= value[1] <= 16 and 1 <= value[2] <= 4096)
+    if not isinstance(value, tuple) or len(value) != 3: return False
+    if not all(type(number) is int for number in value): return False
+    block, scale_bits, group = value
+    return 1 <= block <= 4096 and 1 <= scale_bits <= 16 and 1 <= group <= 4096
 
 # %% ../../nbs/answers/05_four_bits.ipynb #2bad3060
 def _good_format(value):
     if not _is_format(value):
-        yield False, (f'{value!r} is not (block, bits of a scale, scales in a group), '
-                      'as (64, 8, 256); at most 4096, 16 and 4096')
+        yield False, (
+            f'{value!r} is not (block, bits of a scale, scales in a group), '
+            'as (64, 8, 256); at most 4096, 16 and 4096')
         return
-    size_gb, lost = _PARAMETERS * (4 + _extra_bits(*value)) / 8e9, _format_error(*value)
+    bits = 4 + _extra_bits(*value)
+    size_gb = _PARAMETERS * bits / 8e9
     yield size_gb <= 37, f'a 70B takes {size_gb:.2f} GB, more than 37'
+    lost = _format_error(*value)
     yield lost <= 9.4, f'it loses {lost:.2f} % of the matrix, more than 9.4'
 
 # %% ../../nbs/answers/05_four_bits.ipynb #c55a5543

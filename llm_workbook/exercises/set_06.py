@@ -15,7 +15,11 @@ from .question import Question
 
 # %% ../../nbs/answers/06_collectives.ipynb #b65e28ca
 _MESSAGES = Rules(('send', 'receive'))
-_SIZES = Case(2, (5,)), Case(3, (7,)), Case(4, (3,)), Case(3, (11,))
+_SIZES = (
+    Case(2, (5,)),
+    Case(3, (7,)),
+    Case(4, (3,)),
+    Case(3, (11,)))
 
 def _draw_part(case, rank, generator):
     import torch
@@ -23,15 +27,18 @@ def _draw_part(case, rank, generator):
 
 def _all_parts(inputs, case):
     import torch
-    return [torch.cat([each['mine'] for each in inputs])] * case.ranks
+    whole = torch.cat([each['mine'] for each in inputs])
+    return [whole] * case.ranks
 
 # %% ../../nbs/answers/06_collectives.ipynb #d8678ebb
 def _gather_limits(case):
-    ranks, part_b = case.ranks, 4 * case.sizes[0]
-    sent, calls = (ranks - 1) * part_b, 2 * (ranks - 1)
-    yield Limit('bytes sent', sent, sent)
-    yield Limit('calls', calls, calls)
-    yield Limit('peak bytes', (ranks + 1) * part_b, (2 * ranks + 2) * part_b)
+    length, = case.sizes
+    part_b = 4 * length
+    others = case.ranks - 1
+    yield Limit('bytes sent', others * part_b, others * part_b)
+    yield Limit('calls', 2 * others, 2 * others)
+    good_b = (case.ranks + 1) * part_b
+    yield Limit('peak bytes', good_b, 2 * good_b)
 
 # %% ../../nbs/answers/06_collectives.ipynb #dec10a34
 _GATHER = RankExercise(
@@ -49,18 +56,21 @@ _GATHER = RankExercise(
 # %% ../../nbs/answers/06_collectives.ipynb #7f93a0b2
 def _draw_whole(case, rank, generator):
     import torch
-    return {'whole': torch.randn(case.ranks * case.sizes[0], generator=generator)}
+    length, = case.sizes
+    return {'whole': torch.randn(case.ranks * length, generator=generator)}
 
 def _summed_chunks(inputs, case):
-    total = sum(each['whole'].double() for each in inputs).float()
-    return list(total.chunk(case.ranks))
+    total = sum(each['whole'].double() for each in inputs)
+    return list(total.float().chunk(case.ranks))
 
 def _scatter_limits(case):
-    ranks, chunk_b = case.ranks, 4 * case.sizes[0]
-    sent, calls = (ranks - 1) * chunk_b, 2 * (ranks - 1)
-    yield Limit('bytes sent', sent, sent)
-    yield Limit('calls', calls, calls)
-    yield Limit('peak bytes', (ranks + 3) * chunk_b, (ranks + 4) * chunk_b)
+    length, = case.sizes
+    chunk_b = 4 * length
+    others = case.ranks - 1
+    yield Limit('bytes sent', others * chunk_b, others * chunk_b)
+    yield Limit('calls', 2 * others, 2 * others)
+    good_b = (case.ranks + 3) * chunk_b
+    yield Limit('peak bytes', good_b, good_b + chunk_b)
 
 # %% ../../nbs/answers/06_collectives.ipynb #ef81c0a1
 _SCATTER = RankExercise(
@@ -76,21 +86,29 @@ _SCATTER = RankExercise(
     rules=_MESSAGES)
 
 # %% ../../nbs/answers/06_collectives.ipynb #8cccccbf
-_ODD = Case(2, (7,)), Case(3, (10,)), Case(4, (13,)), Case(3, (8,))
+_ODD = (
+    Case(2, (7,)),
+    Case(3, (10,)),
+    Case(4, (13,)),
+    Case(3, (8,)))
 
 def _draw_odd(case, rank, generator):
     import torch
     return {'whole': torch.randn(case.sizes, generator=generator)}
 
 def _sums(inputs, case):
-    return [sum(each['whole'].double() for each in inputs).float()] * case.ranks
+    total = sum(each['whole'].double() for each in inputs)
+    return [total.float()] * case.ranks
 
 def _reduce_limits(case):
-    ranks, length = case.ranks, case.sizes[0]
-    sent, calls = 2 * (ranks - 1) * 4 * ceil(length / ranks), 4 * (ranks - 1)
-    yield Limit('bytes sent', 2 * (ranks - 1) * 4 * length / ranks, sent)
-    yield Limit('calls', calls, calls)
-    yield Limit('peak bytes', 4 * (length + 2 * ceil(length / ranks)), 4 * (2 * length + 8))
+    length, = case.sizes
+    largest = ceil(length / case.ranks)  # Of the chunks
+    others = case.ranks - 1
+    good_b = 2 * others * 4 * length / case.ranks
+    most_b = 2 * others * 4 * largest
+    yield Limit('bytes sent', good_b, most_b)
+    yield Limit('calls', 4 * others, 4 * others)
+    yield Limit('peak bytes', 4 * (length + 2 * largest), 4 * (2 * length + 8))
 
 # %% ../../nbs/answers/06_collectives.ipynb #5dde22ff
 def _call_in_place(answer, inputs, observed):
@@ -111,7 +129,11 @@ _REDUCE = RankExercise(
     run=_call_in_place)
 
 # %% ../../nbs/answers/06_collectives.ipynb #8d6a123f
-_TREE = Case(2, (5,)), Case(4, (7,)), Case(3, (9,)), Case(4, (3,))
+_TREE = (
+    Case(2, (5,)),
+    Case(4, (7,)),
+    Case(3, (9,)),
+    Case(4, (3,)))
 
 def _draw_for_rank_0(case, rank, generator):
     import torch
@@ -121,7 +143,9 @@ def _draw_for_rank_0(case, rank, generator):
 def _of_rank_0(inputs, case): return [inputs[0]['tensor']] * case.ranks
 
 def _tree_limits(case):
-    steps, size_b = ceil(log2(case.ranks)), 4 * case.sizes[0]
+    length, = case.sizes
+    size_b = 4 * length
+    steps = ceil(log2(case.ranks))
     yield Limit('bytes sent', steps * size_b, steps * size_b)
     yield Limit('calls', steps, steps)
     yield Limit('peak bytes', size_b, 2 * size_b)
@@ -157,14 +181,17 @@ def _ring(whole):
     import torch
     import torch.distributed as dist
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
     chunks = whole.tensor_split(ranks)
     for step in range(2 * (ranks - 1)):
-        here, there = chunks[(rank - step) % ranks], chunks[(rank - step - 1) % ranks]
-        received = torch.empty_like(there)
-        sending = dist.isend(here, (rank + 1) % ranks)
-        dist.recv(received, (rank - 1) % ranks)
+        sent = chunks[(rank - step) % ranks]
+        coming = chunks[(before - step) % ranks]
+        received = torch.empty_like(coming)
+        sending = dist.isend(sent, after)
+        dist.recv(received, before)
         sending.wait()
-        there.copy_(received if step >= ranks - 1 else there + received)
+        if step < ranks - 1: coming += received
+        else: coming.copy_(received)
 
 # %% ../../nbs/answers/06_collectives.ipynb #5011a116
 _BYTES = Question(
@@ -178,20 +205,27 @@ _BYTES = Question(
     within=.01)
 
 # %% ../../nbs/answers/06_collectives.ipynb #d9966340
-_TOKENS = Case(2, (3,)), Case(3, (5,)), Case(4, (7,)), Case(3, (2,))
+_TOKENS = (
+    Case(2, (3,)),
+    Case(3, (5,)),
+    Case(4, (7,)),
+    Case(3, (2,)))
 
 def _draw_losses(case, rank, generator):
     import torch
-    empty = case.sizes[0] % case.ranks
-    tokens = 0 if rank == empty else int(torch.randint(1, 9, (), generator=generator))
+    empty = case.sizes[0] % case.ranks  # The rank without tokens
+    tokens = 0
+    if rank != empty: tokens = int(torch.randint(1, 9, (), generator=generator))
     return {'losses': torch.rand(tokens, generator=generator) + 1}
 
 def _mean_of_tokens(inputs, case):
     import torch
-    return [torch.cat([each['losses'] for each in inputs]).mean()] * case.ranks
+    losses = torch.cat([each['losses'] for each in inputs])
+    return [losses.mean()] * case.ranks
 
 def _mean_limits(case):
-    yield Limit('bytes sent', 16 * (case.ranks - 1) / case.ranks, 32)
+    two_sums_b = 2 * (case.ranks - 1) / case.ranks * 8
+    yield Limit('bytes sent', two_sums_b, 32)
     yield Limit('calls', 1, 2)
 
 # %% ../../nbs/answers/06_collectives.ipynb #f45270c6
@@ -215,10 +249,12 @@ rank 2, line 12: dist.recv(received, 0)
 rank 3, line 12: dist.recv(received, 2)"""
 
 def _blame(value):
-    pair = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-    yield pair[0] is not None, f'{value!r} is not a pair of ranks, as (3, 0)'
-    yield pair[0] == 2, f'rank {pair[0]} waits for the rank before it, as a ring does'
-    yield pair[1] == 1, f'in a ring of four, rank 2 does not receive from rank {pair[1]}'
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    yield is_pair, f'{value!r} is not a pair of ranks, as (3, 0)'
+    if not is_pair: return
+    rank, source = value
+    yield rank == 2, f'rank {rank} waits for the rank before it, as a ring does'
+    yield source == 1, f'in a ring of four, rank 2 does not receive from rank {source}'
 
 # %% ../../nbs/answers/06_collectives.ipynb #c82b2311
 _BLAME = Question(
@@ -230,16 +266,23 @@ _BLAME = Question(
     conditions=_blame)
 
 # %% ../../nbs/answers/06_collectives.ipynb #3cf51984
-_PIECES = Case(2, (3,)), Case(3, (5,)), Case(4, (2,)), Case(3, (8,))
+_PIECES = (
+    Case(2, (3,)),
+    Case(3, (5,)),
+    Case(4, (2,)),
+    Case(3, (8,)))
 
-def _length(case, one, other): return (3 * one + 5 * other + one * other + case.sizes[0]) % 7
+def _length(case, one, other):
+    "Of the piece that rank `one` has for rank `other`."
+    return (3 * one + 5 * other + one * other + case.sizes[0]) % 7
 
 def _draw_pieces(case, rank, generator):
     import torch
-    coming = [_length(case, other, rank) for other in range(case.ranks)]
-    pieces = {f'to_{other}': torch.randn(_length(case, rank, other), generator=generator)
-              for other in range(case.ranks)}
-    return {'coming': coming} | pieces
+    drawn = {'coming': [_length(case, other, rank) for other in range(case.ranks)]}
+    for other in range(case.ranks):
+        length = _length(case, rank, other)
+        drawn[f'to_{other}'] = torch.randn(length, generator=generator)
+    return drawn
 
 def _delivered(inputs, case):
     return [[each[f'to_{rank}'] for each in inputs] for rank in range(case.ranks)]
@@ -250,14 +293,17 @@ def _call_with_pieces(answer, inputs, observed):
     return answer(pieces, coming)
 
 def _piece_limits(case):
-    ranks = range(case.ranks)
-    def out_b(rank): return 4 * sum(_length(case, rank, to) for to in ranks if to != rank)
-    def in_b(rank): return 4 * sum(_length(case, of, rank) for of in ranks if of != rank)
-    sent = max(map(out_b, ranks))
-    held = max(out_b(rank) + in_b(rank) + 4 * _length(case, rank, rank) for rank in ranks)
-    yield Limit('bytes sent', sent, sent)
+    sent_b, held_b = [], []
+    for rank in range(case.ranks):
+        others = [other for other in range(case.ranks) if other != rank]
+        out_b = 4 * sum(_length(case, rank, other) for other in others)
+        in_b = 4 * sum(_length(case, other, rank) for other in others)
+        own_b = 4 * _length(case, rank, rank)
+        sent_b.append(out_b)
+        held_b.append(out_b + in_b + own_b)
+    yield Limit('bytes sent', max(sent_b), max(sent_b))
     yield Limit('calls', 2 * (case.ranks - 1), 2 * (case.ranks - 1))
-    yield Limit('peak bytes', held, 2 * held)
+    yield Limit('peak bytes', max(held_b), 2 * max(held_b))
 
 # %% ../../nbs/answers/06_collectives.ipynb #3c50a888
 _ALL_TO_ALL = RankExercise(
@@ -280,13 +326,15 @@ def _ring_states():
     "How many contributions each chunk of each rank has, before and after each step of a ring."
     states = [{rank: [1] * 4 for rank in range(4)}]
     for step in range(1, 7):
-        before = states[-1]
-        after = {rank: list(chunks) for rank, chunks in before.items()}
+        old = states[-1]
+        new = {rank: list(chunks) for rank, chunks in old.items()}
         for rank in range(4):
-            chunk = (rank - 1 - step) % 4
+            sender = (rank - 1) % 4
+            chunk = (sender - step) % 4
+            new[rank][chunk] = old[sender][chunk]
             adds = step <= 3 and (step, rank) != _LOST
-            after[rank][chunk] = before[(rank - 1) % 4][chunk] + adds * before[rank][chunk]
-        states.append(after)
+            if adds: new[rank][chunk] += old[rank][chunk]
+        states.append(new)
     return states
 
 # %% ../../nbs/answers/06_collectives.ipynb #13dad72a
@@ -295,17 +343,19 @@ def _lost_truth():
     states = _ring_states()
     for step in range(1, 4):
         for rank in range(4):
-            for chunk, (old, new) in enumerate(zip(states[step - 1][rank], states[step][rank])):
-                if new != old and new != step + 1: return step, rank, chunk
+            before, after = states[step - 1][rank], states[step][rank]
+            for chunk, (old, new) in enumerate(zip(before, after)):
+                if new not in (old, step + 1): return step, rank, chunk
 
 def _loss_named(value):
     known = isinstance(value, tuple) and len(value) == 3
     yield known, f'{value!r} is no step, rank and chunk, as (1, 0, 2)'
     if not known: return
-    step, rank, chunk = _lost_truth()
-    yield value[0] == step, f'not in step {value[0]}: compare each number there with the one before'
-    yield value[1] == rank, f'rank {value[1]} adds what it receives'
-    yield value[2] == chunk, f'chunk {value[2]} is complete in the end'
+    step, rank, chunk = value
+    true_step, true_rank, true_chunk = _lost_truth()
+    yield step == true_step, f'not in step {step}: compare each number there with the one before'
+    yield rank == true_rank, f'rank {rank} adds what it receives'
+    yield chunk == true_chunk, f'chunk {chunk} is complete in the end'
 
 # %% ../../nbs/answers/06_collectives.ipynb #cb3c35b6
 _LOSS = Question(

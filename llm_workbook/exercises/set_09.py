@@ -63,59 +63,78 @@ def _draw_shards(case, rank, generator):
 # %% ../../nbs/answers/09_fsdp.ipynb #e5ce13d8
 def _draw_rows(generator):
     import torch
-    x, y = (torch.randn(3, width, generator=generator) for width in (9, 5))
+    x = torch.randn(3, 9, generator=generator)
+    y = torch.randn(3, 5, generator=generator)
     return {'x': x, 'y': y}
 
-def _loss(model, x, y): return (model(x) - y).square().mean()
+def _loss(model, x, y):
+    return (model(x) - y).square().mean()
 
 # %% ../../nbs/answers/09_fsdp.ipynb #162b8725
-def _train_wrapped(answer, inputs, observed):
-    import torch
-    model = _net(inputs['width'], inputs['depth'])
-    answer(model)
-    model.to_empty(device='cpu')
-    parameters = dict(model.named_parameters())
-    for name, shard in inputs['shards'].items(): _fill(parameters[name], name, shard)
-    for _ in range(2):
-        _loss(model, inputs['x'], inputs['y']).backward()
-        observed.mark('between steps')
-        with torch.no_grad():
-            for p in parameters.values(): p.to_local().sub_(p.grad.to_local(), alpha=.1)
-        model.zero_grad()
-    return {name: p.to_local() for name, p in model.named_parameters()}
-
 def _fill(parameter, name, shard):
     "Put rows where they belong, if the parameter is cut as it should be."
     import torch
     local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
-    if local.shape != shard.shape: raise RuntimeError(
-        f'{name} is not cut: {tuple(local.shape)} is here, {tuple(shard.shape)} should be')
+    if local.shape != shard.shape:
+        here, wanted = tuple(local.shape), tuple(shard.shape)
+        raise RuntimeError(f'{name} is not cut: {here} is here, {wanted} should be')
     with torch.no_grad(): local.copy_(shard)
 
+def _descend(parameters, rate):
+    "A step of plain gradient descent, on the rows of this rank."
+    import torch
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.to_local().sub_(parameter.grad.to_local(), alpha=rate)
+
+def _train_wrapped(answer, inputs, observed):
+    model = _net(inputs['width'], inputs['depth'])
+    answer(model)
+    model.to_empty(device='cpu')
+    parameters = dict(model.named_parameters())
+    for name, shard in inputs['shards'].items():
+        _fill(parameters[name], name, shard)
+    for _ in range(2):
+        _loss(model, inputs['x'], inputs['y']).backward()
+        observed.mark('between steps')
+        _descend(parameters.values(), .1)
+        model.zero_grad()
+    return {name: parameter.to_local() for name, parameter in model.named_parameters()}
+
 # %% ../../nbs/answers/09_fsdp.ipynb #32275a62
+def _mean_gradients(model, weights, inputs):
+    "Of the mean loss over the rows of all ranks, in float64."
+    import torch
+    from torch.func import functional_call
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+
+    def loss(each):
+        out = functional_call(model, leaves, (each['x'].double(),))
+        return (out - each['y']).square().mean()
+
+    mean = sum(map(loss, inputs)) / len(inputs)
+    gradients = torch.autograd.grad(mean, list(leaves.values()))
+    return dict(zip(leaves, gradients))
+
 def _trained_alone(inputs, case):
     import torch
-    shards = [each['shards'] for each in inputs]
-    weights = {name: torch.cat([each[name] for each in shards]).double() for name in shards[0]}
+    weights = {}
+    for name in inputs[0]['shards']:
+        shards = [each['shards'][name] for each in inputs]
+        weights[name] = torch.cat(shards).double()
     for _ in range(2):
         grads = _mean_gradients(_net(*case.sizes), weights, inputs)
         weights = {name: weight - .1 * grads[name] for name, weight in weights.items()}
     return _cut(weights, case.ranks)
 
-def _mean_gradients(model, weights, inputs):
-    import torch
-    from torch.func import functional_call
-    weights = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    def loss(each):
-        out = functional_call(model, weights, (each['x'].double(),))
-        return (out - each['y']).square().mean()
-    total = sum(map(loss, inputs)) / len(inputs)
-    return dict(zip(weights, torch.autograd.grad(total, list(weights.values()))))
-
 # %% ../../nbs/answers/09_fsdp.ipynb #915f9d90
 def _cut(weights, ranks):
-    return [{name: _part(weight.detach().float(), rank, ranks) for name, weight in weights.items()}
-            for rank in range(ranks)]
+    "The rows of each rank."
+    whole = {name: weight.detach().float() for name, weight in weights.items()}
+    found = []
+    for rank in range(ranks):
+        found.append({name: _part(weight, rank, ranks) for name, weight in whole.items()})
+    return found
 
 # %% ../../nbs/answers/09_fsdp.ipynb #61bb46ef
 _SHARDED = 'all_gather', 'reduce_scatter'
@@ -127,28 +146,35 @@ _LOADED = 'torch.distributed.fsdp', 'torch._dynamo'
 def _units_b(case):
     "Bytes of the model, of a block and of what lies in no block, each with its padding."
     width, depth = case.sizes
-    def padded(rows, columns): return 4 * case.ranks * ceil(rows / case.ranks) * columns
+    def padded(rows, columns):
+        most_rows = ceil(rows / case.ranks)
+        return 4 * case.ranks * most_rows * columns
     block_b = 2 * padded(width, width + 1)
     root_b = padded(width, 9 + 1) + padded(5, width + 1)
     return depth * block_b + root_b, block_b, root_b
 
+def _two_steps(case):
+    "Calls, and bytes sent, of two steps in which only the root stays whole."
+    width, depth = case.sizes
+    _, block_b, root_b = _units_b(case)
+    calls = 2 * (3 * depth + 2)
+    units_b = 2 * (3 * depth * block_b + 2 * root_b)
+    return calls, units_b * (case.ranks - 1) / case.ranks
+
 def _wrap_limits(case):
-    depth, ranks = case.sizes[1], case.ranks
     model_b, block_b, root_b = _units_b(case)
-    held_b, calls = 3 * model_b / ranks, 2 * (3 * depth + 2)
-    sent_b = 2 * (3 * depth * block_b + 2 * root_b) * (ranks - 1) / ranks
+    calls, sent_b = _two_steps(case)
+    held_b = 3 * model_b / case.ranks
     yield Limit('calls', calls, calls)
     yield Limit('bytes sent', sent_b, sent_b)
     yield Limit('between steps', held_b, held_b + root_b + 2 * block_b)
-    yield Limit('peak bytes', held_b + root_b + 3.6 * block_b, held_b + root_b + 5 * block_b)
+    at_least_b = held_b + root_b
+    yield Limit('peak bytes', at_least_b + 3.6 * block_b, at_least_b + 5 * block_b)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #acfed389
 _WRAP = RankExercise(
-    number='9.1',
-    title='Wrap a model',
-    kind='implement',
-    difficulty=2,
-    minutes=15,
+    number='9.1', title='Wrap a model',
+    kind='implement', difficulty=2, minutes=15,
     cases=(Case(2, (37, 8)), Case(3, (41, 7)), Case(4, (29, 7)), Case(3, (53, 7))),
     draw=_draw_shards,
     expected=_trained_alone,
@@ -191,35 +217,35 @@ def _measured_kept():
     return _peak_of(wrap)
 
 _PEAK = Question(
-    number='9.2',
-    title='The peak with blocks kept whole',
-    kind='predict',
-    difficulty=2,
-    minutes=10,
+    number='9.2', title='The peak with blocks kept whole',
+    kind='predict', difficulty=2, minutes=10,
     measure=_measured_kept,
     unit='bytes',
     within=.1)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #74dd8be0
 def _draw_seeded(case, rank, generator):
-    return {'width': case.sizes[0], 'depth': case.sizes[1]} | _draw_rows(generator)
+    width, depth = case.sizes
+    return {'width': width, 'depth': depth} | _draw_rows(generator)
 
 def _seeded(width, depth, dtype):
     "Go through weights that are equal on all ranks: (name, tensor)."
     import torch
     generator = torch.Generator().manual_seed(width)
-    for name, p in _net(width, depth).named_parameters():
-        yield name, torch.randn(p.shape, generator=generator).to(dtype) / width ** .5
+    for name, parameter in _net(width, depth).named_parameters():
+        numbers = torch.randn(parameter.shape, generator=generator)
+        yield name, numbers.to(dtype) / width ** .5
+
+def _own_rows(parameter):
+    import torch.distributed as dist
+    if hasattr(parameter, 'to_local'): return parameter.to_local()
+    return _part(parameter, dist.get_rank(), dist.get_world_size())
 
 def _train_by_answer(answer, inputs, observed):
-    import torch.distributed as dist
-    width, depth = inputs['width'], inputs['depth']
-    model = _filled(width, depth)
-    optimizer = answer(model, inputs['x'], inputs['y'])
+    model = _filled(inputs['width'], inputs['depth'])
+    optimizer = answer(model, inputs['x'], inputs['y'])  # Kept, so that its moments count
     observed.mark('after training')
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return {name: p.to_local() if hasattr(p, 'to_local') else _part(p, rank, ranks)
-            for name, p in model.named_parameters()}
+    return {name: _own_rows(parameter) for name, parameter in model.named_parameters()}
 
 # %% ../../nbs/answers/09_fsdp.ipynb #c70d21a2
 def _filled(width, depth):
@@ -242,23 +268,19 @@ def _adam_alone(inputs, case):
 
 # %% ../../nbs/answers/09_fsdp.ipynb #c38a60cb
 def _train_limits(case):
-    depth, ranks = case.sizes[1], case.ranks
     model_b, block_b, root_b = _units_b(case)
-    calls, share = 2 * (3 * depth + 2), model_b / ranks
-    peak_b = 4 * share + root_b + 3.6 * block_b
-    sent_b = 2 * (3 * depth * block_b + 2 * root_b) * (ranks - 1) / ranks
+    calls, sent_b = _two_steps(case)
+    share_b = model_b / case.ranks
+    peak_b = 4 * share_b + root_b + 3.6 * block_b
     yield Limit('bytes sent', sent_b, sent_b)
     yield Limit('calls', calls, calls)
-    yield Limit('after training', 3 * share, 4 * share + root_b + 2 * block_b)
+    yield Limit('after training', 3 * share_b, 4 * share_b + root_b + 2 * block_b)
     yield Limit('peak bytes', peak_b, peak_b + 1.4 * block_b)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #374bd659
 _EARLY = RankExercise(
-    number='9.3',
-    title='An optimizer made too early',
-    kind='debug',
-    difficulty=2,
-    minutes=15,
+    number='9.3', title='An optimizer made too early',
+    kind='debug', difficulty=2, minutes=15,
     cases=(Case(2, (35, 6)), Case(3, (40, 6)), Case(4, (27, 6)), Case(3, (31, 7))),
     draw=_draw_seeded,
     expected=_adam_alone,
@@ -280,6 +302,7 @@ def _packed_net(width, depth):
 def _packed_class():
     import torch
     from torch import nn
+
     class Packed(nn.Module):
         "Two matrices of uint8, and a pair of adapters."
         def __init__(self, width):
@@ -291,17 +314,22 @@ def _packed_class():
 
         def forward(self, x):
             first, second = (self.packed / 128 - 1).chunk(2)
-            return (x @ first @ second / len(second) + x @ self.down.T @ self.up.T).tanh()
+            frozen = x @ first @ second / len(second)
+            return (frozen + x @ self.down.T @ self.up.T).tanh()
 
     return Packed
 
 def _packed_weights(width, depth):
     import torch
     generator = torch.Generator().manual_seed(width)
-    def drawn(p):
-        if p.is_floating_point(): return torch.randn(p.shape, generator=generator) / width ** .5
-        return torch.randint(256, p.shape, generator=generator, dtype=p.dtype)
-    return {name: drawn(p) for name, p in _packed_net(width, depth).named_parameters()}
+    weights = {}
+    for name, parameter in _packed_net(width, depth).named_parameters():
+        shape, dtype = parameter.shape, parameter.dtype
+        if dtype == torch.uint8:
+            weights[name] = torch.randint(256, shape, generator=generator, dtype=dtype)
+        else:
+            weights[name] = torch.randn(shape, generator=generator) / width ** .5
+    return weights
 
 # %% ../../nbs/answers/09_fsdp.ipynb #b9d8d41d
 def _draw_wide_rows(case, rank, generator):
@@ -311,7 +339,6 @@ def _draw_wide_rows(case, rank, generator):
 
 # %% ../../nbs/answers/09_fsdp.ipynb #75796b9f
 def _train_adapters(answer, inputs, observed):
-    import torch
     width, depth = inputs['width'], inputs['depth']
     model = _packed_net(width, depth).to_empty(device='cpu')
     model.load_state_dict(_packed_weights(width, depth))
@@ -319,49 +346,49 @@ def _train_adapters(answer, inputs, observed):
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for _ in range(2):
         model(inputs['x']).square().mean().backward()
-        with torch.no_grad():
-            for p in adapters.values(): p.to_local().sub_(p.grad.to_local(), alpha=5)
+        _descend(adapters.values(), 5)
         model.zero_grad()
         observed.mark('between steps')
-    return {name: p.to_local() for name, p in adapters.items()}
+    return {name: adapter.to_local() for name, adapter in adapters.items()}
 
 # %% ../../nbs/answers/09_fsdp.ipynb #df527913
 def _adapters_alone(inputs, case):
     import torch
     from torch.func import functional_call
-    model, weights = _packed_net(*case.sizes), _packed_weights(*case.sizes)
-    names = [name for name, weight in weights.items() if weight.is_floating_point()]
+    model = _packed_net(*case.sizes)
+    weights = {name: weight.double() for name, weight in _packed_weights(*case.sizes).items()}
+    names = [name for name in weights if not name.endswith('packed')]
     for _ in range(2):
-        for name in names: weights[name] = weights[name].detach().double().requires_grad_()
-        double = {name: weight.double() for name, weight in weights.items()}
-        outs = [functional_call(model, double, (each['x'].double(),)) for each in inputs]
+        for name in names:
+            weights[name] = weights[name].detach().requires_grad_()
+        outs = [functional_call(model, weights, (each['x'].double(),)) for each in inputs]
         loss = sum(out.square().mean() for out in outs) / case.ranks
-        grads = torch.autograd.grad(loss, [weights[name] for name in names])
-        for name, grad in zip(names, grads): weights[name] = weights[name] - 5 * grad
+        adapters = [weights[name] for name in names]
+        grads = torch.autograd.grad(loss, adapters)
+        for name, grad in zip(names, grads):
+            weights[name] = weights[name] - 5 * grad
     return _cut({name: weights[name] for name in names}, case.ranks)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #6d6846d8
 def _packed_limits(case):
     width, depth = case.sizes
-    ranks = case.ranks
-    def rows(number): return ceil(number / ranks)
+    def rows(number): return ceil(number / case.ranks)
     packed_b = depth * rows(2 * width) * width
     adapters_b = depth * 4 * (rows(2) * width + rows(width) * 2)
-    sent_b = 2 * (2 * packed_b + 3 * adapters_b) * (ranks - 1)
-    share_b, calls = packed_b + adapters_b, 2 * 3 * depth
+    step_b = 2 * packed_b + 3 * adapters_b  # Both gathered twice, adapters reduced once
+    sent_b = 2 * step_b * (case.ranks - 1)
+    calls = 2 * 3 * depth
     yield Limit('bytes sent', sent_b, sent_b)
     yield Limit('calls', calls, calls + 4)
+    share_b = packed_b + adapters_b
     yield Limit('between steps', share_b, share_b + .6 * packed_b)
     peak_b = share_b + (8 * depth + 6) * width ** 2
     yield Limit('peak bytes', peak_b, 1.4 * peak_b)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #c76f4ce0
 _PACKED = RankExercise(
-    number='9.4',
-    title='Packed bytes left whole',
-    kind='debug',
-    difficulty=3,
-    minutes=15,
+    number='9.4', title='Packed bytes left whole',
+    kind='debug', difficulty=3, minutes=15,
     cases=(Case(2, (34, 4)), Case(3, (45, 5)), Case(4, (50, 5)), Case(3, (41, 4))),
     draw=_draw_wide_rows,
     expected=_adapters_alone,
@@ -397,8 +424,9 @@ def _forward_pass(clock, late):
     for number in range(6):
         start_ms, end_ms = clock.compute('forward', number, ready_ms, 5)
         if number == 5: return
-        may_ms = end_ms if late == ('forward', number + 1) else start_ms
-        ready_ms = clock.message('gather', number + 1, may_ms, _GATHER_MS[number + 1])
+        after = number + 1
+        may_ms = end_ms if late == ('forward', after) else start_ms
+        ready_ms = clock.message('gather', after, may_ms, _GATHER_MS[after])
 
 def _backward_pass(clock, late):
     ready_ms = clock.now_ms
@@ -406,8 +434,9 @@ def _backward_pass(clock, late):
         start_ms, end_ms = clock.compute('backward', number, ready_ms, 8)
         if number < 5: clock.message('scatter', number + 1, start_ms, 4)
         if number == 0: break
-        may_ms = end_ms if late == ('backward', number - 1) else start_ms
-        ready_ms = clock.message('gather', number - 1, may_ms, _GATHER_MS[number - 1])
+        after = number - 1
+        may_ms = end_ms if late == ('backward', after) else start_ms
+        ready_ms = clock.message('gather', after, may_ms, _GATHER_MS[after])
     clock.message('scatter', 0, end_ms, 4)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #77a22912
@@ -418,23 +447,22 @@ def _step_spans(late=_LATE):
     _backward_pass(clock, late)
     return sorted(clock.spans)
 
-def _end_ms(spans): return max(end_ms for _, _, end_ms, _, _ in spans)
+def _end_ms(spans):
+    return max(end_ms for _, _, end_ms, _, _ in spans)
 
 def _earlier(value):
-    said = value if isinstance(value, tuple) and len(value) == 3 else (None, None, None)
-    saved_ms = _end_ms(_step_spans()) - _end_ms(_step_spans(None))
-    if said[0] is None:
+    three = isinstance(value, tuple) and len(value) == 3 and value[0] is not None
+    if not three:
         yield False, f"{value!r} is not as ('forward', 1, 2)"
         return
-    yield said[:2] == _LATE, f'the gather of block {said[1]} in the {said[0]} pass is not late'
-    yield said[2] == saved_ms, f'the step does not get {said[2]} ms shorter'
+    name, block, shorter_ms = value
+    yield (name, block) == _LATE, f'the gather of block {block} in the {name} pass is not late'
+    saved_ms = _end_ms(_step_spans()) - _end_ms(_step_spans(None))
+    yield shorter_ms == saved_ms, f'the step does not get {shorter_ms} ms shorter'
 
 _READ = Question(
-    number='9.5',
-    title='A gather that could be earlier',
-    kind='read',
-    difficulty=3,
-    minutes=15,
+    number='9.5', title='A gather that could be earlier',
+    kind='read', difficulty=3, minutes=15,
     conditions=_earlier)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #a1118c2e
@@ -443,47 +471,52 @@ def _draw_layers(case, rank, generator):
     width, depth = case.sizes
     rows = len(_part(torch.empty(width), rank, case.ranks))
     shards = [torch.randn(rows, width, generator=generator) for _ in range(depth)]
-    return {'x': torch.randn(3, width, generator=generator), 'shards': shards}
+    x = torch.randn(3, width, generator=generator)
+    return {'x': x, 'shards': shards}
 
 # %% ../../nbs/answers/09_fsdp.ipynb #3828c29a
+_FLYING = 'gathers in flight at each use'
+
+def _used(x, weight):
+    "A layer, as an answer uses it."
+    return (x @ weight.T / len(weight) ** .5).tanh()
+
 def _run_ahead(answer, inputs, observed):
-    import torch
     in_flight = []
     def use(x, weight):
         in_flight.append(len(observed.handles))
-        return torch.tanh(x @ weight.T / len(weight) ** .5)
+        return _used(x, weight)
     out = answer(inputs['x'], inputs['shards'], use)
-    return {'out': out, 'gathers in flight at each use': in_flight}
+    return {'out': out, _FLYING: in_flight}
 
 def _through_all_layers(inputs, case):
     import torch
     width, depth = case.sizes
-    shards = zip(*(each['shards'] for each in inputs))
-    layers = [torch.cat(parts).double() for parts in shards]
+    shards_of_layers = zip(*(each['shards'] for each in inputs))
+    layers = [torch.cat(shards).double() for shards in shards_of_layers]
     in_flight = [1] * (depth - 1) + [0]
     found = []
     for each in inputs:
         x = each['x'].double()
-        for layer in layers: x = torch.tanh(x @ layer.T / width ** .5)
-        found.append({'out': x.float(), 'gathers in flight at each use': in_flight})
+        for layer in layers: x = _used(x, layer)
+        found.append({'out': x.float(), _FLYING: in_flight})
     return found
 
 # %% ../../nbs/answers/09_fsdp.ipynb #593fbcae
 def _ahead_limits(case):
     width, depth = case.sizes
-    ranks = case.ranks
-    part_b = 4 * ceil(width / ranks) * width
-    held_b, goal_b = depth * part_b, (2 * ranks + 2) * part_b
+    part_b = 4 * ceil(width / case.ranks) * width
+    sent_b = depth * part_b * (case.ranks - 1)
     yield Limit('calls', depth, depth)
-    yield Limit('bytes sent', depth * part_b * (ranks - 1), depth * part_b * (ranks - 1))
-    yield Limit('peak bytes', held_b + goal_b, held_b + goal_b + (depth + ranks / 2) * part_b)
+    yield Limit('bytes sent', sent_b, sent_b)
+    buffers_b = (2 * case.ranks + 2) * part_b  # Two whole layers, two padded parts
+    good_b = depth * part_b + buffers_b
+    more_b = (depth + case.ranks / 2) * part_b
+    yield Limit('peak bytes', good_b, good_b + more_b)
 
 _AHEAD = RankExercise(
-    number='9.6',
-    title='Gather, use, free, and one ahead',
-    kind='implement',
-    difficulty=4,
-    minutes=30,
+    number='9.6', title='Gather, use, free, and one ahead',
+    kind='implement', difficulty=4, minutes=30,
     cases=(Case(2, (31, 6)), Case(4, (33, 7)), Case(3, (40, 6)), Case(4, (35, 6))),
     draw=_draw_layers,
     expected=_through_all_layers,
@@ -498,6 +531,7 @@ def _huge_net():
     "Four blocks, a layer of four experts, three blocks; without numbers."
     import torch
     from torch import nn
+
     class Experts(nn.Module):
         "Four networks side by side."
         def __init__(self):
@@ -509,7 +543,8 @@ def _huge_net():
     with torch.device('meta'):
         blocks = [nn.Linear(32, 32) for _ in range(7)]
         layers = nn.ModuleList([*blocks[:4], Experts(), *blocks[4:]])
-        return _net_class()(nn.Linear(9, 32), layers, nn.Linear(32, 5))
+        net_class = _net_class()
+        return net_class(nn.Linear(9, 32), layers, nn.Linear(32, 5))
 
 # %% ../../nbs/answers/09_fsdp.ipynb #22c5d5ec
 def _expert():
@@ -549,15 +584,17 @@ def _listed(value):
     "The units as tuples, and what is wrong with their names."
     try: units = tuple(tuple(unit) for unit in value)
     except TypeError: return (), f'{value!r} is no list of lists of names'
-    known, names = dict(_huge_net().named_modules()), [name for unit in units for name in unit]
+    known = dict(_huge_net().named_modules())
+    names = [name for unit in units for name in unit]
     for name in names:
         if name not in known or name == '': return units, f'the model has no module {name!r}'
         if names.count(name) > 1: return units, f'{name} is in two units'
-    return units, '' if all(units) else 'a unit is empty'
+    if not all(units): return units, 'a unit is empty'
+    return units, ''
 
 def _fit(value):
     units, wrong = _listed(value)
-    measured = _measured_units(units) if not wrong else wrong
+    measured = wrong or _measured_units(units)
     if isinstance(measured, str):
         yield False, measured
         return
@@ -565,16 +602,16 @@ def _fit(value):
     yield calls <= _MOST_MESSAGES, f'a step sends {calls} messages, more than {_MOST_MESSAGES}'
     yield peak_b <= _MOST_B, f'the peak is {peak_b:,} bytes, more than {_MOST_B:,}'
 
-def _used(value): yield Measure('peak bytes', _measured_units(_listed(value)[0])[1], _GOAL_B)
+def _peak_measure(value):
+    units, _ = _listed(value)
+    _, peak_b = _measured_units(units)
+    yield Measure('peak bytes', peak_b, _GOAL_B)
 
 # %% ../../nbs/answers/09_fsdp.ipynb #31241621
 _UNITS = Question(
-    number='9.7',
-    title='Units for a model with one huge layer',
-    kind='fit',
-    difficulty=4,
-    minutes=25,
+    number='9.7', title='Units for a model with one huge layer',
+    kind='fit', difficulty=4, minutes=25,
     conditions=_fit,
-    measures=_used)
+    measures=_peak_measure)
 
 SET_09 = _WRAP, _PEAK, _EARLY, _PACKED, _READ, _AHEAD, _UNITS

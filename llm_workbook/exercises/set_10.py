@@ -33,8 +33,6 @@ def _float64(tensor):
     return tensor.double().requires_grad_()
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #e9de725c
-_LEAVES = 'x', 'up', 'down', 'bias'
-
 def _draw_mlp(case, rank, generator):
     import torch
     width, fewest = case.sizes
@@ -46,14 +44,18 @@ def _draw_mlp(case, rank, generator):
         'bias': _same(case, 2, width),
         'grad': _same(case, 3, _ROWS, width)}
 
-def _run_mlp(answer, inputs, observed):
-    leaves = [inputs[name].requires_grad_() for name in _LEAVES]
-    y = answer(*leaves)
-    y.backward(inputs['grad'])
-    outputs = {'y': y}
-    for name in _LEAVES:
-        outputs[f'gradient of {name}'] = inputs[name].grad
-    return outputs
+def _outputs(y, leaves):
+    "What is compared: the output and the gradients."
+    gradients = {f'gradient of {name}': leaf.grad for name, leaf in leaves.items()}
+    return {'y': y} | gradients
+
+def _run_layer(answer, inputs, observed):
+    *tensors, grad = inputs.values()
+    for tensor in tensors: tensor.requires_grad_()
+    y = answer(*tensors)
+    y.backward(grad)
+    leaves = {name: tensor for name, tensor in inputs.items() if name != 'grad'}
+    return _outputs(y, leaves)
 
 def _dense_mlp(inputs, case):
     import torch
@@ -65,15 +67,11 @@ def _dense_mlp(inputs, case):
     hidden = gelu(x @ torch.cat(ups, 1))
     y = hidden @ torch.cat(downs) + bias
     y.backward(inputs[0]['grad'].double())
-    outputs = []
+    found = []
     for up, down in zip(ups, downs):
-        outputs.append({
-            'y': y.detach(),
-            'gradient of x': x.grad,
-            'gradient of up': up.grad,
-            'gradient of down': down.grad,
-            'gradient of bias': bias.grad})
-    return outputs
+        leaves = {'x': x, 'up': up, 'down': down, 'bias': bias}
+        found.append(_outputs(y.detach(), leaves))
+    return found
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #022873f8
 def _mlp_limits(case):
@@ -101,7 +99,7 @@ _MLP = RankExercise(
     expected=_dense_mlp,
     limits=_mlp_limits,
     rules=Rules(('all_reduce',), ('torch.distributed.tensor.parallel.parallelize_module',)),
-    run=_run_mlp,
+    run=_run_layer,
     imports=('torch.distributed.tensor.parallel',))
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #be3a7386
@@ -122,16 +120,6 @@ def _draw_rows(case, rank, generator):
         'down': torch.randn(columns, width, generator=generator),
         'grad': torch.randn(rows, width, generator=generator)}
 
-def _run_rows(answer, inputs, observed):
-    leaves = {name: inputs[name] for name in ('x', 'gain', 'up', 'down')}
-    for leaf in leaves.values(): leaf.requires_grad_()
-    y = answer(*leaves.values())
-    y.backward(inputs['grad'])
-    outputs = {'y': y}
-    for name, leaf in leaves.items():
-        outputs[f'gradient of {name}'] = leaf.grad
-    return outputs
-
 def _dense_rows(inputs, case):
     import torch
     from torch.nn.functional import gelu, rms_norm
@@ -144,15 +132,11 @@ def _dense_rows(inputs, case):
     hidden = gelu(normed @ torch.cat(ups, 1))
     y = hidden @ torch.cat(downs)
     y.backward(torch.cat([each['grad'] for each in inputs]).double())
-    outputs = []
+    found = []
     for own_y, x, up, down in zip(y.detach().chunk(case.ranks), xs, ups, downs):
-        outputs.append({
-            'y': own_y,
-            'gradient of x': x.grad,
-            'gradient of gain': gain.grad,
-            'gradient of up': up.grad,
-            'gradient of down': down.grad})
-    return outputs
+        leaves = {'x': x, 'gain': gain, 'up': up, 'down': down}
+        found.append(_outputs(own_y, leaves))
+    return found
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #1254e2c6
 def _rows_limits(case):
@@ -184,7 +168,7 @@ _SEQUENCE_MLP = RankExercise(
     rules=Rules(
         ('all_gather', 'reduce_scatter', 'all_reduce'),
         ('torch.distributed.tensor.parallel.SequenceParallel',)),
-    run=_run_rows,
+    run=_run_layer,
     imports=('torch.distributed.tensor.parallel',))
 
 # %% ../../nbs/answers/10_pipeline_tensor.ipynb #deef6657
