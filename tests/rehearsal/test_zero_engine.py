@@ -62,7 +62,9 @@ def ranks():
 @pytest.mark.parametrize('name', [
     name if name == 'zero3, full' else slow_case(name) for name in WAYS])
 def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, ranks, tmp_path):
-    made = recipe('brief', WAYS[name] | SHORT, tmp_path)
+    # An offload leaves a megabyte between ours and theirs: a smaller part of a larger model
+    made = recipe('quick' if AWAY.items() <= WAYS[name].items() else 'brief', WAYS[name] | SHORT,
+                  tmp_path)
     product = torch.nn.functional.linear
     saw, ours = ranks.measured(made), played(made)
     # ZeRO-3 takes a product of its own, which keeps its inputs: no later rehearsal may use it
