@@ -29,16 +29,39 @@ JOBS = [  # Shape, changes to a plain recipe
 ]
 
 
-def real(recipe) -> dict:
-    "Run the trainer of a recipe in processes of their own; what rank 0 measured."
-    command = [sys.executable, '-m', 'bench.programs.rehearsal']
-    done = subprocess.run(command, input=recipe.model_dump_json(), env=os.environ | COUNTING,
-                          cwd=ROOT, capture_output=True, text=True)
-    if done.returncode: raise RuntimeError(f'{recipe.facts()}: {done.stderr[-2000:]}')
-    measured = json.loads(done.stdout.splitlines()[-1])[0]
-    if measured['built_b'] >= measured['peak_b']:
-        raise RuntimeError('building the model took more than a step')
-    return measured
+class RealRanks:
+    """Measure recipes, one after another, in the trainer of the library on ranks.
+
+    The ranks are forks of one process, which imports once and ends with the block.
+    """
+    def __enter__(self) -> 'RealRanks':
+        self.said = tempfile.TemporaryFile('w+')
+        self.process = subprocess.Popen(
+            [sys.executable, '-m', 'bench.programs.rehearsal'], env=os.environ | COUNTING,
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.process.communicate()  # Its input ends, so it ends
+        self.said.close()
+
+    def measured(self, recipe) -> dict:
+        "Run the trainer of a recipe; what rank 0 measured."
+        self.process.stdin.write(recipe.model_dump_json() + '\n')
+        self.process.stdin.flush()
+        answer = self._answer()
+        if 'error' in answer: raise RuntimeError(f'{recipe.facts()}: {answer["error"][-2000:]}')
+        seen = answer['ranks'][0]
+        if seen['built_b'] >= seen['peak_b']:
+            raise RuntimeError('building the model took more than a step')
+        return seen
+
+    def _answer(self) -> dict:
+        "The next line that is one; what ranks print comes before it."
+        for line in self.process.stdout:
+            if line.startswith(('{"ranks":', '{"error":')): return json.loads(line)
+        self.said.seek(0)
+        return {'error': self.said.read()}
 
 
 def why(error: Exception) -> str:
@@ -67,11 +90,11 @@ def peers(recipe) -> dict:
     return results
 
 
-def row(shape: str, changes: dict, folder: Path) -> dict:
+def row(shape: str, changes: dict, folder: Path, ranks: RealRanks) -> dict:
     "One row of the record: what ranks measured, what the rehearsal says, and torch's tracker."
     from llm_workbook import rehearse, spec
     job = recipe(shape, changes, folder)
-    measured = real(job)
+    measured = ranks.measured(job)
     ours = rehearse(job, exact=True)
     tracker = peers(job)
     sent = [(kind, size_b) for _, kind, size_b in measured['collectives']]
@@ -103,8 +126,8 @@ def row(shape: str, changes: dict, folder: Path) -> dict:
 
 def measure() -> dict:
     "Run every job; the value is the median error of the peak, the peer's that of torch's tracker."
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [row(shape, changes, Path(folder)) for shape, changes in JOBS]
+    with tempfile.TemporaryDirectory() as folder, RealRanks() as ranks:
+        rows = [row(shape, changes, Path(folder), ranks) for shape, changes in JOBS]
     wrong = [r['changes'] for r in rows if not (r['collectives_equal'] and r['flops_equal'])]
     if wrong: raise RuntimeError(f'collectives or FLOP differ: {wrong}')
     ours = [abs(r['error']) for r in rows]

@@ -1,9 +1,10 @@
 """The library's own trainer on real ranks, in processes whose allocator is counted by glibc itself.
 
 The caller starts this program with the variables of `heap.COUNTING`, so that every tensor is an
-mmapped block, and gives a recipe as JSON; its `model.source` is a folder with a config.json.
-Nothing watches the operations of the first two steps, whose most bytes count; the third tells its
-collectives and its FLOP. Prints one JSON line: what each rank measured.
+mmapped block, and gives recipes as lines of JSON; their `model.source` is a folder with a
+config.json. Nothing watches the operations of the first two steps, whose most bytes count; the
+third tells its collectives and its FLOP. Answers each line with one: what each rank measured, or
+the error.
 """
 import json
 import sys
@@ -125,19 +126,26 @@ def rank(job: dict) -> dict:
     }
 
 
-def main() -> None:
-    "Run the recipe on its ranks and print what each saw."
-    warnings.filterwarnings('ignore')
-    job = json.loads(sys.stdin.read())
-    # Imported once, before the fork
-    import llm_workbook.model.quantize, peft, transformers, trl  # noqa: E401, F401
-    import torch.distributed.fsdp  # noqa: F401
+def measured(job: dict) -> list[dict]:
+    "Run a recipe on its ranks; what each saw."
     from llm_workbook import Recipe, fsdp_env
     from llm_workbook.parallel.ranks import notebook_ranks
-    transformers.logging.set_verbosity_error()
     recipe = Recipe.model_validate(job)
     if recipe.sharding.strategy.startswith('zero'): warm_up()
-    print(json.dumps(notebook_ranks(rank, recipe.cluster.ranks, (job,), 300, fsdp_env(recipe))))
+    return notebook_ranks(rank, recipe.cluster.ranks, (job,), 300, fsdp_env(recipe))
+
+
+def main() -> None:
+    "Answer each line of the input, until there is none."
+    warnings.filterwarnings('ignore')
+    # Imported once, before the forks
+    import llm_workbook.model.quantize, peft, transformers, trl  # noqa: E401, F401
+    import torch.distributed.fsdp  # noqa: F401
+    transformers.logging.set_verbosity_error()
+    for line in sys.stdin:
+        try: answer = {'ranks': measured(json.loads(line))}
+        except Exception as error: answer = {'error': str(error)}
+        print(f'\n{json.dumps(answer)}', flush=True)  # Ranks may have left half a line
 
 
 if __name__ == '__main__':

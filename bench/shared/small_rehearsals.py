@@ -23,6 +23,7 @@ SHAPES = {
     'small': _llama(768, 2048, 12, 12, 16_000),  # 100 million parameters
     'large': _llama(1024, 2816, 8, 16, 32_000),  # 156 million
     'quick': _llama(384, 1024, 8, 8, 16_000),  # 25 million, for tests
+    'brief': _llama(384, 1024, 3, 8, 8_000),  # 11 million, for ranks of ZeRO
 }
 FULL = {'method.kind': 'full'}
 LORA = {'method.kind': 'lora'}

@@ -20,8 +20,8 @@ from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
 
-RUNS = 50
-RUNS_WITHOUT_WORKERS = 4
+RUNS = 26  # Three ends at seven moments are 21; the first run is what the others are compared with
+RUNS_WITHOUT_WORKERS = 3  # Besides the second: one of each end
 # May be made longer without becoming another recipe
 STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}
 
@@ -54,7 +54,7 @@ def start_and_end(recipe, directory, workers, number) -> str:
 
 
 @pytest.mark.slow
-def test_50_starts_and_stops_leave_nothing(recipe, tmp_path, record_property):
+def test_starts_and_stops_at_all_moments_leave_nothing(recipe, tmp_path, record_property):
     begin = time.monotonic()
     threads = threading.active_count()
     with WorkerProcess() as workers:
@@ -81,11 +81,11 @@ def test_50_starts_and_stops_leave_nothing(recipe, tmp_path, record_property):
         assert [child.pid for child in children()] == [nursery.pid]
         assert set(os.listdir(tempfile.gettempdir())) == temp
     assert threading.active_count() <= threads
-    assert states.count('finished') >= 16
-    assert states.count('preempted') >= 30
+    assert states.count('finished') >= 8
+    assert states.count('preempted') >= 15
     record_property(
         'report',
-        f'50 starts and stops in {time.monotonic() - begin:.0f} s: '
+        f'{RUNS} starts and stops in {time.monotonic() - begin:.0f} s: '
         f'{states.count("finished") + 1} finished, '
         f'{states.count("preempted")} stopped or killed; nothing is left')
 

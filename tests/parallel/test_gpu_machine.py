@@ -3,6 +3,7 @@
 The GPU is emulated. The tests marked `wheel` are for the CUDA build of torch, which make
 test-cuda-wheel installs: on it, the pages of recipes and the quickstart run on that machine too.
 """
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from page import ROOT
 from trouble import fine_tune, losses, slow_case, small_recipe
 
 from llm_workbook import Recipe, rehearse
+from llm_workbook.model.architecture import presets
 from llm_workbook.parallel import ranks as module
 from llm_workbook.parallel.backends import read_allocator
 from llm_workbook.parallel.ranks import notebook_ranks, run_ranks
@@ -94,8 +96,10 @@ def test_a_classifier_leaves_it_alone(gpu_machine, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['70b-2x24gb-qlora', '7b-zero3-offload'])
-def test_a_rehearsal_leaves_it_alone(request, name):
-    recipe = Recipe.named(name)
+def test_a_rehearsal_leaves_it_alone(request, name, tmp_path):
+    fields = presets()['llama-3.2-1b'].config | {'num_hidden_layers': 3}
+    (tmp_path/'config.json').write_text(json.dumps(fields))
+    recipe = Recipe.named(name).changed({'model.source': str(tmp_path)})
     plain = rehearse(recipe)
     request.getfixturevalue('gpu_machine')
     found = rehearse(recipe)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from bench.lines.rehearsal_error import real
+from bench.lines.rehearsal_error import RealRanks
 from bench.record import ROOT
 from bench.shared import gpu_rows
 from bench.shared.heap import COUNTING
@@ -24,6 +24,11 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
+@pytest.fixture(scope='module')
+def ranks():
+    with RealRanks() as made: yield made
+
+
 HALF = FULL | {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
 
 
@@ -37,9 +42,9 @@ PAIRS = {'cluster.processes': 4, 'sharding.group': 2}
         QLORA | SELECTIVE)],
     ids=['full', 'qlora', 'float16', 'full in pairs', 'qlora in pairs', 'full, selective',
          'qlora, selective'])
-def test_a_rehearsal_does_what_the_ranks_do(changes, tmp_path):
+def test_a_rehearsal_does_what_the_ranks_do(changes, ranks, tmp_path):
     made = recipe('quick', changes | SHORT, tmp_path)
-    saw = real(made)
+    saw = ranks.measured(made)
     ours = rehearsed(made)
     assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
     assert [tuple(message) for message in saw['collectives']] == [

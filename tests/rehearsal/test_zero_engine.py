@@ -1,4 +1,5 @@
 """DeepSpeed's engine on fake tensors: against DeepSpeed on real ranks, and against the ledger."""
+import json
 import os
 from types import SimpleNamespace
 
@@ -7,11 +8,12 @@ import torch
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
-from bench.lines.rehearsal_error import real
+from bench.lines.rehearsal_error import RealRanks
 from bench.shared.small_rehearsals import AGAIN, FULL, LORA, QLORA, percent, recipe
 from trouble import slow_case
 
 from llm_workbook import Recipe, rehearse
+from llm_workbook.model.architecture import presets
 from llm_workbook.model.spec import spec_of
 from llm_workbook.plan.ledger import memory
 from llm_workbook.rehearsal.program import record_step, rehearsable
@@ -52,12 +54,19 @@ def played(made):
         messages=[m for m in recorder.messages if begin <= m.event < end])
 
 
+@pytest.fixture(scope='module')
+def ranks():
+    with RealRanks() as made: yield made
+
+
 @pytest.mark.parametrize('name', [
     name if name == 'zero3, full' else slow_case(name) for name in WAYS])
-def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, tmp_path):
-    made = recipe('quick', WAYS[name] | SHORT, tmp_path)
+def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, ranks, tmp_path):
+    # An offload leaves a megabyte between ours and theirs: a smaller part of a larger model
+    made = recipe('quick' if AWAY.items() <= WAYS[name].items() else 'brief', WAYS[name] | SHORT,
+                  tmp_path)
     product = torch.nn.functional.linear
-    saw, ours = real(made), played(made)
+    saw, ours = ranks.measured(made), played(made)
     # ZeRO-3 takes a product of its own, which keeps its inputs: no later rehearsal may use it
     assert torch.nn.functional.linear is product
     # An offload under ZeRO-2 copies 16-bit numbers to the host; those of a CPU rank are there
@@ -68,8 +77,11 @@ def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, tmp_path):
     assert ours.flops == saw['flops']
 
 
+# Of full fine-tunes the ends alone: the page of `zero_engine` has stages 2 and 3 on four ranks
 PLANS = [(stage, kind, ranks) for stage in (1, 2, 3) for kind in ('full', 'lora', 'qlora')
-         for ranks in (2, 4, 8)]
+         for ranks in ((2, 8) if kind == 'full' else (2, 4, 8))]
+QUICK = 2, 'qlora', 8
+DEEP = QUICK, (3, 'lora', 2)  # Of those with adapters: 16 layers, derived from 6 and 7
 
 
 def planned(stage, kind, ranks, **changes):
@@ -83,19 +95,32 @@ def planned(stage, kind, ranks, **changes):
     return plain.changed(changes)
 
 
-TOO_HIGH = {(1, 'full', 4): '13.7', (1, 'full', 8): '16.7'}  # Percent
+TOO_HIGH = {(1, 'full', 8): '16.7'}  # Percent
 
 
 def case(plan):
     "A plan, slow but for one; those that are known to be wrong must stay so until they are mended."
-    if plan not in TOO_HIGH: return plan if plan == (2, 'qlora', 8) else slow_case(*plan)
+    if plan not in TOO_HIGH: return plan if plan == QUICK else slow_case(*plan)
     wrong = pytest.mark.xfail(reason=f'the ledger is {TOO_HIGH[plan]} % too high', strict=True)
     return pytest.param(*plan, marks=[pytest.mark.slow, wrong])
 
 
+@pytest.fixture(scope='module')
+def shallow(tmp_path_factory):
+    """Changes of a plan: three layers, all of which run, that are four fifths of the weights as the
+    sixteen are of theirs; and buckets to match."""
+    folder = tmp_path_factory.mktemp('shallow')
+    fields = presets()['llama-3.2-1b'].config | {'num_hidden_layers': 3, 'vocab_size': 24_000}
+    (folder/'config.json').write_text(json.dumps(fields))
+    buckets = {'zero.reduce_bucket': 10**8, 'zero.allgather_bucket': 10**8,
+               'zero.prefetch_bucket': 10**7}
+    return buckets | {'model.source': str(folder)}
+
+
 @pytest.mark.parametrize('stage, kind, ranks', map(case, PLANS))
-def test_ledger_and_engine_give_the_same_bytes(stage, kind, ranks):
-    made = planned(stage, kind, ranks)
+def test_ledger_and_engine_give_the_same_bytes(stage, kind, ranks, shallow):
+    is_deep = kind == 'full' or (stage, kind, ranks) in DEEP
+    made = planned(stage, kind, ranks, **({} if is_deep else shallow))
     assert memory(made).total('step', level='allocated') == pytest.approx(
         rehearse(made).peak_b, rel=.03)
 

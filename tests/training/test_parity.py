@@ -24,7 +24,7 @@ from llm_workbook.files import asset
 from llm_workbook.model.quantize import load_base
 from llm_workbook.config.recipe import Method, Recipe
 
-STEPS = {'full': 14, 'rows': 12, 'qlora': 8, 'qlora-float32': 10}
+STEPS = {'full': 10, 'rows': 8, 'qlora': 6, 'qlora-float32': 10}
 PARTS = {'full': 6, 'qlora': 6, 'qlora-float32': 3}  # micro-batches in a step
 ROWS = 6  # in a step of the kind 'rows'
 IDS = torch.arange(2, 98).reshape(4, 24)  # any tokens will do
@@ -147,8 +147,8 @@ def fine_tuned(tmp_path_factory, warm):
     """A function that fine-tunes for a few steps on some ranks, once: gives the run and what each
     rank saw."""
     folder = tmp_path_factory.mktemp('parity')
-    # 144 rows are 12 steps of 'full' and 3 of 'qlora': of these two, later epochs count too
-    some_rows(folder, 144, 10)
+    # 96 rows are 8 steps of 'full' and 2 of 'qlora': of these two, later epochs count too
+    some_rows(folder, 96, 10)
     plain = Recipe(
         name='parity', model={'source': 'tiny-base'},
         data={'source': str(folder), 'format': 'messages'}, batch={'length': 64},
