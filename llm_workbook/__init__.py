@@ -63,6 +63,8 @@ FACE = tuple("""
     export answers load_chat PlannerPanel Console ChatPanel
 """.split())
 
+__all__ = [*FACE, 'FACE', 'names']  # What `from llm_workbook import *` brings
+
 def __dir__() -> list[str]:  # The face, the rooms, `names` and `FACE`, sorted
     "List what a user of the package types; `names` lists all that can be asked for."
     return sorted({'__version__', 'names', 'FACE', *FACE, *_rooms()})
