@@ -56,12 +56,14 @@ def _unknown(name, table):
 FACE = tuple("""
     Recipe Model Data Method Precision Cluster Sharding Zero Batch Optimizer Intervals RecipeError
     node shrink shrinkage asset
-    estimate search recipes rehearse rehearse_load reconcile
+    draft estimate search recipes rehearse rehearse_load reconcile
     check_recipe try_out fine_tune launch submit preflight render sbatch explain_config
     run_ranks notebook_ranks shard_model assert_sharding
     load_base load_sharded add_adapters load_adapters save_checkpoint load_checkpoint
     export answers load_chat PlannerPanel Console ChatPanel
 """.split())
+
+__all__ = [*FACE, 'FACE', 'names']  # What `from llm_workbook import *` brings
 
 def __dir__() -> list[str]:  # The face, the rooms, `names` and `FACE`, sorted
     "List what a user of the package types; `names` lists all that can be asked for."

@@ -199,8 +199,8 @@ def _read_record(directory):
     "The fields of a job that `submit` has left in its directory."
     try: record = json.loads((directory / 'job.json').read_text())
     except FileNotFoundError:
-        raise ValueError(f'{directory.name!r} holds no job.json: '
-                         'nothing was submitted there') from None
+        raise ValueError(f'{directory.name!r} holds no job.json: nothing was submitted there; '
+                         'a run that `launch` began goes on with resume=True') from None
     except ValueError as error:
         raise ValueError(f'{directory.name}/job.json is broken ({error}): '
                          'squeue --me lists your jobs') from None

@@ -146,7 +146,7 @@ def panel_state(
     chosen = _settings(base) | settings
     try:
         changes = _changes(chosen, base.cluster.device) | _attention(chosen, base)
-        recipe = base.changed(changes)
+        recipe = base.changed(changes | _precision(changes, base))
         return PanelState(chosen, recipe, estimate(recipe), ())
     except RecipeError as error:
         return PanelState(chosen, None, None, tuple(str(problem) for problem in error.problems))
@@ -171,6 +171,14 @@ def _attention(chosen, base) -> dict:
     has = spec(chosen['model.source'], base.model.revision).attentions
     if base.model.attention in has: return {}
     return {'model.attention': 'sdpa' if 'sdpa' in has else 'eager'}
+
+def _precision(changes, base) -> dict:
+    "Compute in float16, as `draft` does, where the chosen GPU lacks the bfloat16 of the base."
+    hardware = changes['cluster.hardware']
+    if base.precision.compute != 'bfloat16' or changes['cluster.device'] != 'cuda': return {}
+    if not hardware or node(hardware).gpu.bf16: return {}
+    return {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic',
+            'method.storage': 'float16'}
 
 # %% ../../nbs/plan/13_panel.ipynb #9d06933c
 class _Group(NamedTuple):  # What some classes of the ledger are to a reader

@@ -71,6 +71,9 @@ def _check_model(model, base):
 # %% ../../nbs/release/04_chat.ipynb #82c383f4
 def _check_messages(messages, tokenizer):
     "Raise where there is no question, or where a text contains a mark of the chat template."
+    if isinstance(messages, str):
+        turns = "[{'role': 'user', 'content': ...}]"
+        raise ValueError(f'{messages!r:.60} is a text: turns are {turns}')
     if not messages or not messages[-1]['content'].strip():
         raise ValueError('the question is empty: write one')
     text = ' '.join(message['content'] for message in messages)

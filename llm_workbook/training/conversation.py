@@ -196,8 +196,11 @@ def _turn(role, content, subject):
     return {'role': role, 'content': _checked_text(content, subject)}
 
 def _from_messages(row, data):
-    if 'messages' in row: return _messages(row['messages'])
-    return _messages(row.get('conversations'), 'conversations')
+    for column in ('messages', 'conversations'):
+        if column in row: return _messages(row[column], column)
+    found = ', '.join(map(str, row))
+    raise ValueError(f"has neither 'messages' nor 'conversations' but {found:.60}; "
+                     "data.format 'auto' goes by the first row")
 
 def _side(value, role, subject):
     "One side of a pair: a text, one turn, or a list of turns."

@@ -322,6 +322,8 @@ def load_rows(
     on_bad: str = 'error',  # Or 'skip': leave rows at fault out, and warn with count and numbers
 ) -> tuple[list[dict], list[dict]]:  # Rows to train on, rows held out
     "Read, convert and split a data source; name every row at fault."
+    if not isinstance(data, Data):
+        raise ValueError(f'{data!r:.60} is no Data: write Data(source=...), or recipe.data')
     if on_bad not in ('error', 'skip'):
         raise ValueError(f"on_bad {on_bad!r} must be 'error' or 'skip'")
     places = _find(data.source, 'train')
