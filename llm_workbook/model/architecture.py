@@ -93,11 +93,22 @@ def load_tokenizer(
 ) -> 'PreTrainedTokenizerFast':  # With this chat template; `save_pretrained` writes it down
     "Load the tokenizer that lies beside a model; run no code of its repository."
     from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(
-        resolve(source), revision=revision, trust_remote_code=False)
+    place = resolve(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=False)
+    except OSError as error:
+        if isinstance(place, Path): raise
+        raise _absent('tokenizer', place) from error
     if template is not None:
         tokenizer.chat_template = _template_text(template, tokenizer)
     return tokenizer
+
+def _absent(what, name):
+    "An error about a part of a model that is not on this machine, and how to get it there."
+    return ValueError(f'the {what} of {name!r} is not on this machine, and the Hub does not give '
+                      f'it: accept its licence if it has one, then `hf download {name}`. '
+                      '`shrink` makes a recipe that needs no download')
 
 def _template_text(template, tokenizer):
     "Read a chat template, and check that `tokenizer` has what a packaged one needs."
@@ -132,7 +143,10 @@ def base_config(
     "Read the configuration of a base, with the attention and the head of the recipe."
     from transformers import AutoConfig, PreTrainedConfig
     place = resolve(base.source)
-    fields, _ = PreTrainedConfig.get_config_dict(place, revision=base.revision)
+    try: fields, _ = PreTrainedConfig.get_config_dict(place, revision=base.revision)
+    except OSError as error:
+        if isinstance(place, Path): raise
+        raise _absent('config.json', place) from error
     _refuse_kernels(fields, base.source)
     config = AutoConfig.from_pretrained(place, revision=base.revision, trust_remote_code=False)
     is_flash = base.attention == 'flash'
