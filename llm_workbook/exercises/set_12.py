@@ -157,7 +157,7 @@ def _saved_steps(inputs, case):
 def _save_limits(case):
     steps, = case.sizes
     sent_b = steps * wire_bytes('all_reduce', 8, case.ranks)
-    yield Limit('bytes sent', sent_b, 1.5 * sent_b)  # With twice as much, all losses could go to all
+    yield Limit('bytes sent', sent_b, 1.5 * sent_b)  # With twice as much, all losses reach all
 
 def _run_saves(answer, inputs, observed):
     import torch

@@ -28,7 +28,8 @@ BAD = {
     'no text': (TEXT, {'text': None}, 'the text is missing'),
     'no messages': (GOOD, {'messages': None}, 'not a list of turns'),
     'no turns': (GOOD, {'messages': []}, 'not a list of turns'),
-    'other columns': (GOOD, {'instruction': 'Hi', 'output': 'Ho'}, 'not a list'),
+    'other columns': (
+        GOOD, {'instruction': 'Hi', 'output': 'Ho'}, "neither 'messages' nor 'conversations'"),
     'cut off': (GOOD, None, 'cut off'),
     'no answer': (GOOD, {'messages': GOOD['messages'][:1]}, 'no answer to learn'),
     'raw ShareGPT with an unknown speaker': (

@@ -139,9 +139,9 @@ REFUSED = {
         {'data.source': 'two.jsonl', 'data.test_share': 0, 'cluster.processes': 3},
         '2 training rows are fewer than one step takes: 3 .*cluster.processes'),
     'storage that cannot shard': (
-        {'method.storage': 'uint8'}, 'method.storage.*FSDP can shard .* precision.compute'),
+        {'method.storage': 'uint8'}, 'method.storage.*accelerate shards .* precision.compute'),
     'storage of another width': (
-        {'precision.compute': 'float32'}, 'method.storage.*FSDP can shard .*compute'),
+        {'precision.compute': 'float32'}, 'method.storage.*accelerate shards .*compute'),
     'targets that match nothing': (
         {'method.targets': ['q_porj']}, "match no linear module.*did you mean 'q_proj'"),
     'one of two targets': (
