@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Tests share what they make
 ROOMS = (
-    'config model plan parallel checkpoint training rehearsal launching release exercises').split()
+    'config model plan parallel checkpoint training rehearsal launching release watching '
+    'exercises').split()
 for folder in (ROOT, ROOT/'tools', ROOT/'tests', *(ROOT/'tests'/room for room in ROOMS)):
     sys.path.insert(0, str(folder))
 

@@ -28,11 +28,12 @@ ROOMS = {
     'rehearsal': 'config model parallel checkpoint training',
     'launching': 'config model plan parallel checkpoint training',
     'release': 'config model parallel checkpoint training',
+    'watching': 'config model plan parallel checkpoint training launching',
     'report': 'config model plan training rehearsal',
     'exercises': 'config model plan parallel checkpoint training rehearsal',
     '__main__': (
-        'config model plan parallel checkpoint training rehearsal launching release report '
-        'exercises')}
+        'config model plan parallel checkpoint training rehearsal launching release watching '
+        'report exercises')}
 HEAVY = (
     'torch transformers accelerate peft trl datasets bitsandbytes matplotlib deepspeed pandas '
     'numpy fastcore nbdev '

@@ -18,7 +18,8 @@ from page import ROOT, WIDGET, settings
 from site_check import faults
 
 ROOMS = (
-    'config model plan parallel checkpoint training rehearsal launching release exercises package'
+    'config model plan parallel checkpoint training rehearsal launching release watching '
+    'exercises package'
 ).split()
 CONF = """
 project, html_title = 'llm-workbook', 'llm-workbook'
