@@ -461,7 +461,8 @@ def _propagation_patches():
     import torch.distributed.tensor._sharding_prop as sharding
     propagator = sharding.ShardingPropagator
     yield _wrapped(propagator, '_propagate_tensor_meta_non_cached', _unwatched)
-    yield _wrapped(sharding, '_propagate_use_strided_shard_flag', _once_a_schema)
+    if hasattr(sharding, '_propagate_use_strided_shard_flag'):  # torch 2.11 has none
+        yield _wrapped(sharding, '_propagate_use_strided_shard_flag', _once_a_schema)
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #33364a35
 def _outside_modes(function):

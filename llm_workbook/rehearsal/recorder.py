@@ -131,11 +131,16 @@ def _expert_flops(a, b, *args, **kwargs):
 
 def _attention_flops(q, k, v, *args, **kwargs):
     from torch.utils.flop_counter import sdpa_flop_count
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
+    return sdpa_flop_count(q.shape, _shared(k, q), _shared(v, q))
 
 def _attention_backward_flops(gradient, q, k, v, *args, **kwargs):
     from torch.utils.flop_counter import sdpa_backward_flop_count
-    return sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)
+    return sdpa_backward_flop_count(gradient.shape, q.shape, _shared(k, q), _shared(v, q))
+
+def _shared(keys, queries):
+    "The shape of keys, or values, each given to all the heads that share it: torch 2.11 wants that."
+    batch, _, *rest = keys.shape
+    return [batch, queries.shape[1], *rest]
 
 # %% ../../nbs/rehearsal/02_recorder.ipynb #ef5a7691
 class _Memory:
