@@ -63,4 +63,5 @@ PARTS = (
     _ceiling(ceilings.allocator), _ceiling(ceilings.nccl), *configurations(),
     _check(runs.cpu_zero, *TRAINER, 'deepspeed', quick=False),
     _check(runs.rehearsal, *TRAINER, quick=False), _check(runs.float16_run, *TRAINER, quick=False),
+    _check(runs.sharded_run, *TRAINER, quick=False),
     _check(runs.resumed, *TRAINER, quick=False, limit_s=480), *large())

@@ -91,6 +91,26 @@ def device_run(place: Place) -> dict:
             'cpu_payload': truth[1], 'passed': finite(ours[0]) and off < 0.02}
 
 
+FSDP2 = {'sharding.strategy': 'fsdp2'}
+OFFLOAD = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
+
+
+def sharded_run(place: Place) -> dict:
+    "A rank of FSDP2, on a GPU also with offload, has the losses and the payload of a plain one."
+    ways = {'plain': {}, 'fsdp2': FSDP2}
+    if place.on_gpu: ways['offload'] = FSDP2 | OFFLOAD
+    found, payloads = {}, set()
+    for name, changes in ways.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run, _ = tuned(small(place, **{'method.dropout': 0.0} | changes), folder)
+            found[name] = losses(run)
+            payloads.add(run.ranks[0]['payload'])
+    off = max(abs(a / b - 1) for way in found.values() for a, b in zip(way[:2], found['plain']))
+    return found | {'off': off, 'payloads': len(payloads),
+                    'passed': all(map(finite, found.values())) and off < 0.02
+                    and len(payloads) == 1} | place.gpu_alone(['offload'], 'it needs a GPU')
+
+
 def opened_kernel(place: Place) -> dict:
     "A kernel that has used its GPU starts its ranks from a fresh process."
     import torch

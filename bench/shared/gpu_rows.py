@@ -2,12 +2,14 @@
 
 Their program is `one_rank`.
 """
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from bench.record import ROOT
@@ -61,15 +63,23 @@ def started(made, real: bool, file: Path) -> tuple[list[str], str | None]:
     return [sys.executable, *torchrun, *program, str(file)], None
 
 
+@contextmanager
+def turn():
+    "Wait until nobody else measures a GPU of this machine: several calls may prepare at once."
+    with open(Path(tempfile.gettempdir())/'llm-workbook-gpu.lock', 'w') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def measured(made, real: bool = False) -> dict:
     """What a process of its own saw as rank 0 of a recipe, and what others hold of the GPU.
 
     The other ranks are pretended, or `real`.
     """
     on_gpu = made.cluster.device == 'cuda'
-    others_b = used_b() if on_gpu else None
     words = {'HF_HUB_OFFLINE': '1'} if on_gpu else COUNTING
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, turn() if on_gpu else nullcontext():
+        others_b = used_b() if on_gpu else None
         command, said = started(made, real, Path(folder)/'recipe.json')
         done = subprocess.run(command, input=said, env=os.environ | words, cwd=ROOT,
                               capture_output=True, text=True)
