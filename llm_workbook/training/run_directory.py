@@ -149,8 +149,9 @@ def run_stage(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> dict | None:  # `stage`, and `since` in seconds of Unix time; None where nothing is written
     "Read what a run says that it does."
+    file = RunFiles(directory).stage
     try:
-        mark = json.loads(RunFiles(directory).stage.read_text())
+        mark = json.loads(file.read_text())
         return {'stage': str(mark['stage']), 'since': float(mark['since'])}
     except (FileNotFoundError, ValueError, KeyError, TypeError): return None
 
