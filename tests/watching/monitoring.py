@@ -1,0 +1,96 @@
+"""Programs that watch a run, started as a user starts them: the exporter, Prometheus and
+node-exporter, all on loopback."""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import psutil
+import pytest
+from trouble import CANARY, TOKENS, wait_for
+
+from llm_workbook.parallel.ranks import free_port
+from llm_workbook.watching.dashboard import ask_prometheus
+
+JOB = 'llm-workbook'
+PROGRAMS = 'prometheus', 'prometheus-node-exporter', 'promtool'  # Of Debian, by these names
+
+
+def needs(*programs: str):
+    "Skip a test, with the reason, where a program of Debian is not installed."
+    missing = [name for name in programs if not shutil.which(name)]
+    return pytest.mark.skipif(
+        bool(missing), reason=f'no {" and no ".join(missing)} here: apt install prometheus '
+        'prometheus-node-exporter')
+
+
+class Program:
+    "A program that runs until it is ended, and that can be started again in the same way."
+
+    def __init__(self, folder: Path, *command):
+        self.folder, self.command = folder, [str(word) for word in command]
+        self.log, self.process = folder/f'{Path(self.command[-1]).name}.log', None
+        self.start()
+
+    def start(self):
+        with open(self.log, 'a') as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, cwd=self.folder,
+                env=os.environ | {name: CANARY for name in TOKENS})
+
+    def end(self):
+        "Kill it with all below it, as a machine does that has no time."
+        with_children = []
+        if self.process.poll() is None:
+            root = psutil.Process(self.process.pid)
+            with_children = [root, *root.children(recursive=True)]
+        for process in with_children: process.kill()
+        self.process.wait(20)
+
+
+class ExporterProgram(Program):
+    "`llm-workbook export` of a run."
+
+    def __init__(self, folder: Path, run: Path, *options):
+        self.port = free_port()
+        command = '-m', 'llm_workbook', 'export', run, '--port', self.port, *options
+        super().__init__(folder, sys.executable, *command)
+        self.log = folder/'exporter.log'
+
+    def text(self) -> str:
+        "What it answers; '' while it does not."
+        try: return urlopen(f'http://127.0.0.1:{self.port}/metrics', timeout=10).read().decode()
+        except OSError: return ''
+
+
+class Prometheus(Program):
+    "A server with a configuration and a storage of its own, which asks every half second."
+
+    def __init__(self, folder: Path, target_port: int):
+        config = folder/'prometheus.yml'
+        config.write_text(
+            f'scrape_configs:\n- job_name: {JOB}\n  scrape_interval: 500ms\n'
+            f"  static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]\n")
+        self.url = f'http://127.0.0.1:{free_port()}'
+        super().__init__(
+            folder, 'prometheus', f'--config.file={config}', '--log.level=warn',
+            f'--storage.tsdb.path={folder/"data"}',
+            f'--web.listen-address={self.url.removeprefix("http://")}')
+
+    def values(self, expression: str) -> list[float]:
+        "The newest values; none while it does not answer."
+        try: answers = ask_prometheus(self.url, expression)
+        except OSError: return []
+        return [float(answer['value'][1]) for answer in answers]
+
+    def value(self, expression: str) -> float | None:
+        "The one value, or the largest; None where there is none."
+        return max(self.values(expression), default=None)
+
+
+def grows(look, seconds=60) -> bool:
+    "Whether `look()` gives a larger number than at first, soon."
+    first = look()
+    return bool(wait_for(lambda: (look() or 0) > (first or 0), seconds))
