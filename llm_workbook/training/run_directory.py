@@ -249,6 +249,7 @@ def begin_run(
         _publish(files.recipe, recipe.dump())
     _cut_metrics(files, step, checkpoint)
     mark_run(directory, 'running', step)
+    mark_stage(directory, 'importing')
     values = recipe.model_dump(mode='json')
     facts = recipe_facts(recipe) | {'recipe': values, 'rows': rows, 'changes': changes}
     return Start(step, checkpoint, facts=facts)
