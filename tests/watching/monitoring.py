@@ -15,7 +15,6 @@ from llm_workbook.parallel.ranks import free_port
 from llm_workbook.watching.dashboard import ask_prometheus
 
 JOB = 'llm-workbook'
-PROGRAMS = 'prometheus', 'prometheus-node-exporter', 'promtool'  # Of Debian, by these names
 
 
 def needs(*programs: str):
@@ -26,38 +25,48 @@ def needs(*programs: str):
         'prometheus-node-exporter')
 
 
-class Program:
-    "A program that runs until it is ended, and that can be started again in the same way."
+def pretended_driver(folder: Path) -> dict:
+    "Build a library that answers in the place of NVIDIA's driver; give the variable to find it."
+    source = Path(__file__).with_name('pretended_driver.cpp')
+    compiler = shutil.which('c++') or 'g++'
+    library = folder/'libnvidia-ml.so.1'
+    subprocess.run([compiler, '-shared', '-fPIC', '-o', library, source], check=True)
+    return {'LD_LIBRARY_PATH': str(folder)}
 
-    def __init__(self, folder: Path, *command):
+
+class Program:
+    """A program that runs until it is ended, and that can be started again in the same way.
+
+    The tokens of a user are in its environment.
+    """
+
+    def __init__(self, folder: Path, *command, variables: dict | None = None):
         self.folder, self.command = folder, [str(word) for word in command]
-        self.log, self.process = folder/f'{Path(self.command[-1]).name}.log', None
+        self.variables = {name: CANARY for name in TOKENS} | (variables or {})
+        self.log, self.process = folder/'log', None
         self.start()
 
     def start(self):
         with open(self.log, 'a') as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, cwd=self.folder,
-                env=os.environ | {name: CANARY for name in TOKENS})
+                env=os.environ | self.variables)
 
     def end(self):
         "Kill it with all below it, as a machine does that has no time."
-        with_children = []
-        if self.process.poll() is None:
-            root = psutil.Process(self.process.pid)
-            with_children = [root, *root.children(recursive=True)]
-        for process in with_children: process.kill()
+        if self.process.poll() is not None: return
+        root = psutil.Process(self.process.pid)
+        for process in [*root.children(recursive=True), root]: process.kill()
         self.process.wait(20)
 
 
 class ExporterProgram(Program):
     "`llm-workbook export` of a run."
 
-    def __init__(self, folder: Path, run: Path, *options):
+    def __init__(self, folder: Path, run: Path, variables: dict | None = None):
         self.port = free_port()
-        command = '-m', 'llm_workbook', 'export', run, '--port', self.port, *options
-        super().__init__(folder, sys.executable, *command)
-        self.log = folder/'exporter.log'
+        command = '-m', 'llm_workbook', 'export', run, '--port', self.port
+        super().__init__(folder, sys.executable, *command, variables=variables)
 
     def text(self) -> str:
         "What it answers; '' while it does not."

@@ -11,13 +11,14 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from monitoring import ExporterProgram, Program, needs
+from monitoring import ExporterProgram, Program, needs, pretended_driver
 from trouble import CANARY, ports, wait_for
 
+from llm_workbook.config.recipe import Recipe
 from llm_workbook.parallel.ranks import free_port
 from llm_workbook.training.run_directory import RunFiles, mark_stage
 from llm_workbook.watching.exporter import (
-    RUN_METRICS, RunCollector, export_metrics, exposition, gpu_facts, write_textfile)
+    GPU_FACTS, RUN_METRICS, RunCollector, export_metrics, exposition, gpu_facts, write_textfile)
 from llm_workbook.watching.metrics import sample_metrics
 
 
@@ -94,7 +95,8 @@ def test_labels_are_escaped(run):
 
 def test_tokens_of_a_step_that_is_done_again_are_counted_once(run):
     "A counter that falls looks to Prometheus like a new one, and gives a wrong throughput."
-    collector, file, rows = RunCollector(run, gpus=False), RunFiles(run).rank_metrics(0), lines_of(run)
+    collector, rows = RunCollector(run, gpus=False), lines_of(run)
+    file = RunFiles(run).rank_metrics(0)
     def tokens(): return of_rank(exposition(collector), 'llmw_tokens_total', 0)
     def rewrite(rows): file.write_text(''.join(json.dumps(row) + '\n' for row in rows))
     before = tokens()
@@ -130,6 +132,22 @@ def test_it_outlives_whatever_happens_to_the_directory(tmp_path):
         assert of_rank(asked(), 'llmw_step', 0) == 12
         run.rename(tmp_path/'gone')
         assert of_rank(asked(), 'llmw_step', 0) is None
+
+
+def test_a_recipe_that_cannot_be_planned_is_no_end_and_is_said(run, caplog):
+    "A model that is not on this machine, and then one that is."
+    recipe = Recipe.named('reviews-qlora')
+    file = recipe.changed({'model.source': 'nobody/nothing'}).save(RunFiles(run).recipe)
+    collector = RunCollector(run, gpus=False)
+    def text(): return exposition(collector)
+    assert of_rank(text(), 'llmw_step', 1) == 12
+    assert wait_for(lambda: 'no plan: ' in caplog.text, 60)
+    assert 'nobody/nothing' in caplog.text
+    assert 'llmw_planned_memory_bytes{' not in text() and 'llmw_mfu_ratio{' not in text()
+    recipe.save(file)
+    assert wait_for(lambda: 'llmw_planned_memory_bytes{' in text(), 60)
+    assert of_rank(text(), 'llmw_mfu_ratio', 1) > 0
+    assert caplog.text.count('no plan: ') == 1
 
 
 def test_many_may_ask_while_a_rank_writes(run):
@@ -203,9 +221,46 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_pat
         export_metrics(tmp_path, port=0)
 
 
+# GPUs
+
 def test_a_machine_without_a_driver_has_no_facts_of_gpus():
     if Path('/proc/driver/nvidia/version').exists(): pytest.skip('this machine has a driver')
     assert gpu_facts() == []
+
+
+def test_a_driver_is_asked_through_nvidias_own_package(tmp_path):
+    "The driver is pretended; nvidia-ml-py is real, and with it structures, units and errors."
+    exporter = ExporterProgram(tmp_path, tmp_path/'no run', pretended_driver(tmp_path))
+    try: found = samples(wait_for(exporter.text, 60))
+    finally: exporter.end()
+    facts = {name.removeprefix('DCGM_FI_DEV_'): value for (name, _), value in found.items()}
+    assert facts == {  # The energy is not known, and the second card is lost
+        'SM_CLOCK': 1410, 'MEM_CLOCK': 1593, 'GPU_TEMP': 61, 'POWER_USAGE': 287.5, 'GPU_UTIL': 97,
+        'MEM_COPY_UTIL': 41, 'FB_FREE': 10320, 'FB_USED': 71000, 'FB_RESERVED': 600}
+    labels = dict(next(iter(found))[1])
+    assert labels.pop('hostname')
+    assert labels == {'gpu': '0', 'UUID': 'GPU-pretended', 'pci_bus_id': '00000000:65:00.0',
+                      'device': 'nvidia0', 'modelName': 'A pretended card'}
+
+
+def test_every_question_is_one_that_nvidias_package_has():
+    import pynvml
+    for fact in GPU_FACTS:
+        assert callable(getattr(pynvml, fact.question))
+        assert not fact.about or isinstance(getattr(pynvml, fact.about), int)
+
+
+@pytest.mark.cuda
+def test_facts_of_a_real_gpu_are_those_of_nvidia_smi():
+    facts = {fact.name: value for fact, labels, value in gpu_facts() if labels[0] == '0'}
+    assert set(facts) >= {'DCGM_FI_DEV_FB_USED', 'DCGM_FI_DEV_GPU_UTIL', 'DCGM_FI_DEV_GPU_TEMP'}
+    asked = subprocess.run(
+        ['nvidia-smi', '--id=0', '--query-gpu=memory.used,memory.free,temperature.gpu',
+         '--format=csv,noheader,nounits'], capture_output=True, text=True, check=True).stdout
+    used, free, celsius = map(float, asked.split(','))
+    assert facts['DCGM_FI_DEV_FB_USED'] == pytest.approx(used, abs=64)
+    assert facts['DCGM_FI_DEV_FB_FREE'] == pytest.approx(free, abs=64)
+    assert facts['DCGM_FI_DEV_GPU_TEMP'] == pytest.approx(celsius, abs=5)
 
 
 # The text file
