@@ -11,8 +11,8 @@ from grafana_foundation_sdk.builders.dashboard import (
     Dashboard, DatasourceVariable, QueryVariable, Row, ThresholdsConfig)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
-    BigValueTextMode, GraphDrawStyle, LegendDisplayMode, LegendPlacement, StackingMode,
-    TooltipDisplayMode, VisibilityMode)
+    BigValueGraphMode, BigValueTextMode, GraphDrawStyle, LegendDisplayMode, LegendPlacement,
+    StackingMode, TooltipDisplayMode, VisibilityMode)
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync, DataSourceRef, DataTransformerConfig, DynamicConfigValue, Threshold,
     ThresholdsMode, VariableRefresh, VariableSort)
@@ -91,11 +91,14 @@ def stacked(panel: timeseries.Panel) -> timeseries.Panel:
 
 
 def figure(title: str, description: str, unit: str, expression: str, legend: str = '{{run}}'):
-    "Make a panel of one figure for each run: the newest."
+    """Make a panel of one figure for each run.
+
+    It asks for now alone: a curve would also show the stages of an hour ago.
+    """
     reduced = common.ReduceDataOptions().calcs(['lastNotNull']).fields('').values(False)
     panel = common_parts(stat.Panel(), title, description, unit)
-    return (panel.height(4).span(4).reduce_options(reduced)
-            .with_target(query(expression, legend)))
+    return (panel.height(4).span(4).reduce_options(reduced).graph_mode(BigValueGraphMode.NONE)
+            .with_target(query(expression, legend).instant()))
 
 
 def steps_of_colour(*pairs: tuple[float | None, str]) -> ThresholdsConfig:
@@ -203,7 +206,7 @@ COLUMNS = {  # Heading -> metric of a rank, and its unit
     'Tokens/s': ('llmw_tokens_per_second', 'short'),
     'Resident memory': ('llmw_host_rss_bytes', 'bytes'),
     'Host free': ('llmw_host_free_bytes', 'bytes'),
-    'Last step': ('llmw_last_step_timestamp_seconds', 's')}
+    'Since last step': ('llmw_last_step_timestamp_seconds', 's')}
 
 
 def rank_table():
@@ -213,7 +216,7 @@ def rank_table():
     names = {'run': 'Run', 'host': 'Host', 'rank': 'Rank'}
     for letter, (heading, (metric, unit)) in zip('ABCDEF', COLUMNS.items()):
         newest = f'max by (run, host, rank) ({of(metric)})'
-        if heading == 'Last step': newest = f'time() - {newest}'
+        if heading == 'Since last step': newest = f'time() - {newest}'
         panel = panel.with_target(
             query(newest, '', letter).instant().format(PromQueryFormat.TABLE))
         panel = panel.override_by_name(heading, [DynamicConfigValue('unit', unit)])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -19,7 +20,7 @@ from llm_workbook.parallel.ranks import free_port
 from llm_workbook.training.run_directory import RunFiles, mark_stage
 from llm_workbook.watching.exporter import (
     GPU_FACTS, RUN_METRICS, RunCollector, export_metrics, exposition, gpu_facts, write_textfile)
-from llm_workbook.watching.metrics import sample_metrics
+from llm_workbook.watching.metrics import Tailer, sample_metrics
 
 
 def samples(text: str) -> dict:
@@ -150,9 +151,21 @@ def test_a_recipe_that_cannot_be_planned_is_no_end_and_is_said(run, caplog):
     assert caplog.text.count('no plan: ') == 1
 
 
-def test_many_may_ask_while_a_rank_writes(run):
-    "No answer is half of one, no counter falls, and no line is lost between two that ask."
+def test_many_may_ask_while_a_rank_writes(run, monkeypatch):
+    """No answer is half of one, no counter falls, and no line is lost or read twice.
+
+    Reading a file is made slow, so that those who ask would meet in it.
+    """
     file, last, seen, errors = RunFiles(run).rank_metrics(0), lines_of(run)[-1], [], []
+    inside, met, look = [], [], Tailer.new
+    def slow_look(tailer):
+        inside.append(tailer)
+        met.append(len(inside))
+        time.sleep(0.002)
+        rows = look(tailer)
+        inside.pop()
+        return rows
+    monkeypatch.setattr(Tailer, 'new', slow_look)
     with export_metrics(run, port=0, gpus=False) as exporter:
         def ask():
             try:
@@ -168,6 +181,7 @@ def test_many_may_ask_while_a_rank_writes(run):
         text = urlopen(exporter.url, timeout=30).read().decode()
     assert not errors and len(seen) == 48 and None not in seen
     assert of_rank(text, 'llmw_tokens_total', 0) == sum(row['tokens'] for row in lines_of(run))
+    assert max(met) == 1 and len(met) > 90
 
 
 # Programs
