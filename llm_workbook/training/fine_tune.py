@@ -45,8 +45,8 @@ from .rank_run import (
 from .reach import make_reach
 from .resume import Preempted, guarded_train, resumable, save_result
 from llm_workbook.training.run_directory import (
-    RunFiles, Start, begin_run, rate_schedule, read_metrics, recipe_facts, rows_facts, run_lock,
-    run_state)
+    RunFiles, Start, announce_import, begin_run, rate_schedule, read_metrics, recipe_facts,
+    rows_facts, run_lock, run_state)
 from .tokens import check_rows
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
@@ -304,8 +304,7 @@ def make_trainer(
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
-    if adapted:
-        cast_adapters(trainer.model)
+    if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
     return trainer
@@ -509,6 +508,7 @@ def train_here(
         _end_with_agent()
         finished = run_state(directory)['state'] == 'finished'
         set_allocator(recipe)  # A library that is imported may open a GPU
+        announce_import(directory)
         _import_libraries(finished)
         rank = _launched_rank(recipe)
         check_launcher(recipe, os.environ)
