@@ -165,6 +165,9 @@ def _write_again_and_again(arguments, endings):
         write_textfile(collector, arguments.textfile)
 
 def _answer_until(arguments, endings):
+    if not arguments.directory.is_dir():
+        print(f'{arguments.directory} is not there yet: every answer looks for it again',
+              file=sys.stderr)
     where = arguments.directory, arguments.port, arguments.address, arguments.gpus
     with export_metrics(*where) as exporter:
         print(exporter.url, flush=True)

@@ -221,7 +221,7 @@ def _ask(nvml, card, fact) -> float:
     if fact.field: answer = getattr(answer, fact.field)
     return answer / fact.divisor
 
-# %% ../../nbs/watching/02_exporter.ipynb #2104f521
+# %% ../../nbs/watching/02_exporter.ipynb #0219c366
 class RunCollector:
     "The metrics of a run; its files are read whenever somebody asks."
 
@@ -249,11 +249,16 @@ class RunCollector:
             rank.look()
             rank.row = self._plan.filled(rank.row)
 
+    def _name(self) -> str:
+        "Say how the run is called: by its rows, or by its recipe before there are any."
+        names = [rank.labels[0] for rank in self._ranks.values() if rank.row]
+        return names[0] if names else self._plan.name
+
     def _run_metrics(self):
         "Give what is one for the whole run: its stage, and its plan."
         core = _client().core
-        stage = run_stage(self.files.directory)
-        name = self._plan.name or self.files.directory.name
+        name = self._name()
+        stage = run_stage(self.files.directory) if name else None
         stages = core.GaugeMetricFamily(
             'llmw_stage', 'What the run is doing: 1 for one stage.', labels=['run', 'stage'])
         for known in STAGES if stage else ():

@@ -1,12 +1,18 @@
 """The dashboard is what its program makes, and such that Grafana can import it."""
 import json
 import re
+import time
 
 import pytest
+from monitoring import JOB, Prometheus, needs
+from trouble import wait_for
 
 from llm_workbook.files import asset
-from llm_workbook.watching.dashboard import dashboard_questions, grafana_dashboard
-from llm_workbook.watching.exporter import GPU_FACTS
+from llm_workbook.training.run_directory import mark_stage
+from llm_workbook.watching.dashboard import (
+    ask_prometheus, dashboard_questions, grafana_dashboard, unanswered)
+from llm_workbook.watching.exporter import GPU_FACTS, export_metrics
+from llm_workbook.watching.metrics import sample_metrics
 
 BOARD = grafana_dashboard()
 PANELS = [panel for panel in BOARD['panels'] if panel['type'] != 'row']
@@ -78,6 +84,30 @@ def test_panels_are_told_apart_and_do_not_lie_on_each_other():
         for x in range(place['x'], place['x'] + place['w']):
             for y in range(place['y'], place['y'] + place['h']):
                 assert taken.setdefault((x, y), panel['id']) == panel['id']
+
+
+@needs('prometheus')
+def test_what_prometheus_does_not_have_is_named(tmp_path):
+    "Lines of a run without a recipe, so without a plan and a peak, on a machine without a GPU."
+    sample_metrics(tmp_path/'run', steps=200, begin_s=time.time() - 40)
+    mark_stage(tmp_path/'run', 'training')
+    with export_metrics(tmp_path/'run', port=0, gpus=False) as exporter:
+        server = Prometheus(tmp_path, exporter.port)
+        def silent():
+            found = unanswered(server.url, BOARD, {'job': JOB})
+            return {(question.row, question.panel) for question in found}
+        def rates_are_known(): return server.values('rate(llmw_tokens_total[1m])')
+        try:
+            assert wait_for(rates_are_known, 60), server.log.read_text()
+            assert silent() == {
+                ('Speed', 'MFU and HFU'), ('Memory', 'Memory by class'),
+                ('Memory', 'Share of the plan'), ('GPUs', 'GPU utilisation'),
+                ('GPUs', 'GPU memory'), ('GPUs', 'GPU power'), ('GPUs', 'GPU temperature')}
+            assert len(unanswered(server.url, BOARD, {'job': 'another'})) == len(
+                dashboard_questions(BOARD))
+            with pytest.raises(ValueError, match='refuses .*parse error'):
+                ask_prometheus(server.url, 'llmw_loss{')
+        finally: server.end()
 
 
 def test_nothing_of_the_machine_that_made_it_is_in_it():

@@ -62,6 +62,15 @@ def test_every_figure_of_a_line_that_is_known_becomes_a_metric(run):
     assert of_rank(text, 'llmw_tokens_total', 1) == tokens
 
 
+def test_a_run_that_still_imports_has_a_stage_and_the_name_of_its_recipe(tmp_path):
+    mark_stage(tmp_path, 'importing')
+    collector = RunCollector(tmp_path, gpus=False)
+    assert 'llmw_stage{' not in exposition(collector)  # Under which name?
+    Recipe.named('reviews-qlora').save(RunFiles(tmp_path).recipe)
+    known = 'llmw_stage{run="reviews-qlora",stage="importing"} 1.0'
+    assert wait_for(lambda: known in exposition(collector), 60)
+
+
 def test_a_stage_is_one_of_those_that_are_known(run):
     collector = RunCollector(run, gpus=False)
     assert 'llmw_stage{' not in exposition(collector)
@@ -311,6 +320,7 @@ def test_a_killed_writer_leaves_a_whole_file_and_the_next_one_goes_on(run, tmp_p
         assert wait_for(lambda: of_rank(file.read_text(), 'llmw_step', 1) == 13, 60)
         os.kill(writer.process.pid, signal.SIGINT)
         assert writer.process.wait(30) == 0
+        assert CANARY not in file.read_text() + writer.log.read_text()
     finally: writer.end()
 
 
