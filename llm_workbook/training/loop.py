@@ -385,6 +385,7 @@ def train_loop(
             'scores': judge.scores.to_dict() if judge.scores else None,
             'seconds': run.log.seconds}
 
+# %% ../../nbs/training/11_loop.ipynb #7e3a24fa
 def _base(recipe):
     "Load the base: under a new head, or as it arrives for a language model."
     if recipe.model.head == 'classification': return nullcontext(load_classifier(recipe))

@@ -106,10 +106,10 @@ def _allocator_b(known):
 
 # %% ../../nbs/training/05b_rank_metrics.ipynb #57303a3e
 def _row_lengths(inputs):
-    "Useful tokens of each row of a batch, as a tensor that nobody waits for, and its width."
+    "Useful tokens of each row of a batch, on their way to the host, and its width."
     ids, mask = inputs['input_ids'], inputs.get('attention_mask')
     if mask is None: return [ids.shape[1]] * ids.shape[0], ids.shape[1]
-    return mask.sum(-1), ids.shape[1]
+    return mask.sum(-1).to('cpu', non_blocking=True), ids.shape[1]
 
 def _token_counts(batches):
     "The keys of a line that say how many tokens a step had, and in how long rows."
@@ -174,7 +174,7 @@ class RankMetrics:
         if self._recipe is None: return
         if 'optimizer' not in self._memory: self._memory['optimizer'] = _optimizer_b(*self._trained)
         done = self.clock.end()
-        line = _line(self, step, values, done.step_s), done
+        line = _line(self, step, values, done.step_s), done, self._batches
         self._batches = []
         if self._recipe.cluster.device == 'cpu': _write(self, line)
         else:
@@ -192,25 +192,26 @@ _log = logging.getLogger(__name__)
 _HOST_S = 5.0  # How old figures of host memory and disk may be
 
 def _line(metrics, step, values, step_s):
-    "All keys of a line but its phases."
-    recipe, counts = metrics._recipe, _token_counts(metrics._batches)
+    "A line but for its phases and tokens."
+    recipe = metrics._recipe
     memory_b = dict.fromkeys(MEMORY_CLASSES) | metrics._memory | _allocator_b(metrics._memory)
-    line = dict.fromkeys(LINE_KEYS) | counts | _host_figures(metrics)
+    line = dict.fromkeys(LINE_KEYS) | _host_figures(metrics)
     return line | {
         'version': LINE_VERSION, 'run': recipe.name, 'rank': metrics.rank, 'ranks': metrics.ranks,
         'host': socket.gethostname(), 'time': round(time.time(), 3),
         'step': step, 'steps': recipe.optimizer.steps,
         'loss': values['loss'], 'learning_rate': values.get('learning_rate'),
         'grad_norm': values.get('grad_norm'), 'step_s': round(step_s, 6),
-        'tokens_per_s': round(counts['tokens'] / step_s, 3) if step_s else None,
         'memory_b': memory_b, 'rss_b': _resident_b(),
         'saving': bool(metrics.saving) and not metrics.saving.done}
 
 def _write(metrics, waiting):
-    "Write a line with the phases of its step, if there is one and the disk takes it."
+    "Write a line with the phases and tokens of its step, if the disk takes it."
     if waiting is None or metrics._lines is None: return
-    line, done = waiting
+    line, done, batches = waiting
     line['phases'] = {name: round(seconds, 6) for name, seconds in done.phases().items()}
+    line |= _token_counts(batches)  # On a GPU they have arrived when the phases are known
+    line['tokens_per_s'] = round(line['tokens'] / max(done.step_s, 1e-9), 3)
     with _unharmed(metrics): metrics._lines.write(json.dumps(line) + '\n')
 
 @contextmanager

@@ -124,9 +124,7 @@ def _step_text(row, steps, before):
     if 'grad_norm' in row: text += f', gradient norm {row["grad_norm"]:.3f}'
     return f'{text}, {step_s:.2f} s a step, {row["seconds"]:,.0f} s in all'
 
-# %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
-KEPT_CHECKPOINTS = 2  # Committed ones that stay on the disk: one may turn out to be damaged
-
+# %% ../../nbs/training/06_rank_run.ipynb #9289eeb6
 _log = logging.getLogger(__name__)
 
 def tell_stage(
@@ -137,6 +135,9 @@ def tell_stage(
     if rank_and_world()[0]: return
     try: mark_stage(directory, stage)
     except OSError as error: _log.warning('the stage %r is not written down: %s', stage, error)
+
+# %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
+KEPT_CHECKPOINTS = 2  # Committed ones that stay on the disk: one may turn out to be damaged
 
 class RankRun:
     "What one rank keeps of a run beside its model, whichever engine trains it."
