@@ -158,7 +158,7 @@ def _export(arguments):
     return 0
 
 def _write_again_and_again(arguments, endings):
-    collector = RunCollector(arguments.directory, arguments.gpus)
+    collector = RunCollector(arguments.directory, arguments.gpus, arguments.plan)
     write_textfile(collector, arguments.textfile)
     print(f'writes {arguments.textfile} every {arguments.every:g} s', flush=True)
     while not signal.sigtimedwait(endings, arguments.every):
@@ -168,8 +168,9 @@ def _answer_until(arguments, endings):
     if not arguments.directory.is_dir():
         print(f'{arguments.directory} is not there yet: every answer looks for it again',
               file=sys.stderr)
-    where = arguments.directory, arguments.port, arguments.address, arguments.gpus
-    with export_metrics(*where) as exporter:
+    parts = {'gpus': arguments.gpus, 'plan': arguments.plan}
+    with export_metrics(arguments.directory, arguments.port, arguments.address,
+                        **parts) as exporter:
         print(exporter.url, flush=True)
         if exporter.opens: print(exporter.opens, file=sys.stderr, flush=True)
         signal.sigwait(endings)
@@ -277,6 +278,8 @@ def _export_verb(verbs):
                         help='of --textfile: how often')
     export.add_argument('--no-gpus', dest='gpus', action='store_false',
                         help='leave out facts of GPUs, where dcgm-exporter has them')
+    export.add_argument('--no-plan', dest='plan', action='store_false',
+                        help='leave out MFU, HFU and planned memory, and do without torch')
     return export
 
 def _dashboard_verb(verbs):

@@ -150,7 +150,7 @@ class RankMetrics:
         self._memory = _parameters_b(model, recipe.method.kind != 'full')
         file = self.files.rank_metrics(self.rank)
         with _unharmed(self):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(exist_ok=True)
             self._lines = file.open('a', buffering=1, encoding='utf-8')
         watch_model(self.clock, model)
         self.clock.begin(recipe.cluster.device)

@@ -143,7 +143,7 @@ def mark_stage(
     file = RunFiles(directory).stage
     text = json.dumps({'stage': stage, 'since': round(time.time(), 3)}) + '\n'
     with disk_errors(file, len(text)):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(exist_ok=True)  # Not the run's own: it may have been removed
         publish(file, text)
 
 def run_stage(

@@ -88,7 +88,7 @@ def _values(metric, row) -> Iterator[tuple[list, float]]:
         number = _number(found.get(part))
         if number is not None: yield ([part] if metric.label else []), number
 
-# %% ../../nbs/watching/02_exporter.ipynb #b714bc27
+# %% ../../nbs/watching/02_exporter.ipynb #9bf496f0
 _CLASS_OF = {  # Class of the plan -> class of the metrics; whatever is not named here is other
     'weights': 'weights', 'payload': 'weights', 'absmax': 'weights', 'padding': 'weights',
     'adapters': 'adapters', 'gradients': 'gradients',
@@ -120,22 +120,25 @@ def _most_gradients_b(ledger) -> int:
 _log = logging.getLogger(__name__)
 
 class _Plan:
-    "What the recipe of a run says, found out in a thread; and again for another recipe."
-    def __init__(self):
-        self.name, self.sizes, self.work, self._mark = '', {}, None, None
+    "What the recipe of a run says; it is read again where it is another."
+    def __init__(self, wanted):
+        self.name, self.sizes, self.work = '', {}, None
+        self._wanted, self._mark = wanted, None
+        if wanted: estimate(Recipe.named('reviews-qlora'))  # Imports all that plans need
 
     def look(self, file):
-        "Begin to think about a recipe that was not there before."
+        "Think about a recipe that was not there before."
         with suppress(OSError):
             mark = file.stat().st_mtime_ns
             if mark == self._mark: return
-            self._mark = mark
-            threading.Thread(target=self._think, args=(file,), daemon=True).start()
+            self._mark, self.sizes, self.work = mark, {}, None
+            self._think(file)
 
     def _think(self, file):
         try:
             recipe = Recipe.load(file)
             self.name = recipe.name
+            if not self._wanted: return
             self.work = RowWork(recipe)
             self.sizes = planned_sizes(estimate(recipe).ledger)
         except Exception as problem:  # Whatever it is, the other metrics go on
@@ -221,17 +224,18 @@ def _ask(nvml, card, fact) -> float:
     if fact.field: answer = getattr(answer, fact.field)
     return answer / fact.divisor
 
-# %% ../../nbs/watching/02_exporter.ipynb #0219c366
+# %% ../../nbs/watching/02_exporter.ipynb #8ad82af9
 class RunCollector:
     "The metrics of a run; its files are read whenever somebody asks."
 
     def __init__(self,
         directory: str | Path,  # Of a run, or where one will begin
         gpus: bool = True,  # Whether to ask the driver of this machine for facts of its GPUs
+        plan: bool = True,  # Whether to say what only the recipe knows, for which torch is imported
     ):
         self.files = RunFiles(directory)
         self.nvml = _open_nvml() if gpus else None
-        self._ranks, self._plan, self._turn = {}, _Plan(), threading.Lock()
+        self._ranks, self._plan, self._turn = {}, _Plan(plan), threading.Lock()
 
     def collect(self) -> Iterator['Metric']:  # One for each name
         "Read what is new and give every metric; prometheus_client calls this."
@@ -269,17 +273,24 @@ class RunCollector:
         for kind, size_b in self._plan.sizes.items(): planned.add_metric([name, kind], size_b)
         return stages, planned
 
-# %% ../../nbs/watching/02_exporter.ipynb #97d6f468
+# %% ../../nbs/watching/02_exporter.ipynb #e5d89fad
 def _client():
     "Import prometheus_client."
     try: import prometheus_client.core
     except ImportError: raise ImportError(_MISSING.format('prometheus_client')) from None
     return prometheus_client
 
+def _taking_part(ranks) -> list:
+    "Leave out files of ranks that the newest line does not count: a resume on fewer keeps them."
+    known = [rank for rank in ranks if rank.row]
+    newest = max(known, key=lambda rank: rank.time, default=None)
+    count = _number(newest.row.get('ranks')) if newest else None
+    if count is None: return known
+    return [rank for rank in known if (_number(rank.row.get('rank')) or 0) < count]
+
 def _rank_metrics(ranks):
     "Give the metrics of all ranks, each name once."
-    core, labels = _client().core, ['run', 'rank', 'host']
-    known = [rank for rank in ranks if rank.row]
+    core, labels, known = _client().core, ['run', 'rank', 'host'], _taking_part(ranks)
     for metric in RUN_METRICS:
         further = [metric.label] if metric.label else []
         family = core.GaugeMetricFamily(metric.name, metric.meaning, labels=labels + further)
@@ -358,16 +369,17 @@ class Exporter:
 
     def __repr__(self): return self.url + (f'\n{self.opens}' if self.opens else '')
 
-# %% ../../nbs/watching/02_exporter.ipynb #ff5ffa80
+# %% ../../nbs/watching/02_exporter.ipynb #62dc1d33
 def export_metrics(
     directory: str | Path,  # Of a run, or where one will begin
     port: int = 9752,  # 0 takes one that is free
     address: str = '127.0.0.1',  # Of this machine, where to listen
     gpus: bool = True,  # Whether to give facts of this machine's GPUs too
+    plan: bool = True,  # Whether to give what only the recipe knows; that imports torch
 ) -> Exporter:  # That answers from now on
     "Answer Prometheus over HTTP with the metrics of a run."
     if not address: raise ValueError('an empty address would listen everywhere: name one')
-    registry = _registry(RunCollector(directory, gpus))
+    registry = _registry(RunCollector(directory, gpus, plan))
     try: server, thread = _client().start_http_server(port, address, registry)
     except OSError as error:
         raise OSError(f'nothing can listen on port {port} of {address} ({error}): '

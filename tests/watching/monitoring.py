@@ -63,9 +63,9 @@ class Program:
 class ExporterProgram(Program):
     "`llm-workbook export` of a run."
 
-    def __init__(self, folder: Path, run: Path, variables: dict | None = None):
+    def __init__(self, folder: Path, run: Path, *options, variables: dict | None = None):
         self.port = free_port()
-        command = '-m', 'llm_workbook', 'export', run, '--port', self.port
+        command = '-m', 'llm_workbook', 'export', run, '--port', self.port, *options
         super().__init__(folder, sys.executable, *command, variables=variables)
 
     def text(self) -> str:
@@ -75,12 +75,12 @@ class ExporterProgram(Program):
 
 
 class Prometheus(Program):
-    "A server with a configuration and a storage of its own, which asks every half second."
+    "A server with a configuration and a storage of its own, which asks every second."
 
     def __init__(self, folder: Path, target_port: int):
         config = folder/'prometheus.yml'
         config.write_text(
-            f'scrape_configs:\n- job_name: {JOB}\n  scrape_interval: 500ms\n'
+            f'scrape_configs:\n- job_name: {JOB}\n  scrape_interval: 1s\n'
             f"  static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]\n")
         self.url = f'http://127.0.0.1:{free_port()}'
         super().__init__(
@@ -94,9 +94,12 @@ class Prometheus(Program):
         except OSError: return []
         return [float(answer['value'][1]) for answer in answers]
 
-    def value(self, expression: str) -> float | None:
-        "The one value, or the largest; None where there is none."
-        return max(self.values(expression), default=None)
+    def value(self, expression: str, seconds=30) -> float | None:
+        """The one value, or the largest; None where there is none.
+
+        A busy machine may answer Prometheus too late, and then there is none for a moment.
+        """
+        return max(wait_for(lambda: self.values(expression), seconds), default=None)
 
 
 def grows(look, seconds=60) -> bool:

@@ -91,7 +91,7 @@ def test_what_prometheus_does_not_have_is_named(tmp_path):
     "Lines of a run without a recipe, so without a plan and a peak, on a machine without a GPU."
     sample_metrics(tmp_path/'run', steps=200, begin_s=time.time() - 40)
     mark_stage(tmp_path/'run', 'training')
-    with export_metrics(tmp_path/'run', port=0, gpus=False) as exporter:
+    with export_metrics(tmp_path/'run', port=0, gpus=False, plan=False) as exporter:
         server = Prometheus(tmp_path, exporter.port)
         def silent():
             found = unanswered(server.url, BOARD, {'job': JOB})

@@ -49,7 +49,7 @@ def lines_of(run, rank=0) -> list[dict]:
 
 
 def test_every_figure_of_a_line_that_is_known_becomes_a_metric(run):
-    text = exposition(RunCollector(run, gpus=False))
+    text = exposition(RunCollector(run, gpus=False, plan=False))
     last = lines_of(run, 1)[-1]
     for metric in RUN_METRICS:
         if metric.label or last[metric.key] is None: continue
@@ -64,15 +64,15 @@ def test_every_figure_of_a_line_that_is_known_becomes_a_metric(run):
 
 def test_a_run_that_still_imports_has_a_stage_and_the_name_of_its_recipe(tmp_path):
     mark_stage(tmp_path, 'importing')
-    collector = RunCollector(tmp_path, gpus=False)
+    collector = RunCollector(tmp_path, gpus=False, plan=False)
     assert 'llmw_stage{' not in exposition(collector)  # Under which name?
     Recipe.named('reviews-qlora').save(RunFiles(tmp_path).recipe)
     known = 'llmw_stage{run="reviews-qlora",stage="importing"} 1.0'
-    assert wait_for(lambda: known in exposition(collector), 60)
+    assert known in exposition(collector)
 
 
 def test_a_stage_is_one_of_those_that_are_known(run):
-    collector = RunCollector(run, gpus=False)
+    collector = RunCollector(run, gpus=False, plan=False)
     assert 'llmw_stage{' not in exposition(collector)
     mark_stage(run, 'saving')
     stages = {dict(labels)['stage']: value for (name, labels), value in
@@ -90,7 +90,7 @@ def test_no_secret_that_gets_into_a_line_becomes_a_metric(run, change):
     change = {'step': 13} | change
     with RunFiles(run).rank_metrics(0).open('a') as lines:
         lines.write(json.dumps(lines_of(run)[-1] | change) + '\n')
-    text = exposition(RunCollector(run, gpus=False))
+    text = exposition(RunCollector(run, gpus=False, plan=False))
     assert of_rank(text, 'llmw_step', 0) == 13
     assert CANARY not in text
 
@@ -99,13 +99,13 @@ def test_labels_are_escaped(run):
     odd = 'a "name"\\ with\nthree'
     with RunFiles(run).rank_metrics(0).open('a') as lines:
         lines.write(json.dumps(lines_of(run)[-1] | {'step': 13, 'host': odd}) + '\n')
-    found = samples(exposition(RunCollector(run, gpus=False)))
+    found = samples(exposition(RunCollector(run, gpus=False, plan=False)))
     assert {dict(labels).get('host') for _, labels in found} >= {odd, 'node1'}
 
 
 def test_tokens_of_a_step_that_is_done_again_are_counted_once(run):
     "A counter that falls looks to Prometheus like a new one, and gives a wrong throughput."
-    collector, rows = RunCollector(run, gpus=False), lines_of(run)
+    collector, rows = RunCollector(run, gpus=False, plan=False), lines_of(run)
     file = RunFiles(run).rank_metrics(0)
     def tokens(): return of_rank(exposition(collector), 'llmw_tokens_total', 0)
     def rewrite(rows): file.write_text(''.join(json.dumps(row) + '\n' for row in rows))
@@ -117,15 +117,30 @@ def test_tokens_of_a_step_that_is_done_again_are_counted_once(run):
     assert tokens() == before
     rewrite(rows[:8] + later[8:] + [later[-1] | {'step': 13, 'tokens': 50}])
     assert tokens() == before + 50
-    fresh = RunCollector(run, gpus=False)  # An exporter that was started again agrees
+    fresh = RunCollector(run, gpus=False, plan=False)  # An exporter that was started again agrees
     assert of_rank(exposition(fresh), 'llmw_tokens_total', 0) == before + 50
     rewrite([row | {'time': row['time'] + 9000} for row in rows[:2]])  # Another run
     assert tokens() == sum(row['tokens'] for row in rows[:2])
 
 
+def test_ranks_that_a_resume_does_without_are_given_no_more(tmp_path):
+    sample_metrics(tmp_path, ranks=4)
+    collector = RunCollector(tmp_path, gpus=False, plan=False)
+    def ranks():
+        return {dict(labels)['rank'] for (name, labels) in samples(exposition(collector))
+                if name == 'llmw_step'}
+    assert ranks() == {'0', '1', '2', '3'}
+    for rank in 0, 1:
+        last = lines_of(tmp_path, rank)[-1]
+        again = last | {'step': 13, 'ranks': 2, 'time': last['time'] + 100}
+        with RunFiles(tmp_path).rank_metrics(rank).open('a') as lines:
+            lines.write(json.dumps(again) + '\n')
+        assert ranks() == {'0', '1'}
+
+
 def test_it_outlives_whatever_happens_to_the_directory(tmp_path):
     run = tmp_path/'run'
-    with export_metrics(run, port=0, gpus=False) as exporter:
+    with export_metrics(run, port=0, gpus=False, plan=False) as exporter:
         def asked(): return urlopen(exporter.url, timeout=10).read().decode()
         assert of_rank(asked(), 'llmw_step', 0) is None
         sample_metrics(run)
@@ -149,15 +164,27 @@ def test_a_recipe_that_cannot_be_planned_is_no_end_and_is_said(run, caplog):
     recipe = Recipe.named('reviews-qlora')
     file = recipe.changed({'model.source': 'nobody/nothing'}).save(RunFiles(run).recipe)
     collector = RunCollector(run, gpus=False)
-    def text(): return exposition(collector)
-    assert of_rank(text(), 'llmw_step', 1) == 12
-    assert wait_for(lambda: 'no plan: ' in caplog.text, 60)
-    assert 'nobody/nothing' in caplog.text
-    assert 'llmw_planned_memory_bytes{' not in text() and 'llmw_mfu_ratio{' not in text()
+    for _ in range(2):
+        text = exposition(collector)
+        assert of_rank(text, 'llmw_step', 1) == 12
+        assert 'llmw_planned_memory_bytes{' not in text and 'llmw_mfu_ratio{' not in text
+    assert caplog.text.count('no plan: ') == 1 and 'nobody/nothing' in caplog.text
     recipe.save(file)
-    assert wait_for(lambda: 'llmw_planned_memory_bytes{' in text(), 60)
-    assert of_rank(text(), 'llmw_mfu_ratio', 1) > 0
+    text = exposition(collector)
+    assert 'llmw_planned_memory_bytes{' in text and of_rank(text, 'llmw_mfu_ratio', 1) > 0
     assert caplog.text.count('no plan: ') == 1
+
+
+def test_without_a_plan_no_torch_is_loaded(run):
+    Recipe.named('reviews-qlora').save(RunFiles(run).recipe)
+    program = (
+        'import sys\n'
+        'from llm_workbook.watching.exporter import RunCollector, exposition\n'
+        f'text = exposition(RunCollector({str(run)!r}, plan=False))\n'
+        'print("torch" in sys.modules, "llmw_step{" in text, "llmw_mfu_ratio{" in text)')
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
+                          timeout=120, check=True)
+    assert done.stdout.split() == ['False', 'True', 'False']
 
 
 def test_many_may_ask_while_a_rank_writes(run, monkeypatch):
@@ -175,7 +202,7 @@ def test_many_may_ask_while_a_rank_writes(run, monkeypatch):
         inside.pop()
         return rows
     monkeypatch.setattr(Tailer, 'new', slow_look)
-    with export_metrics(run, port=0, gpus=False) as exporter:
+    with export_metrics(run, port=0, gpus=False, plan=False) as exporter:
         def ask():
             try:
                 for _ in range(12):
@@ -196,7 +223,7 @@ def test_many_may_ask_while_a_rank_writes(run, monkeypatch):
 # Programs
 
 def test_the_command_listens_on_this_machine_alone_and_ends_when_told(tmp_path, run):
-    exporter = ExporterProgram(tmp_path, run)
+    exporter = ExporterProgram(tmp_path, run, '--no-plan')
     try:
         text = wait_for(exporter.text, 60)
         assert of_rank(text, 'llmw_step', 0) == 12
@@ -219,7 +246,7 @@ def test_another_address_is_taken_only_by_name_and_then_it_says_what_that_opens(
     if not address: pytest.skip('this machine has no address but loopback')
     port = free_port()
     exporter = Program(tmp_path, sys.executable, '-m', 'llm_workbook', 'export', run, '--port',
-                       port, '--address', address)
+                       port, '--address', address, '--no-plan')
     try:
         def said(): return wait_for(lambda: exporter.log.read_text(), 60)
         assert wait_for(lambda: 'without a password' in said(), 10), said()
@@ -229,7 +256,7 @@ def test_another_address_is_taken_only_by_name_and_then_it_says_what_that_opens(
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(run):
-    with export_metrics(run, port=0, gpus=False) as exporter:
+    with export_metrics(run, port=0, gpus=False, plan=False) as exporter:
         done = subprocess.run(
             [sys.executable, '-m', 'llm_workbook', 'export', str(run), '--port',
              str(exporter.port)], capture_output=True, text=True, timeout=120)
@@ -253,7 +280,8 @@ def test_a_machine_without_a_driver_has_no_facts_of_gpus():
 
 def test_a_driver_is_asked_through_nvidias_own_package(tmp_path):
     "The driver is pretended; nvidia-ml-py is real, and with it structures, units and errors."
-    exporter = ExporterProgram(tmp_path, tmp_path/'no run', pretended_driver(tmp_path))
+    exporter = ExporterProgram(
+        tmp_path, tmp_path/'no run', '--no-plan', variables=pretended_driver(tmp_path))
     try: found = samples(wait_for(exporter.text, 60))
     finally: exporter.end()
     facts = {name.removeprefix('DCGM_FI_DEV_'): value for (name, _), value in found.items()}
@@ -290,7 +318,8 @@ def test_facts_of_a_real_gpu_are_those_of_nvidia_smi():
 
 def test_nobody_reads_half_a_text_file(run, tmp_path):
     "While the file is written 200 times, each reading is one whole writing."
-    collector, file, ended, readings = RunCollector(run, gpus=False), tmp_path/'run.prom', [], []
+    collector, file = RunCollector(run, gpus=False, plan=False), tmp_path/'run.prom'
+    ended, readings = [], []
     write_textfile(collector, file)
     def read():
         while not ended: readings.append(file.read_text())
@@ -308,7 +337,7 @@ def test_a_killed_writer_leaves_a_whole_file_and_the_next_one_goes_on(run, tmp_p
     file = tmp_path/'text'/'run.prom'
     file.parent.mkdir()
     writer = Program(tmp_path, sys.executable, '-m', 'llm_workbook', 'export', run,
-                     '--every', '0.01', '--textfile', file)
+                     '--no-plan', '--every', '0.01', '--textfile', file)
     try:
         assert wait_for(file.exists, 60), writer.log.read_text()
         assert not ports(psutil.Process(writer.process.pid))
@@ -328,7 +357,7 @@ def test_a_killed_writer_leaves_a_whole_file_and_the_next_one_goes_on(run, tmp_p
 def test_node_exporter_takes_the_text_file(run, tmp_path):
     folder, port = tmp_path/'text', free_port()
     folder.mkdir()
-    write_textfile(RunCollector(run, gpus=False), folder/'run.prom')
+    write_textfile(RunCollector(run, gpus=False, plan=False), folder/'run.prom')
     (folder/'.run.prom.1.2.part').write_text('llmw_step{')  # As a killed writer leaves it
     node = Program(
         tmp_path, 'prometheus-node-exporter', '--collector.disable-defaults',
@@ -348,7 +377,7 @@ def test_node_exporter_takes_the_text_file(run, tmp_path):
 @needs('promtool')
 def test_prometheus_finds_no_fault_with_the_names(run):
     mark_stage(run, 'training')
-    text = exposition(RunCollector(run, gpus=False))
+    text = exposition(RunCollector(run, gpus=False, plan=False))
     done = subprocess.run(['promtool', 'check', 'metrics'], input=text, capture_output=True,
                           text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
