@@ -88,7 +88,7 @@ def _values(metric, row) -> Iterator[tuple[list, float]]:
         number = _number(found.get(part))
         if number is not None: yield ([part] if metric.label else []), number
 
-# %% ../../nbs/watching/02_exporter.ipynb #9bf496f0
+# %% ../../nbs/watching/02_exporter.ipynb #a52a3cc7
 _CLASS_OF = {  # Class of the plan -> class of the metrics; whatever is not named here is other
     'weights': 'weights', 'payload': 'weights', 'absmax': 'weights', 'padding': 'weights',
     'adapters': 'adapters', 'gradients': 'gradients',
@@ -124,7 +124,9 @@ class _Plan:
     def __init__(self, wanted):
         self.name, self.sizes, self.work = '', {}, None
         self._wanted, self._mark = wanted, None
-        if wanted: estimate(Recipe.named('reviews-qlora'))  # Imports all that plans need
+        if not wanted: return
+        some = Recipe.named('reviews-qlora').changed({'cluster.hardware': 'cpu'})
+        estimate(some)  # Imports all that plans need, and asks no driver
 
     def look(self, file):
         "Think about a recipe that was not there before."

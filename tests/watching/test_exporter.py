@@ -279,9 +279,12 @@ def test_a_machine_without_a_driver_has_no_facts_of_gpus():
 
 
 def test_a_driver_is_asked_through_nvidias_own_package(tmp_path):
-    "The driver is pretended; nvidia-ml-py is real, and with it structures, units and errors."
+    """The driver is pretended; nvidia-ml-py is real, and with it structures, units and errors.
+
+    A card that is lost is no end of the exporter, not even where it imports what plans need.
+    """
     exporter = ExporterProgram(
-        tmp_path, tmp_path/'no run', '--no-plan', variables=pretended_driver(tmp_path))
+        tmp_path, tmp_path/'no run', variables=pretended_driver(tmp_path))
     try: found = samples(wait_for(exporter.text, 60))
     finally: exporter.end()
     facts = {name.removeprefix('DCGM_FI_DEV_'): value for (name, _), value in found.items()}
