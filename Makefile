@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-workbook test-cluster cuda-environment test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme hooks clean distclean
+.PHONY: help quickstart test test-fault test-workbook test-cluster cuda-environment test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme dashboard hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -90,6 +90,9 @@ dist: $(VENV)/.dev ## Build and check the wheel and the source archive in dist
 
 readme: $(VENV)/.dev ## Write README.md from nbs/index.ipynb
 	@$(BIN)/python tools/readme.py
+
+dashboard: $(VENV)/.dev ## Write the Grafana dashboard that the package ships
+	@$(BIN)/python tools/dashboard.py
 
 hooks: $(VENV)/.hooks ## Let git merge and Jupyter save notebooks without noise
 

@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from .display import nearest
 from .exercises.check import check_page, progress_table
 from .exercises.classroom import export_assignment
 from .exercises.progress import forget_progress
+from .files import asset
 from .launching.preflight import preflight
 from .launching.render import render
 from .plan.estimate import estimate
@@ -32,6 +34,7 @@ from .report import reconcile
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
 from .training.run_directory import RunLocked, run_status
+from .watching.exporter import RunCollector, export_metrics, write_textfile
 
 # %% ../nbs/package/04_command.ipynb #d0000007
 def _recipe(text) -> Recipe:  # A packaged name, or a YAML file
@@ -144,6 +147,39 @@ def _preflight(arguments):
     if arguments.is_program: os._exit(code)
     return code
 
+# %% ../nbs/package/04_command.ipynb #f7732013
+def _export(arguments):
+    endings = signal.SIGINT, signal.SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, endings)  # Threads inherit this
+    try:
+        if arguments.textfile: _write_again_and_again(arguments, endings)
+        else: _answer_until(arguments, endings)
+    finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return 0
+
+def _write_again_and_again(arguments, endings):
+    collector = RunCollector(arguments.directory, arguments.gpus, arguments.plan)
+    write_textfile(collector, arguments.textfile)
+    print(f'writes {arguments.textfile} every {arguments.every:g} s', flush=True)
+    while not signal.sigtimedwait(endings, arguments.every):
+        write_textfile(collector, arguments.textfile)
+
+def _answer_until(arguments, endings):
+    if not arguments.directory.is_dir():
+        print(f'{arguments.directory} is not there yet: every answer looks for it again',
+              file=sys.stderr)
+    parts = {'gpus': arguments.gpus, 'plan': arguments.plan}
+    with export_metrics(arguments.directory, arguments.port, arguments.address,
+                        **parts) as exporter:
+        print(exporter.url, flush=True)
+        if exporter.opens: print(exporter.opens, file=sys.stderr, flush=True)
+        signal.sigwait(endings)
+
+def _dashboard(arguments):
+    shutil.copyfile(asset('grafana-dashboard.json'), arguments.file)
+    print(f'wrote {arguments.file}: in Grafana, Dashboards, New, Import')
+    return 0
+
 # %% ../nbs/package/04_command.ipynb #d0000013
 _EPILOG = """examples:
   llm-workbook plan 70b-2x24gb-qlora               does it fit, how fast, what does it cost?
@@ -153,6 +189,7 @@ _EPILOG = """examples:
   llm-workbook try mine.yaml                       your model in miniature, up to its export
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
+  llm-workbook export runs/mine                    its metrics, for Prometheus
   llm-workbook exercises                           what is solved, and how well
 
 exit codes: 0 well; 1 failed, or must not start; 2 command or recipe is wrong;
@@ -227,11 +264,32 @@ def _running_verbs(verbs):
     check.add_argument('--port', type=int, help='where rank 0 listens')
     status = _verb(verbs, 'status', _status, 'say how a run stands, in words and by exit code')
     status.add_argument('directory', type=Path, help='of the run')
-    return [training, check, status]
+    return [training, check, status, _export_verb(verbs), _dashboard_verb(verbs)]
+
+def _export_verb(verbs):
+    export = _verb(verbs, 'export', _export, 'give the metrics of a run to Prometheus')
+    export.add_argument('directory', type=Path, help='of the run; it may begin later')
+    export.add_argument('--port', type=int, default=9752, help='0 takes one that is free')
+    export.add_argument('--address', default='127.0.0.1',
+                        help='where to listen; on another than loopback others can read too')
+    export.add_argument('--textfile', type=Path, metavar='FILE.prom',
+                        help='listen nowhere: write this file for node-exporter')
+    export.add_argument('--every', type=_seconds, default=15, metavar='S',
+                        help='of --textfile: how often')
+    export.add_argument('--no-gpus', dest='gpus', action='store_false',
+                        help='leave out facts of GPUs, where dcgm-exporter has them')
+    export.add_argument('--no-plan', dest='plan', action='store_false',
+                        help='leave out MFU, HFU and planned memory, and do without torch')
+    return export
+
+def _dashboard_verb(verbs):
+    board = _verb(verbs, 'dashboard', _dashboard, 'write a dashboard that Grafana imports')
+    board.add_argument('file', type=Path, help='to write, as in dashboard.json')
+    return board
 
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'train', 'preflight',
-          'status', 'exercises')
+          'status', 'export', 'dashboard', 'exercises')
 
 def _parser():
     parser = argparse.ArgumentParser(

@@ -282,15 +282,20 @@ def test_plain_text_is_known_by_its_rows(recipe, tmp_path):
 LOCK = '.llmw.lock'  # Stays, empty or not; only what the system says of it counts
 
 
+WATCHED = (
+    'metrics', 'metrics/stage.json', 'metrics/rank-00000.jsonl', 'metrics/rank-00001.jsonl')
+BEGUN = {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', *WATCHED}
+
+
 def files(directory):
     return {str(path.relative_to(directory)) for path in directory.rglob('*') if path.name != LOCK}
 
 
 def test_a_run_leaves_its_files_and_the_tokenizer_with_its_template(healthy):
     run, _ = healthy
-    assert files(run.directory) == {
-        'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', 'certificate.json',
-        'adapters', 'adapters/adapter_config.json', 'adapters/adapter_model.safetensors',
+    assert files(run.directory) == BEGUN | {
+        'certificate.json', 'adapters', 'adapters/adapter_config.json',
+        'adapters/adapter_model.safetensors',
         'adapters/chat_template.jinja', 'adapters/tokenizer.json',
         'adapters/tokenizer_config.json'}
     assert Recipe.load(run.directory/'recipe.yaml') == run.recipe
@@ -312,8 +317,7 @@ def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(
     assert caught.value.rank == 1
     assert late_s < 5
     assert psutil.Process().children() == []
-    assert files(tmp_path/'killed') == {
-        'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert files(tmp_path/'killed') == BEGUN
     expected = losses(healthy[0].directory)
     assert losses(tmp_path/'killed') == expected[:2]
     assert (
@@ -337,7 +341,7 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
         caught.value)
     assert 'rank 1 is stuck' in str(caught.value)
     assert 'in hang' in caught.value.stacks[1]
-    assert files(run) == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert files(run) == BEGUN
 
 
 @pytest.mark.parametrize('module, name', [(loading, '_read'), (training, 'payload_digest')])
@@ -376,7 +380,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_pat
     ):
         training.fine_tune(
             recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
-    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert files(tmp_path/'nan') == BEGUN
     assert 0 < len(losses(tmp_path/'nan')) < 4
 
 
@@ -396,7 +400,7 @@ def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path
         RankError, match='FloatingPointError: grad_norm nan at step 2: nothing is saved'
     ):
         training.fine_tune(last, tmp_path/'nan', 300, live=False)
-    assert files(tmp_path/'nan') == {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json'}
+    assert files(tmp_path/'nan') == BEGUN
     assert len(losses(tmp_path/'nan')) == 1
 
 
@@ -453,7 +457,8 @@ def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(
         training.fine_tune(recipe, tmp_path/'ddp', 300, live=False)
     assert 'are not DTensors' in str(caught.value)
     assert 'cpu_fsdp()' in str(caught.value)
-    assert files(tmp_path) == {'ddp', 'ddp/recipe.yaml', 'ddp/run.json'}
+    assert files(tmp_path) == {
+        'ddp', 'ddp/recipe.yaml', 'ddp/run.json', 'ddp/metrics', 'ddp/metrics/stage.json'}
 
 
 # Rows that are tokens already

@@ -190,7 +190,7 @@ def other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tm
 
 def test_a_changed_recipe_is_refused_with_the_fields(recipe, tmp_path):
     begin_run(recipe, tmp_path/'run')
-    before = {path: path.read_bytes() for path in (tmp_path/'run').iterdir()}
+    before = {path: path.read_bytes() for path in (tmp_path/'run').rglob('*') if path.is_file()}
     for changes, words in (
         ({'optimizer.learning_rate': 1e-3}, r'optimizer.learning_rate was 0.003 and is 0.001'),
         ({'method.rank': 8, 'seed': 1}, r'method.rank was 16 and is 8; seed was 0 and is 1'),
@@ -199,7 +199,8 @@ def test_a_changed_recipe_is_refused_with_the_fields(recipe, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             run(recipe.changed(changes), tmp_path/'run', resume=True)
-    paths = [path for path in (tmp_path/'run').iterdir() if path.name != '.llmw.lock']
+    paths = [path for path in (tmp_path/'run').rglob('*')
+             if path.is_file() and path.name != '.llmw.lock']
     assert {path: path.read_bytes() for path in paths} == before
     allowed = recipe.changed(
         {'intervals.saving': 3, 'cluster.processes': 1, 'batch.accumulation': 4})
