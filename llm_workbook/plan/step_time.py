@@ -412,12 +412,21 @@ class StepEstimate(StepTime):
     @property
     def mfu(self) -> float:  # 0 to 1
         "Divide the FLOPs the model needs by what the GPUs could do at their peak."
-        return self.rank_flops / self.step_s / _peak_flops(self)
+        return self.rank_flops / self.step_s / self.peak_flops
 
     @property
     def hfu(self) -> float:  # 0 to 1
         "Divide the FLOPs that run by what the GPUs could do at their peak."
-        return self.rank_executed / self.step_s / _peak_flops(self)
+        return self.rank_executed / self.step_s / self.peak_flops
+
+    @property
+    def peak_flops(self) -> float:  # FLOP/s, in the fastest format that a step multiplies in
+        "Give what one GPU could do at its peak."
+        gpu, recipe = self.node.gpu, self.recipe
+        peaks = {'float32': gpu.fp32_flops, 'float16': gpu.fp16_flops, 'fp8': gpu.fp8_flops,
+                 'bfloat16': gpu.bf16_flops}
+        adapters = 0. if recipe.method.kind == 'full' else peaks[_adapter_type(recipe)]
+        return max(peaks[recipe.precision.compute], adapters)
 
     @property
     def notes(self) -> tuple[str, ...]:  # Empty where nothing was assumed
@@ -451,14 +460,6 @@ _FIGURES = (
     'step_s', 'tokens_per_s', 'mfu', 'hfu', 'hours', 'cost', 'kwh', 'compute_s', 'memory_s',
     'comm_s', 'exposed_s', 'bound', 'wire_b', 'tokens', 'flops_model', 'flops_executed',
     'flops_counted')
-
-def _peak_flops(step) -> float:
-    "Give what one GPU could do at its peak, in the fastest format that a step multiplies in."
-    gpu, recipe = step.node.gpu, step.recipe
-    peaks = {'float32': gpu.fp32_flops, 'float16': gpu.fp16_flops, 'fp8': gpu.fp8_flops,
-             'bfloat16': gpu.bf16_flops}
-    adapters = 0. if recipe.method.kind == 'full' else peaks[_adapter_type(recipe)]
-    return max(peaks[recipe.precision.compute], adapters)
 
 def _run_text(step) -> str:
     run = f'{step.recipe.optimizer.steps:,} steps: {step.hours:,.2f} h'
