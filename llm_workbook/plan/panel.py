@@ -138,7 +138,7 @@ class PanelState:
             value = escape(_value_label(path, self.settings[path]))
             chosen.append(f'{label}: <b>{value}</b>')
         recipe = f'<details><summary>The recipe</summary>{_recipe_html(self)}</details>'
-        return f'<p>{", ".join(chosen)}</p>{_picture(self)}{recipe}'
+        return f'{_picture(self)}<p>{", ".join(chosen)}</p>{recipe}'
 
 # %% ../../nbs/plan/13_panel.ipynb #61148263
 def panel_state(
