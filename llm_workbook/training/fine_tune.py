@@ -41,12 +41,12 @@ from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
 from .rank_run import (
-    check_payload, check_shards, payload_digest, set_up_device)
+    check_payload, check_shards, payload_digest, set_up_device, tell_stage)
 from .reach import make_reach
 from .resume import Preempted, guarded_train, resumable, save_result
 from llm_workbook.training.run_directory import (
-    RunFiles, Start, begin_run, rate_schedule, read_metrics, recipe_facts, rows_facts, run_lock,
-    run_state)
+    RunFiles, Start, announce_import, begin_run, rate_schedule, read_metrics, recipe_facts,
+    rows_facts, run_lock, run_state)
 from .tokens import check_rows
 from .watchdog import EXIT_PREEMPTED, Preemption, Votes
 
@@ -204,11 +204,11 @@ def _callback(trainer, recipe):
         def on_log(self, args, state, control, logs=None, **objects):
             if 'loss' not in logs: return
             values = _logged_values(logs, state.global_step) | scale_values(trainer)
-            run.log.note_step(recipe, state.global_step, values)
+            run.note_step(recipe, state.global_step, values)
 
         def on_step_end(self, args, state, control, **objects):
             if not _is_due(state, recipe.intervals.evaluation): return
-            values = _evaluate(trainer, recipe.batch.micro)
+            with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
             run.log.note_evaluation(state.global_step, values)
 
     return Metrics()
@@ -234,6 +234,7 @@ def _confirm(trainer, recipe, loader):
     run, model = trainer.run, trainer.model_wrapped
     confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
     trainer.reach = make_reach(recipe, model, run.start.step)
+    run.metrics.begin(recipe, model, trainer.optimizer)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #ec5d8ebf
 def _evaluate(trainer, batch_size):
@@ -303,8 +304,7 @@ def make_trainer(
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
-    if adapted:
-        cast_adapters(trainer.model)
+    if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
     return trainer
@@ -367,10 +367,9 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
     disable_progress_bar()
     skip_compiler(recipe)
     set_up_device(recipe, step_timeout_s)
-    if not recipe.intervals.evaluation:
-        held = ()
-    elif held is None:
-        held = _read_rows(recipe)[1]
+    tell_stage(directory, 'loading')
+    if not recipe.intervals.evaluation: held = ()
+    elif held is None: held = _read_rows(recipe)[1]
     with memory_trace() as memory, cpu_fsdp(), loaded_base(recipe) as model:
         trainer = make_trainer(recipe, directory, rows, model, None, held)
         if recipe.sharding.loading == 'every_rank':
@@ -509,6 +508,7 @@ def train_here(
         _end_with_agent()
         finished = run_state(directory)['state'] == 'finished'
         set_allocator(recipe)  # A library that is imported may open a GPU
+        announce_import(directory)
         _import_libraries(finished)
         rank = _launched_rank(recipe)
         check_launcher(recipe, os.environ)

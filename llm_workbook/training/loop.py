@@ -27,7 +27,7 @@ from .float16 import attach_scaler, overflowed, scale_values
 from .memory_trace import memory_trace
 from llm_workbook.training.rank_run import (
     RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted,
-    set_up_device)
+    set_up_device, tell_stage)
 from .reach import make_reach
 from .resume import save_result
 from .run_directory import Start, rate_schedule, recipe_facts
@@ -225,7 +225,10 @@ def train_step(
     counts = accelerator.reduce(torch.tensor([items, tokens], device=accelerator.device))
     all_items, all_tokens = counts.tolist()
     divided_by = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    for batch in window: loop.run.metrics.note_batch(batch)
     loss = _backward(loop, window, divided_by / all_items)
+    clock = loop.run.metrics.clock
+    clock.mark('optimizer')
 
     limit = loop.recipe.optimizer.clip or math.inf
     norm = accelerator.clip_grad_norm_(loop.model_wrapped.parameters(), limit)
@@ -233,9 +236,11 @@ def train_step(
     rate = loop.scheduler.get_last_lr()[0]
     _check_finite(loop, window, updated, loss=float(loss), **norms)
     if loop.reach and norms: loop.reach.note(loop.run.votes)
+    loop.run.metrics.note_gradients()
     loop.optimizer.step()
     if norms: loop.scheduler.step()  # Else the step was skipped
     loop.optimizer.zero_grad()
+    clock.mark('other')
     loop.step += 1
     loop.tokens += all_tokens
     mean_loss = float(accelerator.reduce(loss, 'mean'))
@@ -247,14 +252,18 @@ def _backward(loop, window, scale):
     "Run all batches of a step forward and backward; give back this rank's part of the loss."
     accelerator, zero = loop.accelerator, loop.is_deepspeed_enabled
     model, total = loop.model_wrapped, 0.0
+    clock = loop.run.metrics.clock
     for batch in window:
         last = batch is window[-1]
         accelerator.sync_gradients = last
         with nullcontext() if zero or last else accelerator.no_sync(model):
+            clock.mark('forward')
             loss = loss_sum(model, batch) * scale
             total += loss.detach() / accelerator.gradient_accumulation_steps
             if zero and last: _check_finite(loop, window, loss=float(total))
+            clock.mark('backward')
             accelerator.backward(loss)
+        clock.mark('other')
     return total
 
 def _number(norm): return float(norm.full_tensor() if hasattr(norm, 'full_tensor') else norm)
@@ -304,7 +313,8 @@ class _Judge:
         loop = self.loop
         if self.loader is None or self.judged_step == loop.step: return
         batches = self._beating_batches()
-        self.scores = judge_rows(loop.accelerator, loop.model_wrapped, batches, self.names)
+        with loop.run.at_stage('evaluating'):
+            self.scores = judge_rows(loop.accelerator, loop.model_wrapped, batches, self.names)
         self.judged_step = loop.step
         loop.run.log.note_evaluation(loop.step, self.scores.to_dict())
 
@@ -320,9 +330,13 @@ def _train(loop, judge, preemption):
     windows = step_windows(loop.loader, recipe.batch.accumulation, loop.step)
     steps, stop = recipe.optimizer.steps, False
     loop.run.log.announce(f'base loaded and checked; step {loop.step + 1:,} begins')
+    loop.run.metrics.begin(recipe, loop.model_wrapped, loop.optimizer)
     while loop.step < steps and not stop:
-        values = train_step(loop, next(windows))
-        loop.run.log.note_step(recipe, loop.step, values)
+        loop.run.metrics.clock.mark('data')
+        window = next(windows)
+        loop.run.metrics.clock.mark('other')
+        values = train_step(loop, window)
+        loop.run.note_step(recipe, loop.step, values)
         loop.run.beat()
         if every.evaluation and loop.step % every.evaluation == 0: judge.judge()
         stop = preemption.agreed()
@@ -349,6 +363,7 @@ def train_loop(
     limit_s = recipe.intervals.session_s
     with Preemption(limit_s=limit_s), memory_trace() as memory, cpu_fsdp():
         set_up_device(recipe, step_timeout_s)
+        tell_stage(directory, 'loading')
         with _base(recipe) as model:
             accelerator = make_accelerator(recipe)
             run = RankRun(directory, recipe_facts(recipe))

@@ -20,7 +20,8 @@ from ..checkpoint.sharded_files import stored_tensors
 from ..model.adapters import save_adapters
 from ..parallel.agreement import on_every_rank
 from .float16 import overflowed, scale_values
-from .rank_run import RankRun, commit_step, load_step, read_converted
+from .rank_run import (
+    RankRun, commit_step, load_step, read_converted, tell_stage)
 from .reach import write_certificate
 from .run_directory import RunFiles, Start, mark_run
 from .watchdog import check_finite
@@ -80,12 +81,25 @@ class _Guarded:
             batch['row'] = torch.tensor([row['row'] for row in rows])
         return batch
 
+    def get_batch_samples(self, *args, **options):
+        self.run.metrics.clock.mark('data')
+        samples = super().get_batch_samples(*args, **options)
+        self.run.metrics.clock.mark('other')
+        return samples
+
     def training_step(self, model, inputs, *args, **options):
         self._rows.append(inputs.pop('row', None))
-        return super().training_step(model, inputs, *args, **options)
+        self.run.metrics.note_batch(inputs)
+        self.run.metrics.clock.mark('data')  # It goes to the device
+        loss = super().training_step(model, inputs, *args, **options)
+        last = self.accelerator.sync_gradients
+        self.run.metrics.clock.mark('optimizer' if last else 'other')
+        return loss
 
     def compute_loss(self, *args, **options):
+        self.run.metrics.clock.mark('forward')
         loss = super().compute_loss(*args, **options)
+        self.run.metrics.clock.mark('backward')
         if self.is_deepspeed_enabled and self.accelerator.sync_gradients:  # `backward` will update
             self._check_finite(loss=float(self._tr_loss + loss.detach()))
         return loss
@@ -180,7 +194,11 @@ def _callback(trainer, preemption):
             trainer.loading.close()  # The base is here, and its hash is taken
             if state.global_step >= state.max_steps: raise _NoStepLeft
 
+        def on_pre_optimizer_step(self, args, state, control, **objects):
+            trainer.run.metrics.note_gradients()
+
         def on_step_end(self, args, state, control, **objects):
+            trainer.run.metrics.clock.mark('other')
             trainer.run.beat()
             if not preemption.agreed(): return
             control.should_save = True
@@ -214,6 +232,7 @@ def save_result(
             write_certificate(directory, saved, getattr(trainer, 'reach', None),
                               getattr(trainer, 'payload', None))
         mark_run(directory, 'finished', step)
+        tell_stage(directory, 'ended')
     return saved
 
 def _whole_tensors(model):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'CHANGEABLE', 'RunFiles', 'run_state', 'mark_run', 'read_metrics', 'write_line', 'mark_stage', 'run_stage',
-           'RunLocked', 'run_lock', 'Start', 'begin_run', 'rate_schedule', 'rows_facts', 'recipe_facts', 'run_status']
+           'RunLocked', 'run_lock', 'Start', 'begin_run', 'rate_schedule', 'rows_facts', 'recipe_facts', 'run_status',
+           'announce_import']
 
 # %% ../../nbs/training/05_run_directory.ipynb #59c4cceb
 import hashlib
@@ -249,6 +250,7 @@ def begin_run(
         _publish(files.recipe, recipe.dump())
     _cut_metrics(files, step, checkpoint)
     mark_run(directory, 'running', step)
+    mark_stage(directory, 'importing')
     values = recipe.model_dump(mode='json')
     facts = recipe_facts(recipe) | {'recipe': values, 'rows': rows, 'changes': changes}
     return Start(step, checkpoint, facts=facts)
@@ -497,3 +499,14 @@ def _holder(directory):
         return 'no run holds it' if _take(handle, shared=True) else f'held by {_lock_text(handle)}'
     finally:
         os.close(handle)
+
+# %% ../../nbs/training/05_run_directory.ipynb #7c933312
+def announce_import(
+    directory: str | Path,  # Of a run, or where one may begin
+) -> bool:  # Whether it was written down
+    "Say of a directory that is there and free that libraries are imported for a run in it."
+    if os.environ.get('RANK', '0') != '0' or not Path(directory).is_dir(): return False
+    if _holder(directory) != 'no run holds it': return False
+    try: mark_stage(directory, 'importing')
+    except OSError: return False  # The run itself will say what is wrong with the disk
+    return True

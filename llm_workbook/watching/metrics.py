@@ -16,8 +16,9 @@ from ..config.recipe import Recipe
 from ..model.spec import spec_of
 from ..plan.collectives import node_of
 from ..plan.step_time import estimate_step
-from ..training.rank_metrics import LINE_KEYS, LINE_VERSION, MEMORY_CLASSES, PHASES
+from ..training.rank_metrics import LINE_KEYS, LINE_VERSION, MEMORY_CLASSES
 from ..training.run_directory import RunFiles, run_stage
+from ..training.step_phases import PHASES
 
 # %% ../../nbs/watching/01_metrics.ipynb #d0006692
 class Tailer:
