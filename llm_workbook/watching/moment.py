@@ -118,7 +118,7 @@ def _colour(state):
 
 _FRAME = 'line-height:1.35;display:grid;grid-template-columns:minmax(0,1fr)'  # As wide as it may
 _ROW = 'display:flex;flex-wrap:wrap;gap:8px'
-_TABLES = 'overflow:auto;max-height:22em;display:flex;flex-wrap:wrap;gap:0 24px'
+_TABLES = 'overflow:auto;max-height:22em;display:flex;flex-wrap:wrap;align-items:start;gap:0 24px'
 
 # %% ../../nbs/watching/04_moment.ipynb #40a8e5ca
 _DOES = {  # Stage -> words; training needs none
@@ -138,7 +138,8 @@ def _progress(state):
 
 def _doing(state):
     "What a run does that is no training, and for how long; empty if it trains or has ended."
-    if state.state != 'running' or not state.stage: return ''
+    if state.state != 'running': return ''
+    if not state.stage: return '' if state.metrics else 'starts'
     does = _DOES.get(state.stage['stage'], '')
     for_s = state.looked_s - state.stage['since']
     if not does or for_s < 1: return does
@@ -185,13 +186,16 @@ def log_html(
     lines = text.strip().split('\n')[-_LINES:]
     last_writes = [line.rstrip('\r').rpartition('\r')[2] for line in lines]  # Of progress bars
     shown = '\n'.join(last_writes) or 'nothing yet'
-    style = 'overflow:auto;max-height:24em;font-size:12px;line-height:1.3;white-space:pre-wrap'
-    return f'<pre tabindex="0" style="{style}">{escape(shown)}</pre>'
+    return f'<div style="{_SCROLL}"><pre tabindex="0" style="{_WRAP}">{escape(shown)}</pre></div>'
+
+_SCROLL = 'display:flex;flex-direction:column-reverse;overflow:auto;max-height:24em'  # At its end
+_WRAP = ('margin:0;font-size:12px;line-height:1.3;white-space:pre-wrap;word-break:normal;'
+         'overflow-wrap:anywhere')
 
 # %% ../../nbs/watching/04_moment.ipynb #c27f5770
 _WIDE, _HIGH = 340, 170  # Of a chart, pixels
 _LEFT, _TOP = 44, 20  # Where its curve begins
-_CURVE_WIDE, _CURVE_HIGH = 288, 120
+_CURVE_WIDE, _CURVE_HIGH = 280, 120
 _MOST_POINTS = 300
 
 class _Axis(NamedTuple):
@@ -295,7 +299,7 @@ def _axes(across, up):
 def _text(words, x, y, anchor='start'):
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 
-_CHART_STYLE = 'flex:1 1 300px;min-width:0;max-width:480px'
+_CHART_STYLE = 'flex:1 1 240px;min-width:0;max-width:480px'
 
 def _chart(title, points, steps, colour, is_log=False):
     "Draw one curve by step, and its running mean."
@@ -310,7 +314,7 @@ def _chart(title, points, steps, colour, is_log=False):
         _curve(_path(points, across, up), colour, 'opacity=".35"'),
         _curve(_path(_running_mean(points), across, up), colour, 'stroke-width="2"'),
         _text(title, _LEFT, 11),
-        _text('optimizer step', _WIDE - 8, _HIGH - 2, 'end')]
+        _text('optimizer step', _LEFT + _CURVE_WIDE, _HIGH - 2, 'end')]
     label = f'{title} by step, {last_value:.4g} at step {last_step}'
     size = f'viewBox="0 0 {_WIDE} {_HIGH}" style="{_CHART_STYLE}"'
     look = 'font-size="11" fill="currentColor"'
@@ -323,9 +327,7 @@ def _curve(path, colour, look):
 _HELD = ('weights', 'adapters', 'gradients', 'optimizer')  # Classes a rank counts everywhere
 _CLASS_OF = {  # Finer class of the ledger -> class of `memory_b`
     'payload': 'weights',
-    'absmax': 'weights',
     'padding': 'weights',
-    'buffers': 'weights',
     'master': 'optimizer',
     'counters': 'optimizer'}
 
@@ -348,7 +350,7 @@ def _memory_table(state):
     rows = [_memory_row(state, name) for name in (*_HELD, 'peak')]
     rows = [row for row in rows if row]
     heads = ('held by a rank', 'most', 'planned', 'of the plan')
-    return html_table(heads, rows, (1, 2, 3)) if rows else ''
+    return _spaced(html_table(heads, rows, (1, 2, 3))) if rows else ''
 
 def _memory_row(state, name):
     "What the fullest rank holds of a class; None where nobody knows or holds any."
@@ -377,23 +379,28 @@ def _ranks_table(state):
     heads = [name for name in rows[0] if any(row[name] for row in rows)]
     cells = [[row[name] for name in heads] for row in rows]
     numbers = tuple(range(2, len(heads)))
-    return html_table(tuple(heads), cells, numbers)
+    return _spaced(html_table(tuple(heads), cells, numbers))
+
+def _spaced(table) -> str:
+    "Widgets have no style sheet for tables, as pages have."
+    style = 'border-collapse:separate;border-spacing:12px 1px;margin:0 -12px;white-space:nowrap'
+    return table.replace('<table>', f'<table style="{style}">', 1)
 
 def _rank_row(state, rank, line):
     step_s = line['step_s']
     waits_s = line['phases']['communication']
-    seen_s = max(0, state.looked_s - line['time'])
+    silent_s = max(0, state.looked_s - line['time'])
     return {
         'rank': str(rank),
         'host': line['host'],
         'step': line['step'],
-        'one step': f'{step_s:.3g} s',
+        'step time': f'{step_s:.3g} s',
         'tokens/s': f'{line["tokens_per_s"]:,.0f}',
         'waits': _percent(waits_s / step_s) if step_s else '',
         'MFU': _percent(line['mfu']),
         'GPU peak': _size(line['memory_b'].get('peak')),
-        'host memory': _size(line['rss_b']),
-        'seen': '' if state.ended else f'{_duration(seen_s)} ago'}
+        'RAM': _size(line['rss_b']),
+        'silent for': '' if state.ended else _duration(silent_s)}
 
 def _phases_html(state):
     "Where the time of a step goes, in the mean of all ranks."

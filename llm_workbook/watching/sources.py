@@ -64,10 +64,10 @@ class RunSource:
 
     def count(self) -> None:
         "Work out the plan of the run, which takes a few seconds the first time."
-        if self._planned is not None: return
-        try: self._planned = planned_memory(Recipe.load(RunFiles(self.directory).recipe))
-        except FileNotFoundError: return  # It has not begun
-        except (ValueError, OSError, ImportError): self._planned = {}  # A model that is not here
+        recipe = RunFiles(self.directory).recipe
+        if self._planned is not None or not recipe.exists(): return  # Or it has not begun
+        try: self._planned = planned_memory(Recipe.load(recipe))
+        except (ValueError, OSError, ImportError): self._planned = {}  # Its model is not here
 
 _LINES = 200  # How much of each log is read
 _KEPT = 2000  # Newest lines of each rank

@@ -82,7 +82,7 @@ def run():
 # Without a widget
 
 def test_a_moment_of_a_run_says_how_it_stands(run):
-    assert console_state(run).line == 'small: running, step 0 of 8'
+    assert console_state(run).line == 'small: starts, step 0 of 8'
     assert not console_state(run).ended
     run.metrics = METRICS
     state = console_state(run)
@@ -199,7 +199,7 @@ def test_a_curve_stays_in_its_picture_whatever_the_loss_does(losses):
     curves = [path.get('d') for path in svg.iter('path') if path.get('fill') == 'none']
     assert len(curves) == 2
     for x, y in re.findall(r'([\d.-]+) ([\d.-]+)', ' '.join(curves)):
-        assert 44 <= float(x) <= 332.1
+        assert 44 <= float(x) <= 324.1
         assert 20 <= float(y) <= 140.1
     assert len(list(svg.iter('text'))) >= 4
 
@@ -244,6 +244,17 @@ def test_every_rank_has_a_row_and_memory_stands_beside_the_plan(sampled):
     assert f'{share:.0%}</td>' in html
     assert 'GPU peak' not in html  # Nobody can fill it on a CPU
     assert 'communication' in html
+
+
+def test_a_plan_waits_until_the_run_has_written_its_recipe(sampled):
+    source = run_source(sampled)
+    text = RunFiles(sampled).recipe.read_text()
+    RunFiles(sampled).recipe.unlink()
+    source.count()
+    assert source.look().planned == {}
+    RunFiles(sampled).recipe.write_text(text)
+    source.count()
+    assert source.look().planned['optimizer'] > 0
 
 
 def test_lines_half_written_and_ranks_that_come_later_are_no_trouble(sampled):
