@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..config.recipe import Recipe
 from ..display import PALETTE, binary_size, html_table
 from ..plan.ledger import memory
+from ..plan.panel import svg_image
 
 # %% ../../nbs/watching/04_moment.ipynb #20521d3b
 @dataclass(frozen=True, repr=False)
@@ -289,7 +290,7 @@ def _axes(across, up):
     for tick in up.ticks:
         y = _place(up, tick, is_up=True)
         line = f'd="M{_LEFT} {y:.1f}h{_CURVE_WIDE}"'
-        shapes.append(f'<path {line} stroke="currentColor" opacity=".2"/>')
+        shapes.append(f'<path {line} stroke="#767676" opacity=".35"/>')
         shapes.append(_text(_short(tick), _LEFT - 5, y + 4, 'end'))
     for tick in across.ticks:
         x = _place(across, tick)
@@ -299,7 +300,7 @@ def _axes(across, up):
 def _text(words, x, y, anchor='start'):
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 
-_CHART_STYLE = 'flex:1 1 240px;min-width:0;max-width:480px'
+_CHART_STYLE = 'flex:1 1 240px;min-width:0;max-width:480px;width:49%'
 
 def _chart(title, points, steps, colour, is_log=False):
     "Draw one curve by step, and its running mean."
@@ -315,10 +316,9 @@ def _chart(title, points, steps, colour, is_log=False):
         _curve(_path(_running_mean(points), across, up), colour, 'stroke-width="2"'),
         _text(title, _LEFT, 11),
         _text('optimizer step', _LEFT + _CURVE_WIDE, _HIGH - 2, 'end')]
-    label = f'{title} by step, {last_value:.4g} at step {last_step}'
-    size = f'viewBox="0 0 {_WIDE} {_HIGH}" style="{_CHART_STYLE}"'
-    look = 'font-size="11" fill="currentColor"'
-    return f'<svg role="img" aria-label="{label}" {size} {look}>{"".join(parts)}</svg>'
+    alt = f'{title} by step, {last_value:.4g} at step {last_step}'
+    size = f'viewBox="0 0 {_WIDE} {_HIGH}"'
+    return svg_image(''.join(parts), alt, _CHART_STYLE, size)
 
 def _curve(path, colour, look):
     return f'<path d="{path}" fill="none" stroke="{PALETTE[colour]}" {look}/>'
