@@ -153,7 +153,7 @@ def _duration(seconds) -> str:
     hours, rest = divmod(minutes, 60)
     return f'{hours} h {rest} min' if hours else f'{minutes} min'
 
-# %% ../../nbs/watching/04_moment.ipynb #b0af08d0
+# %% ../../nbs/watching/04_moment.ipynb #2455af17
 def _bar_html(state, colour):
     "How many of its steps a run has done."
     if not state.steps: return ''
@@ -163,7 +163,7 @@ def _bar_html(state, colour):
     done = f'height:6px;border-radius:3px;background:{colour};width:{percent:.1f}%'
     return f'<div {facts} style="{frame}"><div style="{done}"></div></div>'
 
-# %% ../../nbs/watching/04_moment.ipynb #ae66d717
+# %% ../../nbs/watching/04_moment.ipynb #87ebe5c2
 _LINES = 200  # How much of each log is shown
 _TERMINAL_CODE = r'\x1b\[[0-9;?]*[A-Za-z]'
 _INSTALLED_FOLDER = (r'[^\s"]*/(?:(?:site-packages|lib/python3\.\d+)/'
@@ -193,7 +193,7 @@ _SCROLL = 'display:flex;flex-direction:column-reverse;overflow:auto;max-height:2
 _WRAP = ('margin:0;font-size:12px;line-height:1.3;white-space:pre-wrap;word-break:normal;'
          'overflow-wrap:anywhere')
 
-# %% ../../nbs/watching/04_moment.ipynb #c27f5770
+# %% ../../nbs/watching/04_moment.ipynb #278858c8
 _WIDE, _HIGH = 340, 170  # Of a chart, pixels
 _LEFT, _TOP = 44, 20  # Where its curve begins
 _CURVE_WIDE, _CURVE_HIGH = 280, 120
@@ -244,7 +244,7 @@ def _even_ticks(low, high):
     last = math.floor(high / step)
     return [n * step for n in range(first, last + 1)]
 
-# %% ../../nbs/watching/04_moment.ipynb #e6091ff8
+# %% ../../nbs/watching/04_moment.ipynb #c4871db6
 def _thinned(points):
     "Every n-th point, and the last."
     every = math.ceil(len(points) / _MOST_POINTS)
@@ -268,7 +268,7 @@ def _short(number) -> str:
     if number >= 1e4: return f'{number / 1e3:g}k'
     return f'{number:.4g}'
 
-# %% ../../nbs/watching/04_moment.ipynb #278858c8
+# %% ../../nbs/watching/04_moment.ipynb #60198ec2
 def _place(axis, tick, is_up=False):
     "Where a number of an axis lies, pixels."
     share = axis.share(tick)
@@ -323,7 +323,7 @@ def _chart(title, points, steps, colour, is_log=False):
 def _curve(path, colour, look):
     return f'<path d="{path}" fill="none" stroke="{PALETTE[colour]}" {look}/>'
 
-# %% ../../nbs/watching/04_moment.ipynb #072de601
+# %% ../../nbs/watching/04_moment.ipynb #0fd70831
 _HELD = ('weights', 'adapters', 'gradients', 'optimizer')  # Classes a rank counts everywhere
 _CLASS_OF = {  # Finer class of the ledger -> class of `memory_b`
     'payload': 'weights',
@@ -363,7 +363,7 @@ def _memory_row(state, name):
     share = most_b / planned_b
     return name, most, binary_size(planned_b), f'{share:.0%}'
 
-# %% ../../nbs/watching/04_moment.ipynb #63e0dd27
+# %% ../../nbs/watching/04_moment.ipynb #39df91a3
 def _percent(value) -> str:
     if value is None: return ''
     return f'{value:.1%}'
