@@ -59,14 +59,14 @@ def browser():
 
 
 def run_page(browser, lab, name, width, awaited):
-    "Open a page of the desk, run all of its cells, and wait for an element."
+    "Open a page of the desk, run its first cell of code, and wait for an element."
     tab = browser.new_context(viewport={'width': width, 'height': 800}).new_page()
     tab.goto(lab.format(name), timeout=120_000)
     tab.wait_for_selector('.jp-Notebook .jp-CodeCell', timeout=120_000)
     tab.wait_for_selector('text=| Idle', timeout=120_000)
     tab.evaluate("document.querySelectorAll('.jp-OutputArea-child').forEach(old => old.remove())")
-    tab.click('text=Run >> nth=0')
-    tab.click('text=Run All Cells >> nth=0')
+    tab.click('.jp-CodeCell .cm-content >> nth=0')
+    tab.keyboard.press('Shift+Enter')
     tab.wait_for_selector(f'{OUTPUT} {awaited}', timeout=180_000)
     tab.locator(f'{OUTPUT} {awaited}').first.scroll_into_view_if_needed()
     time.sleep(1)  # Until the layout is at rest
@@ -125,7 +125,8 @@ def test_a_run_is_followed_and_stopped_and_its_button_stays(browser, lab):
     assert button.bounding_box()['width'] == first['width']
     assert button.bounding_box()['x'] == first['x']
     button.click()
-    assert wait_for(lambda: 'stopped and saved at step' in said.inner_text(), 60)
+    stopped = wait_for(lambda: 'stopped and saved at step' in said.inner_text(), 120)
+    assert stopped, said.inner_text()
     assert 'resume=True) goes on' in said.inner_text()
     ended = tab.locator(f'{OUTPUT} button:has-text("Ended")').first.bounding_box()
     assert (ended['x'], ended['width']) == (first['x'], first['width'])
