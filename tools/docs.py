@@ -178,11 +178,13 @@ def write_listing(folder: Path) -> None:
 
 
 def contents(source: Path) -> list[str]:
-    "Give the parts of the sidebar: every page of the book, and one entry for each other folder."
+    "Give the parts of the sidebar: pages of desk and book, one entry for each other folder."
+    desk = [f'desk/{page.stem}' for page in sorted((source/'desk').glob('*.ipynb'))]
     chapters = [f'book/{page.stem}' for page in sorted((source/'book').glob('*.ipynb'))]
     workbook = ['workbook/index', 'answers/index']
     rooms = [f'{room}/index' for room in ROOMS]
-    return [toctree(chapters, 'Understand it: the book'),
+    return [toctree(desk, 'The desk: plan, run, talk'),
+            toctree(chapters, 'Understand it: the book'),
             toctree(workbook, 'Understand it: the workbook', 2),
             toctree(['recipes/index'], 'Run mine: recipes', 2),
             toctree(rooms, 'Rooms of the library', 2), toctree(['notes/index'], 'Notes', 2)]

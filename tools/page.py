@@ -190,10 +190,11 @@ def skipped(source: str, lifted: set) -> bool:
     return not_run or bool(flags & first_words)
 
 
-def is_bar(output: dict) -> bool:
-    "Say whether an output is a progress bar."
+def is_passing(output: dict) -> bool:
+    "Say whether an output was meant for the time of waiting: a progress bar, or a cleared text."
     data = output.get('data', {})
-    return WIDGET in data and '%|' in data.get('text/plain', '')
+    is_bar = WIDGET in data and '%|' in data.get('text/plain', '')
+    return is_bar or data.get('text/html') == ''
 
 
 def execute(page: Path, folder: Path) -> object:
@@ -230,12 +231,12 @@ def make_client(notebook, folder: Path, sockets: str) -> object:
 
 
 def remove_noise(cell, name: str) -> None:
-    "Remove finished progress bars, and what went to stderr, which is printed for the author."
+    "Remove what showed progress, and what went to stderr, which is printed for the author."
     outputs = []
     for output in cell.outputs:
         is_stderr = output.get('name') == 'stderr'
         if is_stderr: print(f'{name}: stderr: {output.text.rstrip()}', flush=True)
-        if not is_stderr and not is_bar(output): outputs.append(output)
+        if not is_stderr and not is_passing(output): outputs.append(output)
     cell.outputs = outputs
 
 

@@ -1,4 +1,5 @@
 """The panel: its logic without a browser, its widgets by their values, and how quick it is."""
+import base64
 import json
 import re
 import sys
@@ -120,22 +121,27 @@ def test_unknown_settings_and_values():
 
 def test_the_bars_are_valid_svg_and_say_what_they_show():
     state = panel_state()
-    text = re.search(r'<svg.*</svg>', state._repr_html_())[0]
-    svg = ElementTree.fromstring(text)
-    assert svg.get('role') == 'img'
-    assert 'GPU, step' in svg.get('aria-label')
     rooms = {room.place: room for room in state.estimate.rooms}
-    assert f'{rooms["gpu"].have_b / 2**30:,.2f} GiB' in svg.get('aria-label')
-    widths = [float(r.get('width')) for r in svg.iter('rect')]
-    assert widths
-    assert max(float(r.get('x')) + float(r.get('width')) for r in svg.iter('rect')) <= 640
+    images = re.findall(r'<img alt="([^"]*)"[^>]*base64,([^"]*)"', state._repr_html_())
+    assert [alt for alt, _ in images if alt.startswith('GPU, step')]
+    assert f'{rooms["gpu"].have_b / 2**30:,.2f} GiB' in images[0][0]
+    for _, data in images:
+        svg = ElementTree.fromstring(base64.b64decode(data))
+        parts = [part for part in svg if part.tag.endswith('rect')]
+        ends = [percent(part.get('x')) + percent(part.get('width')) for part in parts]
+        assert 0 < max(ends) <= 100.05
+        lines = [part for part in svg if part.tag.endswith('line')]
+        assert all(0 < percent(line.get('x1')) < 100 for line in lines)
+
+
+def percent(length): return float(length.removesuffix('%'))
 
 
 def test_the_figures_beside_the_bars_are_those_of_the_estimate():
     state = panel_state()
     for phase in ('load', 'step', 'save'):
         total = sum(state.estimate.peaks('gpu')[phase].values())
-        assert f'<th>{total / 2**30:,.2f} GiB</th>' in state._repr_html_()
+        assert f'>{total / 2**30:,.2f}</th>' in state._repr_html_()
     assert state.estimate.rooms[0].need_b == max(
         sum(v.values()) for v in state.estimate.peaks('gpu').values())
 
@@ -225,3 +231,85 @@ def test_no_control_is_blank_and_an_open_choice_has_a_name(panel):
     assert panel.widgets['network'].label == 'its own, or none'
     assert panel.state.settings['network'] == ''
     assert panel_state({'network': None}).recipe == panel_state({'network': ''}).recipe
+
+
+def test_fsdp_moves_both_offloads_with_one_control(panel):
+    places = [panel.widgets[f'sharding.offload_{what}'] for what in ('parameters', 'optimizer')]
+    for moved, value in product(places, ('cpu', 'none')):
+        moved.value = value
+        assert [place.value for place in places] == [value, value]
+        assert panel.state.errors == ()
+    panel.widgets['sharding.strategy'].value = 'zero3'
+    panel.widgets['sharding.loading'].value = 'every_rank'
+    places[1].value = 'cpu'
+    assert [place.value for place in places] == ['none', 'cpu']  # ZeRO has two
+    assert panel.state.errors == ()
+    panel.widgets['sharding.strategy'].value = 'fsdp2'
+    assert places[0].value == places[1].value
+
+
+@pytest.mark.parametrize('settings', [
+    {'batch.micro': 16}, {'sharding.strategy': 'ddp'}, {'method.kind': 'lora'},
+    {'cluster.processes': 1, 'cluster.hardware': 'h100', 'sharding.strategy': 'ddp'}])
+def test_make_it_fit_finds_a_plan_for_the_same_work(panel, settings):
+    for path, value in settings.items(): panel.widgets[path].value = value
+    asked = panel.state
+    assert not asked.fits
+    panel.fit_button.click()
+    assert panel.state.estimate.outcome == 'fits'
+    for path in ('model.source', 'batch.length', 'cluster.hardware', 'cluster.processes'):
+        assert panel.state.settings[path] == asked.settings[path]
+    assert {path: widget.value for path, widget in panel.widgets.items()} == panel.state.settings
+    assert panel.adopt == panel.state.recipe
+    assert 'Changed: ' in panel.note.value
+    panel.begin(BASE)
+    assert panel.adopt == BASE
+
+
+def test_what_no_plan_can_fit_says_how_much_is_lacking(panel):
+    panel.widgets['model.source'].value = 'meta-llama/Llama-3.1-405B'
+    before = panel.state
+    panel.fit_button.click()
+    assert re.search(r'none of [\d,]+ plans fits; the nearest lacks [\d,.]+ GiB', panel.note.value)
+    assert panel.state == before
+
+
+def test_a_named_recipe_is_taken_over_whole(panel):
+    panel.start.value = '70b-2x4-h100-zero3-qlora-classifier'
+    assert panel.adopt == Recipe.named('70b-2x4-h100-zero3-qlora-classifier')
+    assert panel.widgets['network'].value == 'ethernet-100'
+    panel.start.value = 'reviews-qlora'
+    assert panel.adopt == Recipe.named('reviews-qlora')
+    panel.start.value = ''
+    panel.begin(BASE)
+
+
+def test_the_copy_button_carries_the_recipe_and_nothing_that_could_break_out_of_it(panel):
+    element = ElementTree.fromstring(panel.copy_button.value)
+    assert Recipe.parse(element.get('data-text')) == panel.adopt
+    panel.begin(BASE.changed({'data.source': 'me/"><script>alert(1)</script>'}))
+    assert '<script' not in panel.copy_button.value
+    assert Recipe.parse(ElementTree.fromstring(panel.copy_button.value).get('data-text')) == (
+        panel.adopt)
+    panel.begin(BASE)
+    panel.widgets['sharding.strategy'].value = 'ddp'
+    assert panel.copy_button.value == ''
+
+
+def test_the_plan_stands_beside_the_controls_and_its_verdict_first(panel):
+    head, columns = panel.box.children
+    left, right = columns.children
+    assert columns.layout.flex_flow in (None, 'row nowrap')
+    assert left.layout.flex == '0 0 300px'
+    assert (right.layout.flex, right.layout.min_width) == ('1 1 0', '0')
+    assert set(panel.widgets.values()) < set(left.children)
+    assert right.children[:2] == (panel.note, panel.picture)
+    assert {panel.start, panel.fit_button, panel.copy_button} == set(head.children)
+    assert panel.picture.value.index('role="status"') < panel.picture.value.index('<img')
+
+
+def test_the_longest_choice_fits_its_control(panel):
+    "170 pixels, of which a list needs 30: 23 characters of 6 pixels."
+    for widget in panel.widgets.values():
+        assert max(len(label) for label, _ in widget.options) <= 23, widget.description
+        assert len(widget.description) <= 16
