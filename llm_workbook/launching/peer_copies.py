@@ -94,8 +94,8 @@ def _outcome(lines, ended_s, code):
         at = lines[-2] if len(lines) > 1 else {}
         return [*finished, _place(at) | {'error': lines[-1]['error'], 'hangs': False}]
     if code == 0: return finished
-    if not lines: what, hangs = 'torch did not open the GPUs in time', False
-    elif code is not None: what, hangs = f'the process ended with exit code {code}', False
+    if code is not None: what, hangs = f'the process ended with exit code {code}', False
+    elif not lines: what, hangs = 'torch did not open the GPUs in time', False
     elif ended_s - lines[-1]['at_s'] < _HANGS_S: what, hangs = 'the time was up', False
     else: what, hangs = 'the copy did not end', True
     return [*finished, _place(lines[-1] if lines else {}) | {'error': what, 'hangs': hangs}]

@@ -426,12 +426,17 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 # What one node says, judged by itself
 
+PLENTY = {
+    'ram_b': 2**40, 'swap_b': 0, 'gpus_b': [], 'locked_b': None, 'open_files': 2**20,
+    'shared_b': 2**34, 'infiniband': False, 'machine': 'x86_64',
+    'flags': ['avx2', 'avx512_bf16'], 'base_files': 1}
 FACT = {
     'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
     'compiler': {'content': '/usr/bin/gcc'}, 'allocator': {'content': ''},
     'builder': {'content': '/usr/bin/c++, /usr/bin/ninja'},
     'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
-    'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
+    'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8,
+    'limits': PLENTY, 'faults': [], 'copies': [], 'needs': None}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
 
 
