@@ -29,7 +29,7 @@ from ..model.architecture import load_tokenizer
 from ..training.fine_tune import check_recipe
 from ..training.tokens import TokenView
 from .check_table import (
-    CheckRow, check_rows, checks_text, place_tables, report_evidence, text_table)
+    CheckRow, rows_of_checks, checks_text, place_tables, report_evidence, text_table)
 from .known_faults import fault_evidence, fault_findings
 from .node_limits import limit_evidence, limit_findings, memory_needs
 from .node_report import TOKEN, report_node, tool_findings
@@ -58,7 +58,7 @@ class Preflight:
     @property
     def checks(self) -> list[CheckRow]:  # Of every check at least one: fail, warn or ok
         "Give the table of all checks, those that failed first."
-        return check_rows(self.findings, self.seen)
+        return rows_of_checks(self.findings, self.seen)
 
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give everything that was seen."
