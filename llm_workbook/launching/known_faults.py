@@ -66,9 +66,17 @@ def _below_floors(named):
 # %% ../../nbs/launching/04b_known_faults.ipynb #758de255
 _THREADS = 'OMP_', 'MKL_', 'KMP_'
 
+def _cell_env(recipe, env):
+    "What ranks of a cell have, without that which changes nothing there."
+    unread = ['ACCELERATE_USE_DEEPSPEED', 'ACCELERATE_DEEPSPEED_', 'ACCELERATE_GRADIENT_CLIPPING']
+    if recipe.sharding.strategy.startswith('zero'): unread = []
+    if recipe.model.head == 'causal_lm': unread.append('ACCELERATE_GRADIENT_ACCUMULATION_')
+    read = {name: env[name] for name in env if not name.startswith(tuple(unread))}
+    return read | fsdp_env(recipe)
+
 def _contradictions(recipe, env, is_cell):
     "What the trainer will refuse: what a launcher has set, and threads that cannot be changed."
-    started = {**env, **fsdp_env(recipe)} if is_cell else env
+    started = _cell_env(recipe, env) if is_cell else env
     try: check_launcher(recipe, started)
     except (ConfigMismatch, ValueError, OSError) as error:
         what, _, fix = str(error).rpartition('. ')

@@ -24,7 +24,7 @@ from llm_workbook.plan.ledger import memory
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
-ALONE = ONE.changed({'cluster.processes': 1, 'sharding.strategy': 'none'})
+CLASSES = ONE.changed({'model.head': 'classification', 'data.format': 'classification'})
 GPUS = Recipe.named('70b-2x24gb-qlora')
 GIB = 2**30
 PLENTY = {
@@ -227,6 +227,8 @@ def test_a_contradiction_stops_the_run_before_it_starts(changes, env, words):
 
 @pytest.mark.parametrize('changes, env, is_cell', [
     ({}, {'ACCELERATE_MIXED_PRECISION': 'fp8', 'FSDP_VERSION': '1'}, True),  # Set over them
+    ({}, {'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4'}, True),  # The trainer takes its own
+    ({}, {'ACCELERATE_USE_DEEPSPEED': 'true', 'ACCELERATE_DEEPSPEED_ZERO_STAGE': '2'}, True),
     ({}, {'RANK': '0', 'SLURM_PROCID': '1'}, True),
     (THREADS, {'OMP_NUM_THREADS': '4'}, False),
     ({}, {'OMP_NUM_THREADS': '1', 'NCCL_IB_HCA': 'x', 'CUDA_VISIBLE_DEVICES': '0'}, False),
@@ -234,6 +236,11 @@ def test_a_contradiction_stops_the_run_before_it_starts(changes, env, words):
     ({}, {'RANK': '3', 'SLURM_PROCID': '1', 'TORCHELASTIC_RUN_ID': '7'}, False)])  # By torchrun
 def test_what_the_library_sets_itself_is_no_alarm(changes, env, is_cell):
     assert node_faults(ONE.changed(changes), env, [], is_cell) == []
+
+
+def test_the_loop_of_a_classifier_takes_the_accumulation_of_the_environment():
+    fault, = node_faults(CLASSES, {'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4'}, [], True)
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is '4'" in fault[1]
 
 
 def test_transport_settings_of_a_shell_belong_into_the_recipe():
@@ -343,11 +350,11 @@ def test_little_memory_of_this_machine_stops_a_real_preflight(tmp_path, monkeypa
 
 
 def test_a_real_preflight_in_a_cell_sees_what_the_kernel_exports(tmp_path, monkeypatch):
-    monkeypatch.setenv('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '4')
+    monkeypatch.setenv('FSDP_TRANSFORMER_CLS_TO_WRAP', 'Foo')
     monkeypatch.setenv('ACCELERATE_USE_FSDP', 'false')  # The ranks get the right one
-    row = rows(preflight(ALONE, tmp_path/'run'))['environment']
+    row = rows(preflight(ONE, tmp_path/'run'))['environment']
     assert row.level == 'fail'
-    assert 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS' in row.seen
+    assert 'FSDP_TRANSFORMER_CLS_TO_WRAP' in row.seen
     assert 'ACCELERATE_USE_FSDP' not in row.seen
 
 
