@@ -138,7 +138,7 @@ def _attention_backward_flops(gradient, q, k, v, *args, **kwargs):
     return sdpa_backward_flop_count(gradient.shape, q.shape, _shared(k, q), _shared(v, q))
 
 def _shared(keys, queries):
-    "The shape of keys, or values, each given to all the heads that share it: torch 2.11 wants that."
+    "The shape of keys or values, each given to all heads that share it: torch 2.11 wants that."
     batch, _, *rest = keys.shape
     return [batch, queries.shape[1], *rest]
 
