@@ -7,6 +7,7 @@ __all__ = ['Preflight', 'assess', 'preflight']
 
 # %% ../../nbs/launching/05_preflight.ipynb #860c6771
 import os, threading, time, warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,7 +28,12 @@ from .rendezvous import (
 from ..model.architecture import load_tokenizer
 from ..training.fine_tune import check_recipe
 from ..training.tokens import TokenView
+from .check_table import (
+    CheckRow, rows_of_checks, checks_text, place_tables, report_evidence, text_table)
+from .known_faults import fault_evidence, fault_findings
+from .node_limits import limit_evidence, limit_findings, memory_needs
 from .node_report import TOKEN, report_node, tool_findings
+from .peer_copies import copy_evidence, copy_findings, node_facts
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
 _FIRST_ROW = 'the first row, trained tokens in brackets:'
@@ -42,29 +48,34 @@ class Preflight:
     findings: tuple  # All that is wrong, as `PreflightFinding`
     seconds: float  # Until the verdict
     first_row: str = ''  # To train on, trained tokens in brackets; '' where no row could be read
+    seen: dict = field(default_factory=dict)  # Check -> what it has seen where it found nothing
 
     @property
     def problems(self) -> list[PreflightFinding]:  # Empty: go
         "List what must be fixed before the run starts."
         return [finding for finding in self.findings if finding.stops]
 
+    @property
+    def checks(self) -> list[CheckRow]:  # Of every check at least one: fail, warn or ok
+        "Give the table of all checks, those that failed first."
+        return rows_of_checks(self.findings, self.seen)
+
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give everything that was seen."
         return asdict(self) | {'findings': [finding._asdict() for finding in self.findings]}
 
     def __repr__(self):
-        tables = [_columns(heads, rows) for heads, rows in _tables(self) if rows]
-        findings = [str(finding) for finding in self.findings]
-        lines = [f'preflight of {_verdict(self)}', *tables, *findings]
+        places = place_tables(self.members, self.links)
+        tables = [text_table([heads, *rows]) for heads, rows in places if rows]
+        lines = [f'preflight of {_verdict(self)}', checks_text(self.checks), *tables]
         if self.first_row: lines.append(f'{_FIRST_ROW}\n  {self.first_row}')
         if not self.problems: lines.append(_OFFER)
-        return '\n'.join(lines)
+        return '\n'.join(filter(None, lines))
 
     def _repr_html_(self):
-        heads = 'check', 'where', 'what', 'how to fix it', ''
-        rows = [(finding.check, finding.host, finding.what, finding.fix,
-                 'stops the run' if finding.stops else 'warning') for finding in self.findings]
-        tables = [*_tables(self), (heads, rows)]
+        heads = 'level', 'check', 'where', 'what was seen', 'how to fix it'
+        rows = [(row.level, row.check, row.where, row.seen, row.fix) for row in self.checks]
+        tables = [(heads, rows), *place_tables(self.members, self.links)]
         parts = [f'<p>{escape(_verdict(self))}</p>']
         parts += [html_table(heads, rows) for heads, rows in tables if rows]
         if self.first_row: parts.append(f'<p>{_FIRST_ROW}</p><pre>{escape(self.first_row)}</pre>')
@@ -76,40 +87,6 @@ def _verdict(preflight):
     problems = len(preflight.problems)
     result = f'STOP, {problems} to fix' if problems else 'go'
     return f'{preflight.recipe}, {preflight.seconds:.1f} s: {result}'
-
-def _number(value, unit, form):
-    "A number in a unit; nothing where it is not known."
-    return '' if value is None else format(value / unit, form)
-
-def _member_row(member):
-    clock = _number(member['clock_s'], 1e-3, '+.1f')
-    if clock: clock += f' ± {_number(member["error_s"], 1e-3, ".1f")}'
-    free_gib = _number(member['free_b'], 2**30, ',.1f')
-    where = member['rank'], member['host'], member['address']
-    return (*where, member['gpus'], free_gib, clock)
-
-def _link_row(link):
-    hosts = ' - '.join(link['hosts'])
-    measured = _number(link['bps'], 1e9, '.2f')
-    planned = _number(link['planned'], 1e9, '.2f')
-    return hosts, link['backend'], measured, planned
-
-def _tables(preflight):
-    "Heads and rows of each table."
-    member_heads = 'rank', 'host', 'address', 'GPUs', 'free, GiB', 'clock, ms'
-    link_heads = 'link', 'backend', 'all-reduce, GB/s', 'planned, GB/s'
-    return [(member_heads, [_member_row(member) for member in preflight.members]),
-            (link_heads, [_link_row(link) for link in preflight.links])]
-
-def _columns(heads, rows):
-    "A table as text."
-    texts = [[str(cell) for cell in row] for row in (heads, *rows)]
-    widths = [max(map(len, column)) for column in zip(*texts)]
-    lines = []
-    for row in texts:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-        lines.append('  ' + '  '.join(cells).rstrip())
-    return '\n'.join(lines)
 
 # %% ../../nbs/launching/05_preflight.ipynb #762c48a6
 def _differing(values):
@@ -304,11 +281,12 @@ def _link_finding(link):
     return None
 
 # %% ../../nbs/launching/05_preflight.ipynb #4852999f
-_CHECKS = (_world, _software, tool_findings, _recipes, _clocks, _files, _disk, _interfaces, _names)
+_CHECKS = (_world, _software, tool_findings, _recipes, _clocks, _files, _disk, _interfaces, _names,
+           limit_findings, fault_findings, copy_findings)
 
 def assess(
     recipe: Recipe,  # As rank 0 has it
-    reports: list[dict],  # By `report_node`, each with `clock_s`, `error_s` and `planned_b`
+    reports: list[dict],  # By `report_node` and `node_facts`; with clocks, and what is planned
     links: list[dict] = (),  # As `time_links` gives them, with `planned`
 ) -> list[PreflightFinding]:  # Empty when nothing is wrong
     "Find everything that would make a run fail, hang or go wrong later."
@@ -318,24 +296,29 @@ def assess(
     findings += [finding for finding in linked if finding]
     return list(dict.fromkeys(findings))
 
+def _evidence(recipe, reports, links):
+    "What every check has seen, by its name."
+    return (report_evidence(recipe, reports, links) | limit_evidence(recipe, reports)
+            | fault_evidence() | copy_evidence(reports))
+
 # %% ../../nbs/launching/05_preflight.ipynb #68f65d30
 _PLAN_S = 8  # How long clocks and links wait for the plan
 
 class _PlannedSave(threading.Thread):
-    "Asks the plan how many bytes checkpoints and result take, beside everything else."
+    "Asks the plan what checkpoints, result and memory take, beside everything else."
     def __init__(self, recipe):
         super().__init__(daemon=True)
-        self.recipe, self.size_b = recipe, None
+        self.recipe, self.size_b, self.needs = recipe, None, None
         self.start()
 
     def run(self):
         ranks = self.recipe.cluster.ranks
         with suppress(OSError, ValueError):  # Why it cannot read the model, another check will say
-            size_b = 0
-            for line in memory(self.recipe).lines:
+            ledger, size_b = memory(self.recipe), 0
+            for line in ledger.lines:
                 if line.phase != 'save' or line.place != 'disk': continue
                 size_b += line.size_b * ranks if line.every_rank else line.size_b
-            self.size_b = size_b
+            self.size_b, self.needs = size_b, memory_needs(ledger)
 
     def wait(self, until):
         "Until then, on the clock that counts from the start of the machine."
@@ -369,7 +352,7 @@ class _CheckedRows(threading.Thread):
     def __init__(self, recipe, host, plan):
         super().__init__(daemon=True)
         self.recipe, self.host, self.plan = recipe, host, plan
-        self.findings, self.first_row = None, ''  # None: not ready
+        self.findings, self.first_row, self.seen = None, '', ''  # None: not ready
         self.start()
 
     def run(self):
@@ -383,6 +366,7 @@ class _CheckedRows(threading.Thread):
                 findings.append(PreflightFinding('rows', self.host, str(error), fix))
             else:
                 self.first_row = _row_text(self.recipe, rows[0])
+                self.seen = f'{len(rows):,} to train on, read as the run will read them'
                 findings += _price_of_answers(rows, self.host)
         for warning in said:
             if warning.category is not UserWarning: continue
@@ -449,12 +433,13 @@ class _Evidence:
             rows.append(row | self.clock(rank))
         return rows
 
-def _collect(talk, recipe, directory, token, evidence):
+def _collect(talk, recipe, directory, token, evidence, facts):
     "Let all look at their nodes, and take what they report."
     members = talk.gather()
     left_s = talk.until - time.monotonic()
     talk.publish('met', {'here': members, 'token': token, 'left_s': left_s})
-    evidence.reports.append(report_node(recipe, directory, talk.place, members, token))
+    report = report_node(recipe, directory, talk.place, members, token)
+    evidence.reports.append(report | facts.result())
     for rank in range(1, talk.place.tasks):
         host = members[str(rank)]['host']
         report = talk.wait_for(f'facts/{rank}', host, 'looking at files', 12)
@@ -468,19 +453,20 @@ def _measure(talk, recipe, evidence):
         evidence.links.append(link | {'planned': _planned_bps(recipe, link)})
 
 # %% ../../nbs/launching/05_preflight.ipynb #c8603fe7
-def _lead(talk, recipe, directory, plan, rows):
+def _lead(talk, recipe, directory, plan, rows, facts):
     "Be rank 0: gather, measure, judge, and tell all the verdict."
-    evidence, token = _Evidence(), token_hex(8)
+    evidence, token, seen = _Evidence(), token_hex(8), {}
     try:
-        _collect(talk, recipe, directory, token, evidence)
+        _collect(talk, recipe, directory, token, evidence, facts)
         plan.wait(min(talk.until, time.monotonic() + _PLAN_S))  # It would slow the timing
         _measure(talk, recipe, evidence)
         plan.wait(talk.until)
         for report in evidence.reports:
             report |= evidence.clock(report['rank'])
-            report['planned_b'] = plan.size_b
+            report |= {'planned_b': plan.size_b, 'needs': plan.needs}
         findings = assess(recipe, evidence.reports, evidence.links)
         findings += rows.found(findings, talk.until)
+        seen = _evidence(recipe, evidence.reports, evidence.links) | {'rows': rows.seen}
     except PeerMissing as stop: findings = [stop.finding]
     finally:
         token_file = Path(directory) / f'{TOKEN}{token}'
@@ -488,44 +474,45 @@ def _lead(talk, recipe, directory, plan, rows):
     members = evidence.rows(talk.members)
     seconds = time.monotonic() - talk.began
     verdict = Preflight(
-        recipe.name, members, evidence.links, findings, seconds, rows.first_row).to_dict()
+        recipe.name, members, evidence.links, findings, seconds, rows.first_row, seen).to_dict()
     talk.tell(verdict)
     return verdict
 
-def _follow(talk, recipe, directory):
+def _follow(talk, recipe, directory, facts):
     "Be another rank: report, and take part in what is measured."
     rank = talk.place.rank
     meeting = talk.wait_for('met', talk.place.head, 'waiting for all to come')
     members = meeting['here']
     talk.until = time.monotonic() + meeting['left_s'] + 2  # From here on the time of rank 0 counts
     report = report_node(recipe, directory, talk.place, members, meeting['token'])
-    talk.publish(f'facts/{rank}', report)
+    talk.publish(f'facts/{rank}', report | facts.result())
     speakers = _speakers(members)
     if rank not in speakers: return
     compare_clocks(talk, speakers, members)
     time_links(talk, speakers, members, _backends(recipe))
 
 # %% ../../nbs/launching/05_preflight.ipynb #7bf9466c
-def _take_part(talk, recipe, directory):
+def _take_part(talk, recipe, directory, look):
     "The verdict as plain values, or the finding that kept this process from hearing one."
     import torch.distributed  # Before the threads: two that import it at once may find half of it
     try:
+        facts = ThreadPoolExecutor(1).submit(look)
         first = talk.place.rank == 0
         plan = _PlannedSave(recipe) if first else None
         rows = _CheckedRows(recipe, talk.place.host, plan) if first else None
         talk.join()
-        if talk.leads: return _lead(talk, recipe, directory, plan, rows)
-        return talk.hear(partial(_follow, talk, recipe, directory))
+        if talk.leads: return _lead(talk, recipe, directory, plan, rows, facts)
+        return talk.hear(partial(_follow, talk, recipe, directory, facts))
     except PeerMissing as stop: return stop.finding
     except Exception as error:
         what = f'{talk.doing}: {error}'
         return PreflightFinding('meeting', talk.place.host, what, 'Look at this node first')
 
-def _attend(recipe, directory, place, limit_s):
+def _attend(recipe, directory, place, limit_s, look):
     "Take part in a thread: a call into a dead network may never come back."
     talk = Rendezvous(place, recipe.cluster.interface, limit_s)
     results = []
-    def attend(): results.append(_take_part(talk, recipe, directory))
+    def attend(): results.append(_take_part(talk, recipe, directory, look))
     thread = threading.Thread(target=attend, daemon=True)
     with patch.dict(os.environ, transport_env(recipe)):
         thread.start()
@@ -553,6 +540,14 @@ def _check_fork(recipe):
             'the kernel, or run python -m llm_workbook preflight recipe.yaml --directory run '
             'in a terminal')
 
+def _look(recipe, env, is_cell):
+    "Look at this node; the first process of it copies between the GPUs."
+    import torch
+    local_rank = os.environ.get('LOCAL_RANK', os.environ.get('SLURM_LOCALID', '0'))
+    copies = recipe.cluster.device == 'cuda' and local_rank == '0'
+    count = min(torch.cuda.device_count(), recipe.cluster.processes) if copies else 0
+    return node_facts(recipe, env, is_cell, count)
+
 # %% ../../nbs/launching/05_preflight.ipynb #d1f9f895
 def preflight(
     recipe: Recipe,  # What is to run
@@ -565,11 +560,12 @@ def preflight(
     "Compare nodes, clocks, software, files and links before a run; every wait has an end."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
+    look = partial(_look, recipe, dict(os.environ), env is None)
     if env is not None:
         place = process_place(env, head, port)
-        return _attend(recipe, directory, place, limit_s)
+        return _attend(recipe, directory, place, limit_s, look)
     _check_fork(recipe)
     def attend():
         place = process_place(os.environ, 'localhost', int(os.environ['MASTER_PORT']))
-        return _attend(recipe, directory, place, limit_s)
+        return _attend(recipe, directory, place, limit_s, look)
     return run_ranks(attend, recipe.cluster.processes, timeout_s=limit_s + 5)[0]

@@ -18,7 +18,7 @@ from unittest.mock import patch
 # %% ../../nbs/launching/03_rendezvous.ipynb #5eb3c6b9
 class PreflightFinding(NamedTuple):
     "One thing that is wrong before a run: where, what, and how to fix it."
-    check: str  # Which check found it, in one word
+    check: str  # Which check found it, in a word or two
     host: str  # On which node, or nodes
     what: str  # What is wrong
     fix: str  # What to do about it

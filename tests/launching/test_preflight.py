@@ -16,6 +16,7 @@ import pytest
 
 from llm_workbook.launching import preflight as doctor
 
+from llm_workbook.launching import node_limits
 from llm_workbook.launching import rendezvous as talks
 
 from llm_workbook.launching import node_report as witness
@@ -35,6 +36,12 @@ TWO = ONE.changed({'cluster.nodes': 2, 'cluster.processes': 1, 'cluster.interfac
 def plan_known():
     "What the plan needs is read once here, not in every rank."
     doctor.memory(ONE)
+
+
+@pytest.fixture(autouse=True)
+def processor_known(monkeypatch):
+    "Two nodes that are well are so on every machine, also on one that knows no bfloat16."
+    monkeypatch.setattr(node_limits, '_cpu_flags', lambda root: ['avx2', 'avx512_bf16'])
 
 
 def attend(recipe, directory, port, disturb=None, late=()):
@@ -426,12 +433,17 @@ def test_a_call_that_never_comes_back_has_an_end(tmp_path, monkeypatch):
 
 # What one node says, judged by itself
 
+PLENTY = {
+    'ram_b': 2**40, 'swap_b': 0, 'gpus_b': [], 'locked_b': None, 'open_files': 2**20,
+    'shared_b': 2**34, 'infiniband': False, 'machine': 'x86_64',
+    'flags': ['avx2', 'avx512_bf16'], 'base_files': 1}
 FACT = {
     'rank': 0, 'host': 'node1', 'gpus': 0, 'software': {'torch': '2'}, 'recipe': TWO.dump(),
     'compiler': {'content': '/usr/bin/gcc'}, 'allocator': {'content': ''},
     'builder': {'content': '/usr/bin/c++, /usr/bin/ninja'},
     'interfaces': {'lo': '127.0.0.1'}, 'own_address': '10.0.0.1', 'others': {}, 'sources': {},
-    'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8}
+    'error': '', 'free_b': 10**9, 'clock_s': 0, 'error_s': 0, 'planned_b': 10**8,
+    'limits': PLENTY, 'faults': [], 'copies': [], 'needs': None}
 OTHER = FACT | {'rank': 1, 'host': 'node2'}
 
 
@@ -825,7 +837,7 @@ def test_the_program_says_stop_by_its_exit_code(tmp_path):
         'SLURM_JOB_ID': str(free_port())}
     done = program(TWO, tmp_path, **env)
     assert done.returncode == 1
-    assert 'STOP world' in done.stdout
+    assert '  fail  world ' in done.stdout
     assert 'Traceback' not in done.stderr
 
 
