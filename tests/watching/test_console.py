@@ -63,7 +63,8 @@ class Job:
         if isinstance(self.answer, Exception): raise self.answer
         state, reason, ended = self.answer
         return SimpleNamespace(
-            state=state, reason=reason, ended=ended, run='preempted' if ended else 'running', step=4)
+            state=state, reason=reason, ended=ended, step=4,
+            run='preempted' if ended else 'running')
 
     def logs(self, lines=40): return 'from all ranks\n'
 
@@ -362,7 +363,8 @@ def test_a_job_is_found_by_its_directory(sampled):
     record = {'id': '7', 'name': 'big', 'steps': 40, 'submitted': '2026-01-01'}
     (sampled/'job.json').write_text(json.dumps(record))
     source = run_source(sampled)
-    assert (type(source).__name__, source.name, source.tabs) == ('_JobSource', 'big', ('all ranks',))
+    found = type(source).__name__, source.name, source.tabs
+    assert found == ('_JobSource', 'big', ('all ranks',))
 
 
 # The widget
