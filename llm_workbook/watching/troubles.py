@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Trouble', 'troubles', 'checked_troubles', 'trouble', 'Excerpt', 'split_ranks', 'Sighting', 'last_place', 'sightings']
 
-# %% ../../nbs/watching/05_troubles.ipynb #be286f92
-import re
+# %% ../../nbs/watching/05_troubles.ipynb #5e6f0a75
+import re, sys
 from functools import cache
 from typing import NamedTuple
 
@@ -137,10 +137,16 @@ class Sighting(NamedTuple):
     raised: bool  # Whether it is the message of an exception
 
 _RAISED = re.compile(r'^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Interrupt|Hangs|Mismatch)\b')
-_FRAME = re.compile(r'(?:File |^)"?([^"\n]+?)"?(?:, line |:)(\d+)(?:\)?, in |, in )([\w<>.]+)', re.M)
-_INSTALLED = re.compile(
-    r'(?:site|dist)-packages|lib/python3|^<(?!cell)'
-    r'|^(?:torch|transformers|accelerate|peft|trl|deepspeed|datasets|llm_workbook)/')
+_FRAME = re.compile(
+    r'(?:File |^)"?([^"\n]+?)"?(?:, line |:)(\d+)(?:\)?, in |, in )([\w<>.]+)', re.M)
+_LIBRARIES = ('accelerate', 'bitsandbytes', 'datasets', 'deepspeed', 'llm_workbook', 'peft',
+              'safetensors', 'torch', 'transformers', 'trl')
+_INSTALLED = re.compile(r'(?:site|dist)-packages|lib/python3|^<(?!cell)')
+
+def _is_installed(file):
+    "Whether a file of a traceback belongs to a library; its folders may have been left out."
+    first = re.split(r'[/.]', file)[0]
+    return bool(_INSTALLED.search(file)) or first in _LIBRARIES or first in sys.stdlib_module_names
 
 def last_place(
     text: str,  # Of a traceback, the innermost call last
@@ -148,7 +154,7 @@ def last_place(
     "Find the innermost call that is no installed file."
     place = ''
     for file, line, name in _FRAME.findall(text):
-        if not _INSTALLED.search(file.strip()): place = f'{file.strip()}, line {line}, in {name}'
+        if not _is_installed(file.strip()): place = f'{file.strip()}, line {line}, in {name}'
     return place
 
 def sightings(
