@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/watching/12_published_checks.ipynb #9b21a295
+# %% ../../nbs/watching/12_published_checks.ipynb #f02079fd
 import re
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from ..display import gib
 from ..plan.estimate import estimate
 from .checks import (Case, Evidence, check, confirmed, possible, refuted,
                                           told_by)
-from .project import calls_in, project_files, yaml_in
+from .project import calls_in, project_files, settings_in
 
-# %% ../../nbs/watching/12_published_checks.ipynb #f18bffc3
+# %% ../../nbs/watching/12_published_checks.ipynb #e00fd45c
 def _fsdp_settings(case):
     "The first settings of accelerate that ask for FSDP; None if there are none."
     for file in project_files(case, '*.yaml', '*.yml'):
-        if yaml_in(file).get('distributed_type') == 'FSDP': return file
+        if settings_in(file).get('distributed_type') == 'FSDP': return file
     return None
 
 @check('storage-is-uint8')
@@ -46,7 +46,7 @@ def _group_comes_late(case):
     for script in project_files(case, '*.py'):
         calls = calls_in(script)
         loads = [call.line for call in calls if call.name == 'from_pretrained'
-                 and 'Tokenizer' not in str(call.arguments)]
+                 and not re.search('Tokenizer|Processor|Config', call.owner)]
         starts = [call for call in calls if call.name in _STARTS]
         if not loads or not starts or starts[0].line < loads[0]: continue
         return confirmed(f'{script.name} loads in line {loads[0]}, and {starts[0].name} comes in '

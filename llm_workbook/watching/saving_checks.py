@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/watching/09_saving_checks.ipynb #eb316214
+# %% ../../nbs/watching/09_saving_checks.ipynb #6ad16780
 import ast, json, re
 from pathlib import Path
 
 from .checks import (Case, Evidence, check, confirmed, possible, refuted,
                                           told_by)
-from .project import calls_in, project_files, tensors_in, yaml_in
+from .project import (calls_in, project_files, settings_in,
+                                           tensors_in)
 
-# %% ../../nbs/watching/09_saving_checks.ipynb #7f0b7bab
+# %% ../../nbs/watching/09_saving_checks.ipynb #8da11ff6
 _ADAPTER = 'adapter_model.safetensors'
 
 @check('adapter-is-empty')
@@ -22,7 +23,7 @@ def _adapter_is_empty(case):
         tensors = tensors_in(file)
         empty = [name for name, tensor in tensors.items() if not tensor.numel()]
         if tensors and not empty: continue
-        targets = yaml_in(file.parent / 'adapter_config.json').get('target_modules') or []
+        targets = settings_in(file.parent / 'adapter_config.json').get('target_modules') or []
         wanted = f'; its configuration adapts {", ".join(sorted(targets))}' if targets else ''
         held = f'{len(empty)} tensors of size 0, as {empty[0]}' if empty else 'no tensor'
         return confirmed(f'{file.name} ({file.stat().st_size:,} bytes) holds {held}{wanted}')
@@ -40,7 +41,7 @@ def _adapter_is_zero(case):
 @check('save-was-skipped')
 def _save_was_skipped(case):
     for settings in project_files(case, '*.yaml', '*.yml'):
-        fsdp = yaml_in(settings).get('fsdp_config') or {}
+        fsdp = settings_in(settings).get('fsdp_config') or {}
         if str(fsdp.get('fsdp_state_dict_type')).upper() != 'SHARDED_STATE_DICT': continue
         for script in project_files(case, '*.py'):
             for call in calls_in(script):

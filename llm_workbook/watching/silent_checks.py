@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #25ae57d0
+# %% ../../nbs/watching/11_silent_checks.ipynb #5839babb
 import json, math, re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from .checks import (Case, Evidence, check, confirmed, possible, refuted,
                                           told_by)
-from .project import project_files, yaml_in
+from .project import project_files, settings_in
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #bec3ad40
+# %% ../../nbs/watching/11_silent_checks.ipynb #a5285efe
 _DEEPSPEED = (
     'train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer '
     'scheduler fp16 bf16 amp zero_optimization gradient_clipping activation_checkpointing '
@@ -42,7 +42,7 @@ def _mistyped(keys, known):
 @check('deepspeed-key-is-mistyped')
 def _deepspeed_key_is_mistyped(case):
     for file in project_files(case, '*.json'):
-        found = yaml_in(file)
+        found = settings_in(file)
         wrong = _mistyped(found, _DEEPSPEED)
         if not wrong or not set(found) & set(_DEEPSPEED): continue
         return confirmed(f'{file.name} has the key {wrong[0]!r}, which DeepSpeed does not know '
@@ -66,7 +66,7 @@ def _fsdp_on_cpu(case):
 
 def _accelerate_files(case):
     for file in project_files(case, '*.yaml', '*.yml'):
-        found = yaml_in(file)
+        found = settings_in(file)
         if isinstance(found.get('fsdp_config'), dict): yield file, found
 
 # %% ../../nbs/watching/11_silent_checks.ipynb #1b04aa35
@@ -120,11 +120,11 @@ def _line_is_cut(case):
                     f'line {number} of {Path(place).name} is no JSON: {error}')
     return confirmed(f'a file is no JSON in row {case.groups["row"]} of a block; {told_by(case)}')
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #62a119f1
+# %% ../../nbs/watching/11_silent_checks.ipynb #3388a54b
 @check('gradients-were-nan')
 def _gradients_were_nan(case):
     for file in project_files(case, 'trainer_state.json'):
-        lines = yaml_in(file).get('log_history') or []
+        lines = settings_in(file).get('log_history') or []
         odd = [line for line in lines if _is_nan(line.get('grad_norm'))]
         if odd: return confirmed(
             f'{file.parent.name}: grad_norm is NaN in {len(odd)} of {len(lines)} lines, from '
@@ -138,7 +138,7 @@ def _is_nan(value):
 @check('optimizer-is-missing')
 def _optimizer_is_missing(case):
     for file in project_files(case, 'trainer_state.json'):
-        step = yaml_in(file).get('global_step')
+        step = settings_in(file).get('global_step')
         held = {other.name for other in file.parent.iterdir()}
         if any(name.startswith(('optimizer', 'global_step', 'pytorch_model_fsdp'))
                for name in held): continue

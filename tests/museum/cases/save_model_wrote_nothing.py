@@ -1,4 +1,6 @@
 """Under FSDP2 with SHARDED_STATE_DICT the Trainer's `save_model` writes no weights and says nothing."""
+from pathlib import Path
+
 import torch
 from safetensors.torch import load_file
 
@@ -9,6 +11,13 @@ from llm_workbook.parallel.ranks import run_ranks
 ENV = {'ACCELERATE_USE_CPU': 'true', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '2',
        'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP',
        'FSDP_TRANSFORMER_CLS_TO_WRAP': 'LlamaDecoderLayer'}
+
+
+FILE = """distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
 
 
 def train_and_save():
@@ -35,7 +44,10 @@ def in_fsdp():
 
 def broken():
     ranks('SHARDED_STATE_DICT')
-    return 'adapter'
+    assert not Path('adapter').exists()
+    Path('accelerate.yaml').write_text(FILE)
+    Path('train.py').write_text("trainer.train()\ntrainer.save_model('adapter')\n")
+    return '.'
 
 
 def mended():
