@@ -26,6 +26,8 @@ class Case:
     recipe: Recipe | None = None  # What was to run
     directory: Path | None = None  # Of the run
     model: object = None  # A module that was handed over
+    file: Path | None = None  # One file of a project that was handed over
+    given: dict = field(default_factory=dict)  # Objects that were handed over by name
     sighting: Sighting | None = None  # Where the signature matched; None for a silent trouble
 
     def of(self,
@@ -52,7 +54,8 @@ class Case:
         for variables in _variables(self.error):
             for value in list(variables.values()):
                 if isinstance(value, kind): yield value
-        if isinstance(self.model, kind): yield self.model
+        for value in (self.model, *self.given.values()):
+            if isinstance(value, kind): yield value
 
 def _variables(error):
     "Local variables of every frame behind an error and its causes, the innermost first."

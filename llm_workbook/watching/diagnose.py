@@ -8,6 +8,7 @@ __all__ = ['open_case', 'Finding', 'Diagnosis', 'diagnose']
 # %% ../../nbs/watching/06_diagnose.ipynb #d8e1e992
 import difflib, re, traceback
 from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def open_case(
     if isinstance(what, BaseException):
         excerpts, facts['error'] = _read_error(what), what
     elif isinstance(what, str): excerpts = split_ranks(what, 'text')
-    elif isinstance(what, Path) and what.is_file(): excerpts = _read_log(what, what.name)
+    elif isinstance(what, Path) and what.is_file():
+        excerpts, facts['file'] = _read_log(what, what.name), what
     elif isinstance(what, Path) and what.is_dir(): facts['directory'] = what
     elif isinstance(what, Launched | Run):
         facts['recipe'], facts['directory'] = recipe or what.recipe, Path(what.directory)
@@ -84,6 +86,7 @@ def open_case(
             excerpts = split_ranks(what.error, 'error')
     elif isinstance(what, Recipe): facts['recipe'] = what
     elif hasattr(what, 'named_parameters'): facts['model'] = what
+    elif isinstance(what, Mapping): excerpts = _read_given(dict(what), facts)
     else: raise ValueError(_unreadable(what))
     return _with_run(excerpts, facts)
 
@@ -96,10 +99,17 @@ def _with_run(excerpts, facts):
         facts['recipe'] = facts['recipe'] or _recipe_in(folder)
     return Case(excerpts, **facts)
 
+def _read_given(given, facts):
+    "Excerpts of the text among objects; folder, recipe and model have places of their own."
+    facts['given'] = given
+    for name in ('recipe', 'model'): facts[name] = given.get(name, facts.get(name))
+    if 'directory' in given: facts['directory'] = Path(given['directory'])
+    return split_ranks(given['text'], 'text') if 'text' in given else []
+
 def _unreadable(what):
     if isinstance(what, Path): return f'{str(what)!r} is neither a file nor a directory'
     return (f'{what!r:.80} cannot be read: give an exception, a text, the path of a log or of a '
-            'run, a run, a recipe or a model')
+            'run, a run, a recipe, a model, or several of them by name')
 
 # %% ../../nbs/watching/06_diagnose.ipynb #b2a5339c
 @dataclass(frozen=True)
@@ -145,7 +155,8 @@ def _findings(case, known):
         evidence = run_check(sighting.trouble, case.of(sighting))
         if evidence.verdict == 'refuted': continue
         found.append(Finding(sighting.trouble, evidence, sighting))
-    if case.recipe or case.directory or case.model is not None:
+    seen = case.recipe, case.directory, case.file, case.given
+    if any(seen) or case.model is not None:
         for one in known:
             evidence = run_check(one, case) if one.silent else None
             if evidence and evidence.verdict == 'confirmed': found.append(Finding(one, evidence))
@@ -281,6 +292,7 @@ def _what_was_read(case, known):
     if case.recipe: spoken.append(f'recipe {case.recipe.name}')
     if case.directory: spoken.append(f'run {case.directory.name}: {_status(case.directory)}')
     if case.model is not None: spoken.append(type(case.model).__name__)
+    if case.given: spoken.append(f'objects: {", ".join(case.given)}')
     last = _last_error(case)
     ends = f' The last error in it: {last}' if last else ''
     return f'Read: {"; ".join(spoken)}; compared with {len(known)} troubles.{ends}'
