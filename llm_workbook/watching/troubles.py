@@ -9,6 +9,7 @@ __all__ = ['Trouble', 'troubles', 'checked_troubles', 'trouble', 'Excerpt', 'spl
 # %% ../../nbs/watching/05_troubles.ipynb #5e6f0a75
 import re, sys
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import yaml
@@ -140,23 +141,30 @@ class Sighting(NamedTuple):
 _RAISED = re.compile(r'^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Interrupt|Hangs|Mismatch)\b')
 _FRAME = re.compile(
     r'(?:File |^)"?([^"\n]+?)"?(?:, line |:)(\d+)(?:\)?, in |, in )([\w<>.]+)', re.M)
-_LIBRARIES = ('accelerate', 'bitsandbytes', 'datasets', 'deepspeed', 'llm_workbook', 'peft',
-              'safetensors', 'torch', 'transformers', 'trl')
 _INSTALLED = re.compile(r'(?:site|dist)-packages|lib/python3|^<(?!cell)')
+
+@cache
+def _is_library(name):
+    "Whether a package of that name is installed, and not beside the program."
+    if name == 'llm_workbook': return True
+    try: found = find_spec(name)
+    except (ImportError, ValueError): return False
+    return bool(found and _INSTALLED.search(found.origin or ''))
 
 def is_installed(
     file: str,  # As a traceback names it; the folders of a library may have been left out
 ) -> bool:  # False: it is your own
     "Say whether a file of a traceback belongs to a library or to Python."
+    if _INSTALLED.search(file): return True
     first = re.split(r'[/.]', file)[0]
-    return bool(_INSTALLED.search(file)) or first in _LIBRARIES or first in sys.stdlib_module_names
+    return first in sys.stdlib_module_names or '/' in file and _is_library(first)
 
 def last_place(
-    text: str,  # Of a traceback, the innermost call last
+    text: str,  # Of a traceback, the innermost call last; other stacks in it are left out
 ) -> str:  # As in 'train.py, line 3, in step'; empty where no call is your own
     "Find the innermost call that is no installed file."
-    place = ''
-    for file, line, name in _FRAME.findall(text):
+    place, upward = '', re.split('(?:innermost|most recent) call first', text)[0]
+    for file, line, name in _FRAME.findall(upward):
         if not is_installed(file.strip()): place = f'{file.strip()}, line {line}, in {name}'
     return place
 
