@@ -4,7 +4,7 @@ Every reproduction runs in a fork of a process that has the libraries, so that n
 another one left behind.
 """
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import signal
@@ -34,29 +34,26 @@ def names() -> list[str]:
 def load_case(name: str):
     "Read the reproduction of a rule as a module."
     if str(CASES) not in sys.path: sys.path.insert(0, str(CASES))
-    file = CASES/f'{name.replace("-", "_")}.py'
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name.replace('-', '_'))
 
 
 def text_of(file: Path) -> str:
-    "A recorded text, without the lines that say where it comes from."
-    lines = file.read_text(encoding='utf-8').splitlines(keepends=True)
-    return ''.join(line for line in lines if not line.startswith('# Source: '))
+    "A recorded text, without the first line, which says where it comes from."
+    head, _, text = file.read_text(encoding='utf-8').partition('\n')
+    if not head.startswith('# '): raise ValueError(f'{file.name} does not say where it is from')
+    return text
 
 
 def what_breaks(name: str) -> tuple[object, str]:
     "What the doctor is to see, and why the bug is not alive; one of the two is None or empty."
     case = load_case(name)
-    if hasattr(case, 'recorded'): return text_of(RECORDED/case.recorded), ''
+    if hasattr(case, 'recorded'): return text_of(RECORDED/Path(case.recorded).name), ''
     try: seen = case.broken()
     except AssertionError as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         if Path(place.filename).parent != CASES: return error, ''
         return None, f'{place.line} does not hold: {error}'
-    except Exception as error: return error, ''
+    except BaseException as error: return error, ''
     return seen, '' if seen is not None else 'nothing was raised'
 
 
@@ -114,12 +111,13 @@ def in_fork(work: Callable, name: str, limit_s: float = LIMIT_S) -> dict:
         _be_child(work, name, end)
     os.close(end)
     with os.fdopen(start) as pipe: text = pipe.read()
-    os.waitpid(child, 0)
+    _, _, used = os.wait4(child, 0)
     try: os.killpg(child, signal.SIGKILL)
     except ProcessLookupError: pass
     gc.unfreeze()
     found = json.loads(text) if text else {'failed': f'ended within {limit_s} s without a word'}
-    return found | {'seconds': round(time.monotonic() - began_s, 2)}
+    return found | {'seconds': time.monotonic() - began_s,
+                    'processor_s': used.ru_utime + used.ru_stime}
 
 
 def bring_libraries() -> None:
@@ -135,10 +133,11 @@ def bring_libraries() -> None:
 def examine(name: str) -> dict:
     "One bug: is it alive, is it diagnosed, and does the fix cure it?"
     broken, mended = in_fork(broken_facts, name), in_fork(mended_facts, name)
-    seconds = round(broken.pop('seconds') + mended.pop('seconds'), 2)
+    took = {name: round(broken.pop(name) + mended.pop(name), 2)
+            for name in ('seconds', 'processor_s')}
     if 'failed' in broken: broken = {'alive': None, 'why_not': broken['failed'][-2000:]}
     if 'failed' in mended: mended = {'mended': False, 'mended_error': mended['failed'][-2000:]}
-    return {'id': name} | broken | mended | {'seconds': seconds}
+    return {'id': name} | broken | mended | took
 
 
 def clean_texts() -> list[Path]:

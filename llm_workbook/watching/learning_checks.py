@@ -111,7 +111,7 @@ def _rows_see_each_other(case):
     return confirmed(f'{len(starts)} rows in one sequence: the logits of the first differ from '
                      f'those of it alone by {first:.2g}, those of the others by {later:.2g}')
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #a0a8e208
+# %% ../../nbs/watching/10_learning_checks.ipynb #123ffa9f
 @check('gradient-stops')
 def _gradient_stops(case):
     import torch
@@ -125,7 +125,11 @@ def _gradient_stops(case):
         if not blocks: return refuted(f'no block of {type(model).__name__} is recomputed')
         return confirmed(f'{len(trained)} parameters of {type(model).__name__} train, as '
                          f'{trained[0]}, and {len(blocks)} blocks are recomputed around them')
-    return possible('neither a model nor a warning of torch.utils.checkpoint is at hand')
+    if case.recipe and case.recipe.sharding.reentrant:
+        return confirmed('the recipe has sharding.reentrant true')
+    if re.search(r'use_reentrant|gradient_checkpointing|CheckpointFunction', case.text):
+        return possible('the text names checkpointing, and no model is at hand to look into')
+    return refuted('nothing says that a block was recomputed: no warning of torch, no model')
 
 def _is_recomputed(module):
     return (type(module).__name__ == 'CheckpointWrapper'
