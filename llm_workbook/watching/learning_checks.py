@@ -111,7 +111,7 @@ def _rows_see_each_other(case):
     return confirmed(f'{len(starts)} rows in one sequence: the logits of the first differ from '
                      f'those of it alone by {first:.2g}, those of the others by {later:.2g}')
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #123ffa9f
+# %% ../../nbs/watching/10_learning_checks.ipynb #a0a8e208
 @check('gradient-stops')
 def _gradient_stops(case):
     import torch

@@ -37,6 +37,7 @@ class Trouble(Part):
     versions: dict[str, str] = {}  # Package -> where it happens, as in '<2.7'
     silent: bool = False  # Whether nothing is raised, so that the check alone finds it
     consequence: bool = False  # Whether something else is to blame wherever it is seen
+    general: bool = False  # Whether a more special trouble with the same words goes first
 
     @property
     def check_name(self) -> str:  # As the checks are registered
