@@ -71,45 +71,47 @@ def open_case(
     directory: str | Path | None = None,  # Of the run; None takes that of `what`
 ) -> Case:  # All that could be read
     "Read what you have into a case."
-    facts = {'recipe': recipe, 'directory': Path(directory) if directory else None}
     if isinstance(what, str) and _names_a_file(what): what = Path(what).expanduser()
-    excerpts = []
-    if isinstance(what, BaseException):
-        excerpts, facts['error'] = _read_error(what), what
-    elif isinstance(what, str): excerpts = split_ranks(what, 'text')
-    elif isinstance(what, Path) and what.is_file():
-        excerpts, facts['file'] = _read_log(what, what.name), what
-    elif isinstance(what, Path) and what.is_dir(): facts['directory'] = what
-    elif isinstance(what, Launched | Run):
-        facts['recipe'], facts['directory'] = recipe or what.recipe, Path(what.directory)
-        if isinstance(what, Launched) and what.state == 'failed':
-            excerpts = split_ranks(what.error, 'error')
-    elif isinstance(what, Recipe): facts['recipe'] = what
-    elif hasattr(what, 'named_parameters'): facts['model'] = what
-    elif isinstance(what, Mapping): excerpts = _read_given(dict(what), facts)
-    else: raise ValueError(_unreadable(what))
-    return _with_run(excerpts, facts)
-
-def _with_run(excerpts, facts):
-    "Add what the directory of the run says."
+    facts = {'excerpts': [], 'directory': None, 'recipe': None} | _facts(what)
+    if recipe: facts['recipe'] = recipe
+    if directory: facts['directory'] = Path(directory)
     folder = facts['directory']
-    if folder and not folder.is_dir(): raise ValueError(f'{str(folder)!r} is no directory')
-    if folder:
-        excerpts = [*excerpts, *_read_directory(folder)]
-        facts['recipe'] = facts['recipe'] or _recipe_in(folder)
-    return Case(excerpts, **facts)
+    if folder is None: return Case(**facts)
+    if not folder.is_dir(): raise ValueError(f'{str(folder)!r} is no directory')
+    facts['excerpts'] = [*facts['excerpts'], *_read_directory(folder)]
+    facts['recipe'] = facts['recipe'] or _recipe_in(folder)
+    return Case(**facts)
 
-def _read_given(given, facts):
-    "Excerpts of the text among objects; folder, recipe and model have places of their own."
-    facts['given'] = given
-    for name in ('recipe', 'model'): facts[name] = given.get(name, facts.get(name))
+# %% ../../nbs/watching/06_diagnose.ipynb #0955c480
+def _facts(what):
+    "What is in something that was handed over, by the fields of a `Case`."
+    if isinstance(what, BaseException): return {'excerpts': _read_error(what), 'error': what}
+    if isinstance(what, str): return {'excerpts': split_ranks(what, 'text')}
+    if isinstance(what, Path): return _facts_of_path(what)
+    if isinstance(what, Launched | Run): return _facts_of_run(what)
+    if isinstance(what, Recipe): return {'recipe': what}
+    if isinstance(what, Mapping): return _facts_by_name(dict(what))
+    if hasattr(what, 'named_parameters'): return {'model': what}
+    raise ValueError(f'{what!r:.80} cannot be read: give an exception, a text, the path of a log '
+                     'or of a run, a run, a recipe, a model, or several of them by name')
+
+def _facts_of_path(path):
+    if path.is_dir(): return {'directory': path}
+    if path.is_file(): return {'excerpts': _read_log(path, path.name), 'file': path}
+    raise ValueError(f'{str(path)!r} is neither a file nor a directory')
+
+def _facts_of_run(run):
+    facts = {'recipe': run.recipe, 'directory': Path(run.directory)}
+    has_failed = isinstance(run, Launched) and run.state == 'failed'
+    if has_failed: facts['excerpts'] = split_ranks(run.error, 'error')
+    return facts
+
+def _facts_by_name(given):
+    "Folder, recipe, model and text have places of their own."
+    facts = {name: given[name] for name in ('recipe', 'model') if name in given}
     if 'directory' in given: facts['directory'] = Path(given['directory'])
-    return split_ranks(given['text'], 'text') if 'text' in given else []
-
-def _unreadable(what):
-    if isinstance(what, Path): return f'{str(what)!r} is neither a file nor a directory'
-    return (f'{what!r:.80} cannot be read: give an exception, a text, the path of a log or of a '
-            'run, a run, a recipe, a model, or several of them by name')
+    if 'text' in given: facts['excerpts'] = split_ranks(given['text'], 'text')
+    return facts | {'given': given}
 
 # %% ../../nbs/watching/06_diagnose.ipynb #b2a5339c
 @dataclass(frozen=True)

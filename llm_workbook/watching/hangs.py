@@ -63,11 +63,13 @@ def _from_report(rank, report):
         if group['open']: standing.open[name] = group['open']
     return standing
 
+# %% ../../nbs/watching/07_hangs.ipynb #72421b78
 def _from_stacks(folder):
     files = sorted(Path(folder).glob('stacks/rank-*.json'))
     return [_from_report(int(file.stem.partition('-')[2]), json.loads(file.read_text()))
             for file in files]
 
+# %% ../../nbs/watching/07_hangs.ipynb #e7951dd9
 def _from_text(text):
     "Standings in a text: of a `RankTimeout`, of faulthandler or of py-spy, one for each rank."
     parts = re.split(r'Stack of rank (\d+) \(innermost call first\):', text)
@@ -102,6 +104,7 @@ def read_flight_record(
     if isinstance(record, dict) and 'entries' in record: return record
     raise ValueError(f'{Path(path).name} is no flight record: it has no entries')
 
+# %% ../../nbs/watching/07_hangs.ipynb #80cf934f
 def _from_record(rank, record):
     "The standing that a flight record tells."
     standing = Standing(rank)
@@ -122,6 +125,7 @@ def _key(record, entry):
     number = entry['pg_id']
     return number if number in record['pg_status'] else str(number)
 
+# %% ../../nbs/watching/07_hangs.ipynb #91acaf31
 def _from_records(folder):
     standings = []
     for file in sorted(Path(folder).rglob('*')):
@@ -149,6 +153,7 @@ def _grouped(standings, say):
     for one in standings: said.setdefault(say(one), []).append(one.rank)
     return list(said.items())
 
+# %% ../../nbs/watching/07_hangs.ipynb #547e7f2c
 def _waiting(one):
     called = max(one.called.values(), default=None)
     number = f' number {called}' if called and ' number ' not in one.waits_in else ''
@@ -157,9 +162,11 @@ def _waiting(one):
     return f'{one.waits_in}{number}{group}{place}'
 
 def _elsewhere(one):
+    place = 'is elsewhere, and no stack says where'
+    if one.calls:
+        file, line, name = one.calls[-1]
+        place = f'is in {name} ({file}, line {line})'
     if one.own_call: place = f'is in {one.own_call}'
-    elif one.calls: place = f'is in {one.calls[-1][2]} ({one.calls[-1][0]}, line {one.calls[-1][1]})'
-    else: place = 'is elsewhere, and no stack says where'
     called = [f'{count:,} of {name}' for name, count in one.called.items()]
     return f'{place}, after {" and ".join(called)}' if called else place
 
@@ -180,6 +187,7 @@ def hang_sentence(
               'all have called it, so a GPU or the network between them hangs')
     return f'{"; ".join(waiting)}: {reason}'
 
+# %% ../../nbs/watching/07_hangs.ipynb #f1ea3f78
 def explain_hang(
     what: object,  # Directory of a run or of records, `RankTimeout`, text of stacks, or standings
 ) -> str:  # One sentence; empty where nothing says where a rank stands
@@ -196,6 +204,7 @@ def _standings(what):
     if isinstance(what, str): return _from_text(what)
     raise ValueError(f'{what!r:.60} has no stacks: give a run directory, an error or a text')
 
+# %% ../../nbs/watching/07_hangs.ipynb #ca8e9cf7
 def _merged(stacks, records):
     "One standing for each rank: the number from its record, the line from its stack."
     found = {one.rank: one for one in records}

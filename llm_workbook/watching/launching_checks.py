@@ -13,7 +13,7 @@ from ..config.hardware import node as find_node
 from ..parallel.fresh_process import why_no_gpu_fork
 from ..plan.ledger import memory
 from ..display import gib
-from .checks import check, confirmed, possible, refuted, told_by
+from .checks import check, confirmed, possible, refuted, witnessed
 from .hangs import explain_hang
 
 # %% ../../nbs/watching/05d_launching_checks.ipynb #360bdd31
@@ -21,14 +21,13 @@ _OPENERS = 'bitsandbytes', 'deepspeed', 'flash_attn', 'xformers', 'unsloth', 'vl
 
 @check('who-opened-cuda')
 def _who_opened_cuda(case):
+    parts, obstacle = [], why_no_gpu_fork()
     named = re.findall(r'\* `(\w+)`', case.text)
-    loaded = named or [name for name in _OPENERS if name in sys.modules]
-    obstacle = why_no_gpu_fork()
-    parts = [told_by(case)]
+    loaded = [name for name in _OPENERS if name in sys.modules]
+    if named: parts.append(f'accelerate names {", ".join(named)}')
+    elif loaded: parts.append(f'loaded here: {", ".join(loaded)}, which may have opened it')
     if obstacle: parts.append(f'in this kernel {obstacle}')
-    if loaded: parts.append(f'{"named by accelerate" if named else "loaded here"}: '
-                            f'{", ".join(loaded)}, which may have opened it')
-    return confirmed('; '.join(parts))
+    return witnessed(case, *parts)
 
 # %% ../../nbs/watching/05d_launching_checks.ipynb #069d0a70
 _VARIABLES = 'ACCELERATE_USE_FSDP', 'ACCELERATE_USE_DEEPSPEED'
@@ -39,19 +38,20 @@ def _sharding_variables(case):
     what = case.groups['what'].partition(': ')[0]
     if len(unset) < len(_VARIABLES):
         return possible(f'{what}; yet {" or ".join(_VARIABLES)} is set here')
-    return confirmed(f'{what}; neither {" nor ".join(_VARIABLES)} is set here; {told_by(case)}')
+    return witnessed(case, f'{what}; neither {" nor ".join(_VARIABLES)} is set here')
+
+_BOTH = re.compile(r'- ds ([\w.]+)=(.*?) vs (?:arg|hf) ([\w.() ]+?)=(.*)')
 
 @check('differing-values')
 def _differing_values(case):
-    form = r'- ds ([\w.]+)=(.*?) vs (?:arg|hf) ([\w.() ]+?)=(.*)'
-    lines = re.findall(form, case.text)
-    if not lines: return confirmed(f'the message lists no value; {told_by(case)}')
+    lines = _BOTH.findall(case.text)
+    if not lines: return witnessed(case, 'the message lists no value')
     name, in_file, argument, given = lines[0]
-    difference = f'{name} is {in_file} in the DeepSpeed file and {given} in {argument}'
+    parts = [f'{name} is {in_file} in the DeepSpeed file and {given} in {argument}']
     if in_file.strip() == given.strip():
-        difference += ', equal in words and so of another type: a text in quotes is no number'
-    more = f', and {len(lines) - 1} more' if len(lines) > 1 else ''
-    return confirmed(f'{difference}{more}')
+        parts.append('equal in words and so of another type: a text in quotes is no number')
+    if len(lines) > 1: parts.append(f'{len(lines) - 1} more differ')
+    return witnessed(case, *parts)
 
 # %% ../../nbs/watching/05d_launching_checks.ipynb #b42ccd1a
 def listening(
@@ -59,53 +59,57 @@ def listening(
 ) -> str:  # As in 'process 4711 (python)'; empty where nobody listens
     "Say who listens on a port of this machine."
     if not 0 < port < 2**16: raise ValueError(f'port {port!r} is none of 1 to 65535')
-    sockets = set()
-    for table in ('tcp', 'tcp6'):
-        for line in Path(f'/proc/net/{table}').read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == '0A' and int(fields[1].rpartition(':')[2], 16) == port:
-                sockets.add(f'socket:[{fields[9]}]')
+    sockets = _listening_sockets(port)
     if not sockets: return ''
     for link in Path('/proc').glob('[0-9]*/fd/*'):
         try: target = os.readlink(link)
         except OSError: continue  # Of another user, or gone
-        if target not in sockets: continue
-        pid = link.parts[2]
-        return f'process {pid} ({Path(f"/proc/{pid}/comm").read_text().strip()})'
+        if target in sockets: return _process(link.parts[2])
     return 'a process of another user'
+
+_LISTENS = '0A'  # As the kernel writes that state
+
+def _listening_sockets(port):
+    sockets = set()
+    for table in ('tcp', 'tcp6'):
+        for line in Path(f'/proc/net/{table}').read_text().splitlines()[1:]:
+            _, address, _, state, *others = line.split()
+            listens_at = int(address.rpartition(':')[2], 16)
+            if (state, listens_at) == (_LISTENS, port): sockets.add(f'socket:[{others[5]}]')
+    return sockets
+
+def _process(pid):
+    name = Path(f'/proc/{pid}/comm').read_text().strip()
+    return f'process {pid} ({name})'
 
 def interfaces_here() -> list[str]:  # Sorted
     "List the network interfaces of this node."
     return sorted(path.name for path in Path('/sys/class/net').iterdir())
 
-# %% ../../nbs/watching/05d_launching_checks.ipynb #83420553
+# %% ../../nbs/watching/05d_launching_checks.ipynb #8e9d6ac9
+_JOINED = re.compile(r'waiting for clients\. (\d+)/(\d+) clients joined')
+_MEETING = 'MASTER_ADDR', 'SLURM_NTASKS', 'SLURM_NODEID'
+
 @check('who-joined')
 def _who_joined(case):
-    pattern = r'waiting for clients\. (\d+)/(\d+) clients joined'
-    counts = [found for excerpt in case.excerpts for found in re.findall(pattern, excerpt.text)]
-    servers = {(excerpt.source, excerpt.rank) for excerpt in case.excerpts
-               if re.search(pattern, excerpt.text)}
-    parts = []
-    if counts: parts.append(f'{counts[0][0]} of {counts[0][1]} ranks had come')
-    if len(servers) > 1:
-        parts.append(f'{len(servers)} logs say so, so each was rank 0 of a group of its own')
-    host = case.groups.get('host')
+    counts = [_JOINED.search(excerpt.text) for excerpt in case.excerpts]
+    counts, parts, host = list(filter(None, counts)), [], case.groups.get('host')
+    if counts: parts.append(f'{counts[0][1]} of {counts[0][2]} ranks had come')
+    if len(counts) > 1:
+        parts.append(f'{len(counts)} logs say so, so each was rank 0 of a group of its own')
     if host: parts.append(f'nobody answered at {host}')
-    variables = {name: os.environ[name] for name in ('MASTER_ADDR', 'SLURM_NTASKS', 'SLURM_NODEID')
-                 if name in os.environ}
-    parts += [f'{name} is {value} here' for name, value in variables.items()]
-    return confirmed('; '.join([*parts, told_by(case)]))
+    for name in _MEETING:
+        if name in os.environ: parts.append(f'{name} is {os.environ[name]} here')
+    return witnessed(case, *parts)
 
 @check('who-listens')
 def _who_listens(case):
-    port = case.groups.get('port')
-    if port is None:
-        found = re.search(r'(?:port:? |:)(\d{4,5})\b', case.sighting.quote)
-        port = found[1] if found else None
-    if port is None: return confirmed(f'the system said so; {told_by(case)}')
+    found = re.search(r'(?:port:? |:)(\d{4,5})\b', case.sighting.quote)
+    port = case.groups.get('port') or found and found[1]
+    if not port: return witnessed(case, 'the system said so')
     owner = listening(int(port))
     now = f'{owner} listens on it now' if owner else 'nobody listens on it here any more'
-    return confirmed(f'port {port} was taken, and {now}; {told_by(case)}')
+    return witnessed(case, f'port {port} was taken, and {now}')
 
 @check('interfaces-here')
 def _interfaces_here(case):
@@ -113,46 +117,52 @@ def _interfaces_here(case):
     if name in here:
         return possible(f'this node has {name}; another one may lack it, or it has no address')
     wanted = name or os.environ.get('NCCL_SOCKET_IFNAME', 'the one that was asked for')
-    return confirmed(f'this node has {", ".join(here)}, and not {wanted}; {told_by(case)}')
+    return witnessed(case, f'this node has {", ".join(here)}, and not {wanted}')
 
-# %% ../../nbs/watching/05d_launching_checks.ipynb #4cce91eb
+# %% ../../nbs/watching/05d_launching_checks.ipynb #c069dc74
+_WAITING = re.compile(r'in (\w*main_process_first|\w*_goes_first|wait_for_everyone|barrier)\b')
+_NUMBER = re.compile(r'SeqNum=(\d+), OpType=(\w+)')
+_LIMIT = re.compile(r'(?:waiting |after |Timeout\(ms\)=|ran for )(\d+)')
+
 @check('first-barrier')
 def _first_barrier(case):
-    frames = re.findall(r'in (\w*main_process_first|\w*_goes_first|wait_for_everyone|barrier)\b',
-                        case.text)
-    number = re.search(r'SeqNum=(\d+), OpType=(\w+)', case.text)
-    limit = re.search(r'(?:waiting |after |Timeout\(ms\)=|ran for )(\d+)', case.text)
+    forms = _WAITING, _NUMBER, _LIMIT
+    waiting, number, limit = [form.search(case.text) for form in forms]
     parts = []
-    if frames: parts.append(f'the rank that gave up was waiting in {frames[0]}')
+    if waiting: parts.append(f'the rank that gave up was waiting in {waiting[1]}')
     if number: parts.append(f'collective number {number[1]} ({number[2]}) did not end')
     if limit: parts.append(f'the limit was {int(limit[1]) / 1000:g} s')
-    if not frames: return possible('; '.join([*parts, 'no stack says what the others were doing']))
-    return confirmed('; '.join([*parts, told_by(case)]))
+    if waiting: return witnessed(case, *parts)
+    return possible('; '.join([*parts, 'no stack says what the others were doing']))
+
+_P2P = 'NCCL_P2P_DISABLE', 'NCCL_IB_DISABLE'
 
 @check('p2p-switched-off')
 def _p2p_switched_off(case):
-    values = {name: os.environ.get(name) for name in ('NCCL_P2P_DISABLE', 'NCCL_IB_DISABLE')}
-    unset = [name for name, value in values.items() if value != '1']
+    unset = [name for name in _P2P if os.environ.get(name) != '1']
     if not unset: return possible('both variables are 1 here; another shell may lack them')
-    return confirmed(f'{" and ".join(unset)} not set to 1 here; {told_by(case)}')
+    return witnessed(case, f'{" and ".join(unset)} not set to 1 here')
 
 @check('idle-gpus')
 def _idle_gpus(case):
     recipe = case.recipe
     if recipe is None or not recipe.cluster.hardware: return possible('no machine is named')
-    gpus, processes = find_node(recipe.cluster.hardware).gpus, recipe.cluster.processes
+    machine, processes = recipe.cluster.hardware, recipe.cluster.processes
+    gpus = find_node(machine).gpus
     if processes >= gpus: return refuted(f'{processes} processes for {gpus} GPUs')
     changes = {'cluster.processes': gpus}
     if recipe.sharding.strategy == 'none': changes['sharding.strategy'] = 'ddp'
-    return confirmed(f'{recipe.cluster.hardware} has {gpus} GPUs, and cluster.processes is '
-                     f'{processes}', changes)
+    said = f'{machine} has {gpus} GPUs, and cluster.processes is {processes}'
+    return confirmed(said, changes)
 
-# %% ../../nbs/watching/05d_launching_checks.ipynb #4179119c
+# %% ../../nbs/watching/05d_launching_checks.ipynb #b875d91b
+_EVENTS = 'memory.events', 'memory/memory.oom_control'  # Of cgroups of version 2, and of version 1
+
 def _memory_events():
     "How many processes the cgroup of this one has killed for want of memory; 0 if unknown."
-    for file in Path('/sys/fs/cgroup/memory.events'), Path('/sys/fs/cgroup/memory/memory.oom_control'):
-        if not file.exists(): continue
-        killed = re.search(r'oom_kill (\d+)', file.read_text())
+    for name in _EVENTS:
+        file = Path('/sys/fs/cgroup') / name
+        killed = re.search(r'oom_kill (\d+)', file.read_text()) if file.exists() else None
         if killed: return int(killed[1])
     return 0
 
@@ -167,20 +177,18 @@ def _host_memory(case):
         needed_b = memory(case.recipe).on_node('load', 'host')
         parts.append(f'the plan takes {gib(needed_b)} of the host while it loads')
     if killed: parts.append(f'the cgroup of this machine has killed {killed} processes')
-    said = '; '.join([*parts, told_by(case)])
-    return confirmed(said) if killed or needed_b > free_b else possible(said)
+    said = witnessed(case, *parts)
+    return said if killed or needed_b > free_b else possible(said.text)
 
 @check('who-ended')
 def _who_ended(case):
-    code = case.groups.get('code')
-    if code: return confirmed(f'exit code {code}; {told_by(case)}')
-    ranks = {excerpt.rank for excerpt in case.excerpts if excerpt.rank is not None}
-    others = sorted(ranks - {case.sighting.excerpt.rank})
-    spoken = f'; ranks {others} have logs here too' if others else ''
-    return confirmed(f'{told_by(case)}{spoken}')
+    parts, code = [], case.groups.get('code')
+    if code: parts.append(f'exit code {code}')
+    ranks = {excerpt.rank for excerpt in case.excerpts} - {None, case.sighting.excerpt.rank}
+    if ranks: parts.append(f'other ranks have logs here too: {sorted(ranks)}')
+    return witnessed(case, *parts)
 
 @check('who-hangs')
 def _who_hangs(case):
     told = explain_hang(case.directory or case.error or case.text)
-    if told: return confirmed(f'{told}; {told_by(case)}')
-    return possible(f'no stacks were found; {told_by(case)}')
+    return witnessed(case, told) if told else possible('no stacks were found')

@@ -9,7 +9,7 @@ __all__ = ['count_types', 'frozen_share']
 import re
 
 from .checks import (Case, Evidence, check, confirmed, possible, refuted,
-                                          told_by)
+                                          witnessed)
 
 # %% ../../nbs/watching/05b_sharding_checks.ipynb #14cd95ac
 def count_types(
@@ -18,25 +18,31 @@ def count_types(
     "Count the parameters of a module by type, and name the first three of the rarest."
     names = {}
     for name, parameter in module.named_parameters():
-        names.setdefault(str(parameter.dtype).removeprefix('torch.'), []).append(name)
+        same = names.setdefault(_type_name(parameter), [])
+        same.append(name)
     if not names: raise ValueError(f'{type(module).__name__} has no parameters')
-    kinds = sorted(names, key=lambda kind: len(names[kind]), reverse=True)
-    return {kind: len(names[kind]) for kind in kinds}, names[kinds[-1]][:3]
+    def how_many(kind): return len(names[kind])
+    kinds = sorted(names, key=how_many, reverse=True)
+    counts = {kind: how_many(kind) for kind in kinds}
+    return counts, names[kinds[-1]][:3]
+
+def _type_name(tensor): return str(tensor.dtype).removeprefix('torch.')
 
 def _modules_with_parameters(case):
     import torch
     for module in case.objects(torch.nn.Module):
-        if any(True for _ in module.parameters()): yield module
+        if next(module.parameters(), None) is not None: yield module
 
 @check('types-of-units')
 def _types_of_units(case):
     for module in _modules_with_parameters(case):
         counts, rare = count_types(module)
         if len(counts) < 2: continue
-        held = ' and '.join(f'{count} parameters in {kind}' for kind, count in counts.items())
-        return confirmed(f'{type(module).__name__} holds {held}: {", ".join(rare)}')
+        held = [f'{count} parameters in {kind}' for kind, count in counts.items()]
+        holder = type(module).__name__
+        return confirmed(f'{holder} holds {" and ".join(held)}: {", ".join(rare)}')
     one, two = case.groups['one'], case.groups['two']
-    return confirmed(f'one unit holds {one} and {two}; {told_by(case)}')
+    return witnessed(case, f'one unit holds {one} and {two}')
 
 # %% ../../nbs/watching/05b_sharding_checks.ipynb #882b85b6
 @check('integer-parameters')
@@ -44,84 +50,109 @@ def _integer_parameters(case):
     for module in _modules_with_parameters(case):
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point(): continue
-            kind = f'{type(parameter).__name__} of {str(parameter.dtype).removeprefix("torch.")}'
-            return confirmed(f'{name} is {kind}; {told_by(case)}')
-    recipe = case.recipe
-    if recipe and recipe.method.kind == 'qlora':
-        method = recipe.method
+            kind = type(parameter).__name__
+            return witnessed(case, f'{name} is {kind} of {_type_name(parameter)}')
+    if case.recipe and case.recipe.method.kind == 'qlora':
+        method = case.recipe.method
         kept = f'method.quant {method.quant}, method.storage {method.storage}'
-        return confirmed(f'the recipe has {kept}; {told_by(case)}')
-    return confirmed(f'a weight that was to be flattened is no floating-point number; '
-                     f'{told_by(case)}')
+        return witnessed(case, f'the recipe has {kept}')
+    return witnessed(case, 'a weight that was to be flattened is no floating-point number')
 
+# %% ../../nbs/watching/05b_sharding_checks.ipynb #27d3c959
 _SHARDING_WORDS = re.compile('deepspeed|zero_stage|fully_sharded_data_parallel|FlatParam', re.I)
+
+def _partitioned(case):
+    "Name of a parameter that ZeRO-3 has partitioned; None without one."
+    for module in _modules_with_parameters(case):
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, 'ds_id'): return name
+    return None
 
 @check('used-while-sharded')
 def _used_while_sharded(case):
-    for module in _modules_with_parameters(case):
-        for name, parameter in module.named_parameters():
-            if hasattr(parameter, 'ds_id'):
-                return confirmed(f'{name} is partitioned by ZeRO-3; {told_by(case)}')
+    name = _partitioned(case)
+    if name: return witnessed(case, f'{name} is partitioned by ZeRO-3')
     if case.recipe:
         strategy = case.recipe.sharding.strategy
-        if strategy not in ('zero3', 'fsdp1'):
-            return refuted(f'the recipe has sharding.strategy {strategy}')
-        return confirmed(f'the recipe has sharding.strategy {strategy}; {told_by(case)}')
+        said = f'the recipe has sharding.strategy {strategy}'
+        if strategy not in ('zero3', 'fsdp1'): return refuted(said)
+        return witnessed(case, said)
     for excerpt in case.excerpts:
         word = _SHARDING_WORDS.search(excerpt.text)
-        if word: return confirmed(f'{excerpt.source} speaks of {word[0]}; {told_by(case)}')
+        if word: return witnessed(case, f'{excerpt.source} speaks of {word[0]}')
     return possible('nothing that was read speaks of DeepSpeed or FSDP')
 
 # %% ../../nbs/watching/05b_sharding_checks.ipynb #ed99b7be
 _SAVED = re.compile(r'saved metadata: (\{.*\})\s+recomputed metadata: (\{.*\})')
-_KIND = re.compile(r"'dtype': torch\.(\w+)")
-_SHAPE = re.compile(r"'shape': torch\.Size\((\[[\d, ]*\])\)")
+_COUNTS = re.compile(r'saved during forward: (\d+)\s+.*recomputation: (\d+)')
+_PARTS = {
+    'autocast differs': re.compile(r"'dtype': torch\.(\w+)"),
+    'a cache or a shard differs': re.compile(r"'shape': torch\.Size\((\[[\d, ]*\])\)")}
+
+def _changed_part(saved, again):
+    "What differs between two descriptions of a tensor, as (before, after, meaning); or None."
+    for meaning, form in _PARTS.items():
+        before, after = form.search(saved), form.search(again)
+        if before is None or after is None: continue
+        if before[1] != after[1]: return before[1], after[1], meaning
+    return None
 
 @check('recomputed-tensors')
 def _recomputed_tensors(case):
-    counts = re.search(r'saved during forward: (\d+)\s+.*recomputation: (\d+)', case.text)
+    counts = _COUNTS.search(case.text)
     if counts:
-        return confirmed(f'{counts[1]} tensors were saved and {counts[2]} recomputed, so the '
-                         f'second pass took another way; {told_by(case)}')
+        numbers = f'{counts[1]} tensors were saved and {counts[2]} recomputed'
+        return witnessed(case, f'{numbers}, so the second pass took another way')
     for saved, again in _SAVED.findall(case.text):
-        for form, meaning in ((_KIND, 'autocast differs'), (_SHAPE, 'a cache or a shard differs')):
-            before, after = form.search(saved), form.search(again)
-            if before and after and before[1] != after[1]:
-                return confirmed(f'a tensor was {before[1]} in the forward pass and {after[1]} '
-                                 f'when recomputed ({meaning}); {told_by(case)}')
-    return confirmed(f'torch compared both passes; {told_by(case)}')
+        changed = _changed_part(saved, again)
+        if changed is None: continue
+        before, after, meaning = changed
+        passes = f'{before} in the forward pass and {after} when recomputed'
+        return witnessed(case, f'a tensor was {passes} ({meaning})')
+    return witnessed(case, 'torch compared both passes')
+
+# %% ../../nbs/watching/05b_sharding_checks.ipynb #3decfb61
+_TWICE = re.compile(r'index (\d+)(?: with name (\S+))? has been marked as ready twice')
+_IDLE = re.compile(r'did not receive grad for rank \d+: ([\d ]+)')
 
 @check('ready-twice')
 def _ready_twice(case):
-    named = re.search(r'index (\d+)(?: with name (\S+))? has been marked as ready twice', case.text)
-    who = f'parameter {named[2] or named[1]} was counted twice' if named else 'DDP counted twice'
-    if 'torch/utils/checkpoint' in case.text: who += ', below torch.utils.checkpoint'
-    recipe = case.recipe
-    if recipe and recipe.sharding.reentrant: who += '; the recipe has sharding.reentrant True'
-    return confirmed(f'{who}; {told_by(case)}')
+    parts, named = ['a parameter was counted twice'], _TWICE.search(case.text)
+    if named: parts = [f'parameter {named[2] or named[1]} was counted twice']
+    if 'torch/utils/checkpoint' in case.text: parts.append('below torch.utils.checkpoint')
+    if case.recipe and case.recipe.sharding.reentrant:
+        parts.append('the recipe has sharding.reentrant True')
+    return witnessed(case, *parts)
+
+def _trained_names(case, places):
+    "Names of trained parameters by their number, from a module that has so many; or None."
+    for module in _modules_with_parameters(case):
+        trained = [name for name, value in module.named_parameters() if value.requires_grad]
+        if max(places) < len(trained): return [trained[place] for place in places[:3]]
+    return None
 
 @check('unused-parameters')
 def _unused_parameters(case):
-    numbers = re.search(r'did not receive grad for rank \d+: ([\d ]+)', case.text)
-    if numbers is None: return confirmed(f'DDP waited for a gradient; {told_by(case)}')
+    numbers = _IDLE.search(case.text)
+    if numbers is None: return witnessed(case, 'DDP waited for a gradient')
     places = [int(number) for number in numbers[1].split()]
-    for module in _modules_with_parameters(case):
-        trained = [name for name, value in module.named_parameters() if value.requires_grad]
-        if max(places) < len(trained):
-            names = ', '.join(trained[place] for place in places[:3])
-            return confirmed(f'no gradient came for {names}; {told_by(case)}')
+    names = _trained_names(case, places)
+    if names: return witnessed(case, f'no gradient came for {", ".join(names)}')
     listed = ', '.join(map(str, places[:8]))
-    return confirmed(f'no gradient came for the trained parameters number {listed}; {told_by(case)}')
+    return witnessed(case, f'no gradient came for the trained parameters number {listed}')
+
+# %% ../../nbs/watching/05b_sharding_checks.ipynb #2ef22651
+_FINGERPRINT = re.compile(r'Rank (\d+) is running collective: CollectiveFingerPrint\('
+                          r'SequenceNumber=(\d+), OpType=(\w+)(?:, TensorShape=(\[[^\]]*\]))?')
 
 @check('collectives-compared')
 def _collectives_compared(case):
-    calls = re.findall(r'Rank (\d+) is running collective: CollectiveFingerPrint\('
-                       r'SequenceNumber=(\d+), OpType=(\w+)(?:, TensorShape=(\[[^\]]*\]))?',
-                       case.text)
-    said = [f'rank {rank} called {operation} of {shape or "no tensor"} as its collective '
-            f'number {number}' for rank, number, operation, shape in sorted(set(calls))]
+    said = []
+    for rank, number, operation, shape in sorted(set(_FINGERPRINT.findall(case.text))):
+        of = f' of {shape}' if shape else ''
+        said.append(f'rank {rank} called {operation}{of} as its collective number {number}')
     if len(said) < 2: return possible('the message does not show both collectives')
-    return confirmed(f'{" and ".join(said[:2])}; {told_by(case)}')
+    return witnessed(case, ' and '.join(said[:2]))
 
 # %% ../../nbs/watching/05b_sharding_checks.ipynb #e85e9e05
 def frozen_share(
@@ -131,26 +162,31 @@ def frozen_share(
     from torch.distributed.fsdp import FullyShardedDataParallel
     frozen, trained = 0, 0
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle = unit._handle
-        if handle is None or not handle.flat_param._params: continue
-        flags = [p.requires_grad for p in handle.flat_param._params]
-        sizes = handle.flat_param._numels
-        sizes = [size for size, padded in zip(sizes, handle.flat_param._is_padding_mask)
-                 if not padded]
-        if all(flags) or not any(flags): continue
-        trained += sum(size for size, flag in zip(sizes, flags) if flag)
-        frozen += sum(size for size, flag in zip(sizes, flags) if not flag)
+        sizes = _sizes(unit)
+        if not (sizes[False] and sizes[True]): continue
+        frozen += sizes[False]
+        trained += sizes[True]
     return frozen, trained
+
+def _sizes(unit):
+    "Numbers of the original parameters of a unit: of the frozen ones, and of the trained ones."
+    sizes, handle = {False: 0, True: 0}, unit._handle
+    if handle is None or not handle.flat_param._params: return sizes
+    flat = handle.flat_param
+    pairs = zip(flat._numels, flat._is_padding_mask)
+    numbers = [number for number, is_padding in pairs if not is_padding]
+    for parameter, number in zip(flat._params, numbers):
+        sizes[parameter.requires_grad] += number
+    return sizes
 
 @check('frozen-in-units')
 def _frozen_in_units(case):
-    recipe = case.recipe
     if case.model is not None:
         frozen, trained = frozen_share(case.model)
         if not frozen: return refuted('no unit holds frozen and trained weights')
         return confirmed(f'units hold {frozen:,} frozen numbers beside {trained:,} trained ones')
-    if recipe is None: return possible('no recipe and no model was given')
-    if recipe.sharding.strategy == 'fsdp1' and recipe.method.kind != 'full':
-        return confirmed(f'the recipe has sharding.strategy fsdp1 and method.kind '
-                         f'{recipe.method.kind}')
-    return refuted(f'the recipe has sharding.strategy {recipe.sharding.strategy}')
+    if case.recipe is None: return possible('no recipe and no model was given')
+    strategy, method = case.recipe.sharding.strategy, case.recipe.method.kind
+    said = f'the recipe has sharding.strategy {strategy} and method.kind {method}'
+    is_it = strategy == 'fsdp1' and method != 'full'
+    return confirmed(said) if is_it else refuted(said)

@@ -179,12 +179,19 @@ def sightings(
         for excerpt in excerpts:
             seen = _first_match(one, excerpt.text)
             if seen is None: continue
-            quote, groups = _line_at(excerpt.text, seen.end()), seen.groupdict()
-            place = last_place(excerpt.text[:seen.end()])
-            raised = bool(_RAISED.match(_line_at(excerpt.text, seen.start())) or
-                          _RAISED.match(quote))
-            found.append(Sighting(one, excerpt, quote, place, groups, raised))
+            found.append(_sighting(one, excerpt, seen))
     return found
+
+_BLAMED = re.compile(r'\brank (\d+) (?:failed|left with|was killed|is stuck|waits for)')
+
+def _sighting(one, excerpt, seen):
+    "Describe a match."
+    text, before = excerpt.text, excerpt.text[:seen.end()]
+    blamed = _BLAMED.search(before) if excerpt.rank is None else None
+    if blamed: excerpt = excerpt._replace(rank=int(blamed[1]))
+    quote, first = _line_at(text, seen.end()), _line_at(text, seen.start())
+    raised = any(map(_RAISED.match, (quote, first)))
+    return Sighting(one, excerpt, quote, last_place(before), seen.groupdict(), raised)
 
 def _first_match(one, text):
     if any(re.search(pattern, text) for pattern in one.unless): return None
