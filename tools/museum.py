@@ -35,7 +35,8 @@ def page(made: dict) -> str:
     table = [head, ['---'] * len(head), *lines(made)]
     rows = '\n'.join(f'| {" | ".join(cells)} |' for cells in table)
     alive = sum(row.get('alive') is True for row in made['rows'])
-    return (f'# Which bugs are alive\n\n{made["date"]}: {alive} of {made["bugs"]}, with {versions}.\n'
+    return ('# Which bugs are alive\n\n'
+            f'{made["date"]}: {alive} of {made["bugs"]}, with {versions}.\n'
             f'{made["value"]:.0f} diagnosed; of {made["clean"]} texts without a bug '
             f'{made["wrong"]} taken for one.\n\n{rows}\n')
 

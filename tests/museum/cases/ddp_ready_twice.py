@@ -8,7 +8,8 @@ from llm_workbook.parallel.ranks import run_ranks
 class Recomputed(torch.nn.Module):
     def __init__(self, reentrant):
         super().__init__()
-        self.first, self.second, self.reentrant = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), reentrant
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.reentrant = reentrant
 
     def forward(self, inputs):
         hidden = self.first(inputs)

@@ -1,4 +1,5 @@
-"""A header of a job script has a variable in it. sbatch reads options before it asks a controller, so
+"""A header of a job script has a variable in it. sbatch reads options before it asks a
+controller, so
 it needs no cluster; where it is not installed, its words are recorded."""
 import os
 import shutil
