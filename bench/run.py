@@ -13,7 +13,8 @@ LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_byt
          'step_peak_error', 'plan_properties', 'published_error', 'blind_error', 'host_fit',
          'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'gpu_memory', 'nf4_quantise',
          'sharded_load', 'sample_data',
-         'real_data', 'first_contact', 'wire_bytes', 'launch_table', 'families', 'try_out')
+         'real_data', 'first_contact', 'wire_bytes', 'launch_table', 'families', 'try_out',
+         'museum')
 
 
 def run_line(name: str, results: Path = RESULTS) -> dict | None:

@@ -13,37 +13,46 @@ from .checks import (Case, Evidence, check, confirmed, possible, refuted,
                                           told_by)
 from .project import project_files
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #09e91ed5
+# %% ../../nbs/watching/10_learning_checks.ipynb #0d4427ab
 def _batch(case, *needed):
     "The batch that was handed over, if it has what is needed; else nothing."
     batch = case.given.get('batch')
-    if batch is None or any(name not in batch for name in needed): return None
+    if batch is None or any(name not in batch for name in needed):
+        return None
     return batch
 
+# %% ../../nbs/watching/10_learning_checks.ipynb #19de29ef
 @check('end-is-masked')
 def _end_is_masked(case):
     batch, tokenizer = _batch(case, 'input_ids', 'labels'), case.given.get('tokenizer')
-    if batch is None or tokenizer is None: return possible('no batch with labels and tokenizer')
+    if batch is None or tokenizer is None:
+        return possible('no batch with labels and tokenizer')
     ends = sum(batch['input_ids'] == token for token in end_tokens(tokenizer)).bool()
     learned = batch['labels'] != -100
     rows = ends.any(1)
-    if not rows.any() or not learned.any(): return refuted('the batch has no end to learn')
+    if not rows.any() or not learned.any():
+        return refuted('the batch has no end to learn')
     taught = int((ends & learned).sum())
-    if taught: return refuted(f'{taught} tokens that end an answer have a label')
+    if taught:
+        return refuted(f'{taught} tokens that end an answer have a label')
     same = 'the padding token is the same' if tokenizer.pad_token_id in end_tokens(
         tokenizer) else 'the padding token is another one'
     return confirmed(f'{int(rows.sum())} rows have a token that ends an answer, none of them '
                      f'with a label; {same} ({tokenizer.eos_token})')
 
+# %% ../../nbs/watching/10_learning_checks.ipynb #ad1ac6c4
 @check('nothing-has-a-label')
 def _nothing_has_a_label(case):
     batch = _batch(case, 'input_ids', 'labels')
-    if batch is None: return possible('no batch with labels was given')
+    if batch is None:
+        return possible('no batch with labels was given')
     count = int((batch['labels'] != -100).sum())
-    if count: return refuted(f'{count:,} of {batch["labels"].numel():,} tokens have a label')
+    if count:
+        return refuted(f'{count:,} of {batch["labels"].numel():,} tokens have a label')
     return confirmed(f'none of {batch["labels"].numel():,} tokens has a label: the loss is the '
                      'mean of nothing')
 
+# %% ../../nbs/watching/10_learning_checks.ipynb #c71a0aad
 @check('prompts-have-labels')
 def _prompts_have_labels(case):
     batch, tokenizer = _batch(case, 'input_ids', 'labels'), case.given.get('tokenizer')
@@ -52,19 +61,22 @@ def _prompts_have_labels(case):
     turn = [{'role': 'user', 'content': 'x'}]
     mark = tokenizer.apply_chat_template(turn, tokenize=False).partition('x')[0]
     ids = tokenizer(mark, add_special_tokens=False)['input_ids'][:1]
-    if not ids: return possible('the chat template writes no mark before a prompt')
+    if not ids:
+        return possible('the chat template writes no mark before a prompt')
     marks = batch['input_ids'] == ids[0]
     trained = int((marks & (batch['labels'] != -100)).sum())
-    if not trained: return refuted('no mark of a prompt has a label')
+    if not trained:
+        return refuted('no mark of a prompt has a label')
     return confirmed(f'{trained} of {int(marks.sum())} marks that begin a prompt ({mark!r}) '
                      'have a label, so the prompts behind them train too')
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #c510b501
+# %% ../../nbs/watching/10_learning_checks.ipynb #ce531074
 @check('turn-ends-elsewhere')
 def _turn_ends_elsewhere(case):
     from transformers import AutoTokenizer
     for file in project_files(case, 'generation_config.json'):
-        if not (file.parent / 'tokenizer_config.json').is_file(): continue
+        if not (file.parent / 'tokenizer_config.json').is_file():
+            continue
         listed = json.loads(file.read_text('utf-8')).get('eos_token_id')
         stops = {listed} if isinstance(listed, int) else set(listed or ())
         tokenizer = AutoTokenizer.from_pretrained(file.parent)
@@ -73,17 +85,20 @@ def _turn_ends_elsewhere(case):
         written = tokenizer.apply_chat_template(turn, tokenize=False)
         tail = written.rpartition('assistant')[2].strip()
         first = tokenizer(tail, add_special_tokens=False)['input_ids'][:1]
-        if not first or first[0] in stops or first[0] not in end_tokens(tokenizer): continue
+        if not first or first[0] in stops or first[0] not in end_tokens(tokenizer):
+            continue
         names = ', '.join(tokenizer.convert_ids_to_tokens(sorted(stops)))
         return confirmed(f'the chat template ends a turn with {tokenizer.decode(first)}, and '
                          f'{file.name} stops at {names or "nothing"}')
     return refuted('every chat template ends a turn where generation stops')
 
+# %% ../../nbs/watching/10_learning_checks.ipynb #9016a384
 @check('template-has-no-marks')
 def _template_has_no_marks(case):
     for tokenizer in case.objects(object):
         template = getattr(tokenizer, 'chat_template', None)
-        if not isinstance(template, str) or not hasattr(tokenizer, 'decode'): continue
+        if not isinstance(template, str) or not hasattr(tokenizer, 'decode'):
+            continue
         if re.search(r'{%-?\s*generation', template):
             return possible('the chat template has {% generation %}: it may write a prompt in '
                             'another way once the answer follows')
@@ -91,14 +106,16 @@ def _template_has_no_marks(case):
                          f'({len(template)} characters) has no {{% generation %}}')
     return confirmed(f'the tokenizer says so; {told_by(case)}')
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #aac44bd9
+# %% ../../nbs/watching/10_learning_checks.ipynb #b5da9d61
 @check('rows-see-each-other')
 def _rows_see_each_other(case):
     import torch
     batch, model = _batch(case, 'input_ids', 'position_ids'), case.model
-    if batch is None or model is None: return possible('no model and packed batch were given')
+    if batch is None or model is None:
+        return possible('no model and packed batch were given')
     starts = (batch['position_ids'][0] == 0).nonzero().flatten().tolist()
-    if len(starts) < 2: return refuted('the first sequence holds one row')
+    if len(starts) < 2:
+        return refuted('the first sequence holds one row')
     ids = batch['input_ids'][:1]
     given = {name: value for name, value in batch.items() if name != 'labels'}
     cuts = zip(starts, [*starts[1:], ids.shape[1]])
@@ -107,11 +124,12 @@ def _rows_see_each_other(case):
         alone = torch.cat([model(ids[:, first:last]).logits for first, last in cuts], 1).float()
     far = (packed - alone).abs().amax((0, 2))
     first, later = far[:starts[1]].max().item(), far[starts[1]:].max().item()
-    if later < 0.1 + 2 * first: return refuted(f'the rows read alone differ by {later:.2g}')
+    if later < 0.1 + 2 * first:
+        return refuted(f'the rows read alone differ by {later:.2g}')
     return confirmed(f'{len(starts)} rows in one sequence: the logits of the first differ from '
                      f'those of it alone by {first:.2g}, those of the others by {later:.2g}')
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #a0a8e208
+# %% ../../nbs/watching/10_learning_checks.ipynb #dbab8fa7
 @check('gradient-stops')
 def _gradient_stops(case):
     import torch
@@ -121,17 +139,23 @@ def _gradient_stops(case):
     for model in case.objects(torch.nn.Module):
         trained = [name for name, part in model.named_parameters() if part.requires_grad]
         blocks = [name for name, part in model.named_modules() if _is_recomputed(part)]
-        if not trained: return refuted(f'no parameter of {type(model).__name__} trains')
-        if not blocks: return refuted(f'no block of {type(model).__name__} is recomputed')
+        if not trained:
+            return refuted(f'no parameter of {type(model).__name__} trains')
+        if not blocks:
+            return refuted(f'no block of {type(model).__name__} is recomputed')
         return confirmed(f'{len(trained)} parameters of {type(model).__name__} train, as '
                          f'{trained[0]}, and {len(blocks)} blocks are recomputed around them')
-    return possible('neither a model nor a warning of torch.utils.checkpoint is at hand')
+    if case.recipe and case.recipe.sharding.reentrant:
+        return confirmed('the recipe has sharding.reentrant true')
+    if re.search(r'use_reentrant|gradient_checkpointing|CheckpointFunction', case.text):
+        return possible('the text names checkpointing, and no model is at hand to look into')
+    return refuted('nothing says that a block was recomputed: no warning of torch, no model')
 
 def _is_recomputed(module):
     return (type(module).__name__ == 'CheckpointWrapper'
             or getattr(module, 'gradient_checkpointing', False) is True)
 
-# %% ../../nbs/watching/10_learning_checks.ipynb #d9165428
+# %% ../../nbs/watching/10_learning_checks.ipynb #21e19338
 @check('merge-is-measured')
 def _merge_is_measured(case):
     import torch
@@ -139,18 +163,22 @@ def _merge_is_measured(case):
     if batch is None or not hasattr(model, 'merge_and_unload'):
         return possible('no model with adapters and batch were given, to merge a copy of it')
     def choices(one):
-        with torch.no_grad(): return one.eval()(input_ids=batch['input_ids']).logits.argmax(-1)
+        with torch.no_grad():
+            return one.eval()(input_ids=batch['input_ids']).logits.argmax(-1)
     wanted, packed = choices(model), copy.deepcopy(model).merge_and_unload()
     same = (choices(packed) == wanted).float().mean().item()
-    if same > 0.99: return refuted(f'merged, {same:.1%} of the tokens keep their candidate')
+    if same > 0.99:
+        return refuted(f'merged, {same:.1%} of the tokens keep their candidate')
     return confirmed(f'merged into {case.groups.get("bits") or "4"} bits, {same:.1%} of '
                      f'{wanted.numel():,} tokens keep their likeliest candidate')
 
+# %% ../../nbs/watching/10_learning_checks.ipynb #89e2508e
 @check('estimate-has-no-activations')
 def _estimate_has_no_activations(case):
     sizes = re.findall(r'(\d+\.\d+)GB \|', case.text)
     frames = re.findall(r'line \d+, in (\w+)', case.text)
-    if not frames: return possible('no stack says where memory ran out')
+    if not frames:
+        return possible('no stack says where memory ran out')
     if not {'forward', '_call_impl', '_wrapped_call_impl'} & set(frames):
         return refuted(f'memory ran out in {frames[-1]}, outside of a forward pass')
     return confirmed(f'the table names {max(map(float, sizes)):.2f} GB at most, for states '

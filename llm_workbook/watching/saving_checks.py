@@ -14,9 +14,10 @@ from .checks import (Case, Evidence, check, confirmed, possible, refuted,
 from .project import (calls_in, project_files, settings_in,
                                            tensors_in)
 
-# %% ../../nbs/watching/09_saving_checks.ipynb #8da11ff6
+# %% ../../nbs/watching/09_saving_checks.ipynb #85f34ed0
 _ADAPTER = 'adapter_model.safetensors'
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #166ed645
 @check('adapter-is-empty')
 def _adapter_is_empty(case):
     for file in project_files(case, _ADAPTER):
@@ -29,50 +30,60 @@ def _adapter_is_empty(case):
         return confirmed(f'{file.name} ({file.stat().st_size:,} bytes) holds {held}{wanted}')
     return refuted('no adapter that was looked at is empty')
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #ec96397e
 @check('adapter-is-zero')
 def _adapter_is_zero(case):
     for file in project_files(case, _ADAPTER):
         ends = tensors_in(file, 'lora_B')
-        if not ends or any(tensor.any() for tensor in ends.values()): continue
+        if not ends or any(tensor.any() for tensor in ends.values()):
+            continue
         return confirmed(f'all {len(ends)} second matrices of {file.name} are zero, as they '
                          f'were before the first step: {", ".join([*ends][:2])}')
     return refuted('no adapter that was looked at is zero')
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #365db6e9
 @check('save-was-skipped')
 def _save_was_skipped(case):
     for settings in project_files(case, '*.yaml', '*.yml'):
         fsdp = settings_in(settings).get('fsdp_config') or {}
-        if str(fsdp.get('fsdp_state_dict_type')).upper() != 'SHARDED_STATE_DICT': continue
+        if str(fsdp.get('fsdp_state_dict_type')).upper() != 'SHARDED_STATE_DICT':
+            continue
         for script in project_files(case, '*.py'):
             for call in calls_in(script):
                 target = call.arguments.get(0, call.arguments.get('output_dir', ''))
-                if call.name != 'save_model' or not re.fullmatch(r"(['\"]).*\1", target): continue
+                if call.name != 'save_model' or not re.fullmatch(r"(['\"]).*\1", target):
+                    continue
                 place = script.parent / ast.literal_eval(target)
-                if [*place.glob('*.safetensors'), *place.glob('*.bin')]: continue
+                if [*place.glob('*.safetensors'), *place.glob('*.bin')]:
+                    continue
                 return confirmed(
                     f'{script.name}, line {call.line} calls save_model({target}), '
                     f'{settings.name} asks for SHARDED_STATE_DICT, and no weights lie there')
     return refuted('no script saves a model under a sharded state into a folder without weights')
 
-# %% ../../nbs/watching/09_saving_checks.ipynb #8508b47b
+# %% ../../nbs/watching/09_saving_checks.ipynb #22755f27
 @check('adapter-keys-missing')
 def _adapter_keys_missing(case):
     keys = re.findall(r"'([^']+)'", case.groups.get('keys') or '')
     ends = [key for key in keys if 'lora_B' in key]
-    if not ends: return refuted(f'none of the {len(keys)} missing keys is one of LoRA')
+    if not ends:
+        return refuted(f'none of the {len(keys)} missing keys is one of LoRA')
     return confirmed(f'{len(keys)} keys of the model are not in the file, {len(ends)} of them '
                      f'second matrices of LoRA, as {ends[0]}: those stay zero')
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #8ffa2606
 @check('optimizer-keys-by-number')
 def _optimizer_keys_by_number(case):
     wanted = case.groups['key'].rstrip('.')
     for held in _checkpoint_keys(case):
         state = [key for key in held if '.state.' in key]
         numbered = [key for key in state if re.search(r'\.state\.\d+\.', key)]
-        if not state: return confirmed(f'{wanted} was asked for, and no state of an optimizer '
-                                       f'is among its {len(held)} entries')
-        if numbered: return confirmed(f'{wanted} was asked for, and the checkpoint has '
-                                      f'{numbered[0]}: {len(numbered)} states by number')
+        if not state:
+            return confirmed(f'{wanted} was asked for, and no state of an optimizer '
+                             f'is among its {len(held)} entries')
+        if numbered:
+            return confirmed(f'{wanted} was asked for, and the checkpoint has '
+                             f'{numbered[0]}: {len(numbered)} states by number')
         return confirmed(f'{wanted} was asked for, and the checkpoint has {state[0]}')
     return confirmed(f'{wanted} is not in the checkpoint; {told_by(case)}')
 
@@ -83,50 +94,61 @@ def _checkpoint_keys(case):
         if len(place) < 4000 and '\n' not in place and (Path(place) / '.metadata').is_file():
             yield [*FileSystemReader(place).read_metadata().state_dict_metadata]
 
-# %% ../../nbs/watching/09_saving_checks.ipynb #c9a87f90
+# %% ../../nbs/watching/09_saving_checks.ipynb #5243ea9f
 _ONE_RANK = r'\b(?:\w*rank\w*|is_(?:local_)?main_process|is_world_process_zero|process_index)\b'
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in')
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #0cfeb81a
 @check('save-is-guarded')
 def _save_is_guarded(case):
     looked = []
     for name, line in _PLACE.findall(case.text):
         file, line = Path(name), int(line)
-        if file.suffix != '.py' or not file.is_file() or 'site-packages' in name: continue
+        if file.suffix != '.py' or not file.is_file() or 'site-packages' in name:
+            continue
         guard = _guard_of(file, line)
         source = file.read_text(encoding='utf-8').splitlines()[line - 1].strip()
-        if guard: return confirmed(f'{file.name}, line {line}, `{source}`, runs only `{guard}`')
+        if guard:
+            return confirmed(f'{file.name}, line {line}, `{source}`, runs only `{guard}`')
         looked.append(f'{file.name}, line {line}')
-    if looked: return refuted(f'no `if` lets one rank alone reach {looked[-1]}')
+    if looked:
+        return refuted(f'no `if` lets one rank alone reach {looked[-1]}')
     return possible('the scripts of the stack are not here, to look for an `if` with a rank')
 
 def _guard_of(file, line):
     "The condition on a rank under which a line runs; None if there is none."
     for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
-        if not isinstance(node, ast.If): continue
+        if not isinstance(node, ast.If):
+            continue
         inside = any(part.lineno <= line <= part.end_lineno for part in node.body)
         test = ast.unparse(node.test)
-        if inside and re.search(_ONE_RANK, test): return f'if {test}'
+        if inside and re.search(_ONE_RANK, test):
+            return f'if {test}'
     return None
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #8fdadda6
 @check('save-took-longer')
 def _save_took_longer(case):
     waited = int(case.groups.get('ms') or case.groups.get('nccl_ms') or 0) / 1000
     calls = re.findall(r'line \d+, in (\w*(?:save|checkpoint)\w*)', case.text)
-    if not calls: return refuted('nothing in the stack saves')
+    if not calls:
+        return refuted('nothing in the stack saves')
     return confirmed(f'a rank waited {waited:,.0f} s in {calls[0]}, until its time was up')
 
-# %% ../../nbs/watching/09_saving_checks.ipynb #17a2d3f0
+# %% ../../nbs/watching/09_saving_checks.ipynb #d6483618
 def _checkpoints(folder):
     "Folders of checkpoints, the oldest first."
     found = [place for place in folder.glob('checkpoint-*') if place.name[11:].isdigit()]
     return sorted(found, key=lambda place: int(place.name[11:]))
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #b4e866f7
 @check('checkpoint-is-partial')
 def _checkpoint_is_partial(case):
     folder = Path(case.groups['folder'].strip())
-    if not folder.is_absolute() and case.directory: folder = case.directory.parent / folder
-    if not folder.is_dir(): return possible(f'{folder.name} is not here to look into')
+    if not folder.is_absolute() and case.directory:
+        folder = case.directory.parent / folder
+    if not folder.is_dir():
+        return possible(f'{folder.name} is not here to look into')
     held = sorted(file.name for file in folder.iterdir())
     if any(re.search(r'(?:model|pytorch_model).*\.(?:safetensors|bin)$', name) for name in held):
         return refuted(f'{folder.name} has weights: {", ".join(held)}')
@@ -135,31 +157,39 @@ def _checkpoint_is_partial(case):
     return confirmed(f'{folder.name} holds {", ".join(held) or "nothing"}; with a state of the '
                      f'Trainer: {", ".join(complete) or "none"}')
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #ae5ab33c
 @check('no-checkpoint-yet')
 def _no_checkpoint_yet(case):
     folder = Path(case.groups['folder'])
-    if not folder.is_dir(): return confirmed(f'{folder.name} does not exist: a first start')
+    if not folder.is_dir():
+        return confirmed(f'{folder.name} does not exist: a first start')
     found = [place.name for place in _checkpoints(folder)]
-    if found: return refuted(f'{folder.name} has {", ".join(found)}')
+    if found:
+        return refuted(f'{folder.name} has {", ".join(found)}')
     return confirmed(f'{folder.name} has no folder checkpoint-N: a first start')
 
+# %% ../../nbs/watching/09_saving_checks.ipynb #dec066a6
 @check('weights-are-cut')
 def _weights_are_cut(case):
     for place in {str(place) for kind in (str, Path) for place in case.objects(kind)}:
-        if not place.endswith('.safetensors') or not Path(place).is_file(): continue
+        if not place.endswith('.safetensors') or not Path(place).is_file():
+            continue
         have_b, wanted_b = Path(place).stat().st_size, _promised_bytes(Path(place))
         if wanted_b is None:
             return confirmed(f'{place} has {have_b:,} bytes and no header of its kind')
-        if have_b != wanted_b: return confirmed(
-            f'{place} has {have_b:,} bytes, and its header promises {wanted_b:,}')
+        if have_b != wanted_b:
+            return confirmed(
+                f'{place} has {have_b:,} bytes, and its header promises {wanted_b:,}')
     return confirmed(f'a file of weights is not whole; {told_by(case)}')
 
 def _promised_bytes(file):
     "How long a safetensors file is by its header; None if that cannot be read."
     with open(file, 'rb') as opened:
         size_b = int.from_bytes(opened.read(8), 'little')
-        if size_b > 2**27: return None
-        try: header = json.loads(opened.read(size_b))
+        if size_b > 2**27:
+            return None
+        try:
+            header = json.loads(opened.read(size_b))
         except ValueError: return None
     ends = [entry['data_offsets'][1] for name, entry in header.items() if name != '__metadata__']
     return 8 + size_b + max(ends, default=0)

@@ -15,7 +15,7 @@ from .checks import (Case, Evidence, check, confirmed, possible, refuted,
                                           told_by)
 from .project import project_files, settings_in
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #a5285efe
+# %% ../../nbs/watching/11_silent_checks.ipynb #20fc7faa
 _DEEPSPEED = (
     'train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer '
     'scheduler fp16 bf16 amp zero_optimization gradient_clipping activation_checkpointing '
@@ -34,29 +34,36 @@ _FSDP = (
 def _mistyped(keys, known):
     "The first key that is nearly a known one, and that one."
     for key in keys:
-        if not isinstance(key, str) or key in known: continue
+        if not isinstance(key, str) or key in known:
+            continue
         near = get_close_matches(key, known, 1, 0.85)
-        if near: return key, near[0]
+        if near:
+            return key, near[0]
     return None
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #73887385
 @check('deepspeed-key-is-mistyped')
 def _deepspeed_key_is_mistyped(case):
     for file in project_files(case, '*.json'):
         found = settings_in(file)
         wrong = _mistyped(found, _DEEPSPEED)
-        if not wrong or not set(found) & set(_DEEPSPEED): continue
+        if not wrong or not set(found) & set(_DEEPSPEED):
+            continue
         return confirmed(f'{file.name} has the key {wrong[0]!r}, which DeepSpeed does not know '
                          f'and does not refuse; {wrong[1]!r} is meant')
     return refuted('no settings of DeepSpeed have a key that is nearly a known one')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #3d0cc984
 @check('fsdp-key-is-mistyped')
 def _fsdp_key_is_mistyped(case):
     for file, found in _accelerate_files(case):
         wrong = _mistyped(found.get('fsdp_config') or {}, _FSDP)
-        if wrong: return confirmed(f'{file.name} has the key {wrong[0]!r} inside fsdp_config, '
-                                   f'which accelerate passes over; {wrong[1]!r} is meant')
+        if wrong:
+            return confirmed(f'{file.name} has the key {wrong[0]!r} inside fsdp_config, '
+                             f'which accelerate passes over; {wrong[1]!r} is meant')
     return refuted('no fsdp_config has a key that is nearly a known one')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #8a4f9341
 @check('fsdp-on-cpu')
 def _fsdp_on_cpu(case):
     for file, found in _accelerate_files(case):
@@ -67,9 +74,10 @@ def _fsdp_on_cpu(case):
 def _accelerate_files(case):
     for file in project_files(case, '*.yaml', '*.yml'):
         found = settings_in(file)
-        if isinstance(found.get('fsdp_config'), dict): yield file, found
+        if isinstance(found.get('fsdp_config'), dict):
+            yield file, found
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #1b04aa35
+# %% ../../nbs/watching/11_silent_checks.ipynb #fd5b3bb8
 _ROLES = {'system', 'user', 'assistant', 'tool', 'function', 'developer', 'ipython', 'model'}
 _MOST_ROWS = 1000  # That are looked at
 
@@ -79,10 +87,13 @@ def _lines(case):
         rows = []
         with open(file, encoding='utf-8', errors='replace') as lines:
             for line, _ in zip(lines, range(_MOST_ROWS)):
-                try: rows.append(json.loads(line))
+                try:
+                    rows.append(json.loads(line))
                 except ValueError: continue
-        if rows and all(isinstance(row, dict) for row in rows): yield file, rows
+        if rows and all(isinstance(row, dict) for row in rows):
+            yield file, rows
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #dcdc7209
 @check('rows-are-empty')
 def _rows_are_empty(case):
     for file, rows in _lines(case):
@@ -91,28 +102,34 @@ def _rows_are_empty(case):
             return confirmed(f'all {len(texts):,} texts of {file.name} are empty')
     return refuted('no file has empty texts alone')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #e5893599
 @check('roles-are-unknown')
 def _roles_are_unknown(case):
     for file, rows in _lines(case):
         turns = [turn for row in rows for turn in row.get('messages') or ()]
         roles = {turn.get('role') for turn in turns if isinstance(turn, dict)} - {None}
-        if roles and not roles & _ROLES: return confirmed(
-            f'the roles of {file.name} are {", ".join(sorted(map(str, roles)))}')
+        if roles and not roles & _ROLES:
+            return confirmed(
+                f'the roles of {file.name} are {", ".join(sorted(map(str, roles)))}')
     return refuted('every file with messages has roles that templates know')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #53055ab0
 @check('rows-are-sharegpt')
 def _rows_are_sharegpt(case):
     for file, rows in _lines(case):
         turns = [turn for row in rows for turn in row.get('conversations') or ()]
         roles = {turn.get('from') for turn in turns if isinstance(turn, dict)} - {None}
-        if roles: return confirmed(f'{file.name} has the column conversations, with turns from '
-                                   f'{", ".join(sorted(map(str, roles)))}')
+        if roles:
+            return confirmed(f'{file.name} has the column conversations, with turns from '
+                             f'{", ".join(sorted(map(str, roles)))}')
     return refuted('no file has rows in the form of ShareGPT')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #2916905c
 @check('line-is-cut')
 def _line_is_cut(case):
     for place in {str(place) for kind in (str, Path) for place in case.objects(kind)}:
-        if not place.endswith(('.json', '.jsonl')) or not Path(place).is_file(): continue
+        if not place.endswith(('.json', '.jsonl')) or not Path(place).is_file():
+            continue
         with open(place, encoding='utf-8', errors='replace') as lines:
             for number, line in enumerate(lines, 1):
                 try: json.loads(line)
@@ -120,42 +137,50 @@ def _line_is_cut(case):
                     f'line {number} of {Path(place).name} is no JSON: {error}')
     return confirmed(f'a file is no JSON in row {case.groups["row"]} of a block; {told_by(case)}')
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #3388a54b
+# %% ../../nbs/watching/11_silent_checks.ipynb #c083ecdf
 @check('gradients-were-nan')
 def _gradients_were_nan(case):
     for file in project_files(case, 'trainer_state.json'):
         lines = settings_in(file).get('log_history') or []
         odd = [line for line in lines if _is_nan(line.get('grad_norm'))]
-        if odd: return confirmed(
-            f'{file.parent.name}: grad_norm is NaN in {len(odd)} of {len(lines)} lines, from '
-            f'step {odd[0].get("step")} on, with a logged loss of {odd[0].get("loss")}')
+        if odd:
+            return confirmed(
+                f'{file.parent.name}: grad_norm is NaN in {len(odd)} of {len(lines)} lines, from '
+                f'step {odd[0].get("step")} on, with a logged loss of {odd[0].get("loss")}')
     return refuted('no state of the Trainer has a gradient norm that is NaN')
 
 def _is_nan(value):
-    try: return math.isnan(float(value))
+    try:
+        return math.isnan(float(value))
     except (TypeError, ValueError): return False
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #f97aeac4
 @check('optimizer-is-missing')
 def _optimizer_is_missing(case):
     for file in project_files(case, 'trainer_state.json'):
         step = settings_in(file).get('global_step')
         held = {other.name for other in file.parent.iterdir()}
         if any(name.startswith(('optimizer', 'global_step', 'pytorch_model_fsdp'))
-               for name in held): continue
+               for name in held):
+            continue
         return confirmed(f'{file.parent.name} is a checkpoint of step {step} and has no '
                          f'optimizer: {", ".join(sorted(held))}')
     return refuted('every checkpoint of the Trainer has an optimizer')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #a632bb8f
 @check('ranks-have-changed')
 def _ranks_have_changed(case):
-    if case.recipe is None or case.directory is None: return possible('no recipe and folder')
+    if case.recipe is None or case.directory is None:
+        return possible('no recipe and folder')
     for folder in (case.directory, *sorted(case.directory.glob('checkpoint-*'))):
         saved = len([*folder.glob('rng_state_[0-9]*.pth')])
-        if not saved or saved == case.recipe.cluster.ranks: continue
+        if not saved or saved == case.recipe.cluster.ranks:
+            continue
         return confirmed(f'{folder.name} has the generators of {saved} ranks, and the recipe '
                          f'has {case.recipe.cluster.ranks}')
     return refuted('no checkpoint was written by another number of ranks')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #32b7cccd
 @check('save-was-never-ended')
 def _save_was_never_ended(case):
     for file in project_files(case, 'checkpoint-is-incomplete.txt'):
@@ -164,6 +189,7 @@ def _save_was_never_ended(case):
                          f'{", ".join(held) or "nothing"}')
     return refuted('no checkpoint has the mark of a save that goes on')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #0491c36f
 @check('token-is-saved')
 def _token_is_saved(case):
     for file in project_files(case, 'training_args.bin'):
@@ -172,27 +198,32 @@ def _token_is_saved(case):
             return confirmed(f'{place} holds a token of the Hub in plain text')
     return refuted('no training_args.bin holds a token of the Hub')
 
-# %% ../../nbs/watching/11_silent_checks.ipynb #c2473bb9
+# %% ../../nbs/watching/11_silent_checks.ipynb #939d2e13
 @check('log-has-nan')
 def _log_has_nan(case):
     norms = re.findall(r"'grad_norm': '?([\w.+-]+)", case.text)
     losses = re.findall(r"'loss': '?([\w.+-]+)", case.text)
     odd = [number for number, norm in enumerate(norms) if norm == 'nan']
-    if not odd: return refuted('no gradient norm in the log is NaN')
+    if not odd:
+        return refuted('no gradient norm in the log is NaN')
     loss = losses[odd[0]] if odd[0] < len(losses) else 'not logged'
     return confirmed(f'{len(odd)} of {len(norms)} gradient norms in the log are NaN, the first '
                      f'with a loss of {loss}')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #1790b059
 @check('latest-is-missing')
 def _latest_is_missing(case):
     folder = Path(case.groups['place']).parent
-    if not folder.is_dir(): return confirmed(f'DeepSpeed did not find {case.groups["place"]}, '
-                                             'and returned nothing')
+    if not folder.is_dir():
+        return confirmed(f'DeepSpeed did not find {case.groups["place"]}, '
+                         'and returned nothing')
     tags = sorted(place.name for place in folder.iterdir() if place.is_dir())
     return confirmed(f'{folder.name} has no file latest, and the tags {", ".join(tags) or "none"}')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #c29d343e
 @check('disk-is-full')
 def _disk_is_full(case):
     frames = re.findall(r'line \d+, in (\w*(?:save|serialize|write|dump)\w*)', case.text)
-    if frames: return confirmed(f'the disk had no room in {frames[-1]}; {told_by(case)}')
+    if frames:
+        return confirmed(f'the disk had no room in {frames[-1]}; {told_by(case)}')
     return possible('no stack says that something was being written')

@@ -1,4 +1,5 @@
-"""An adapter of the bare decoder is put on the model with its head: no name fits, nothing is raised."""
+"""An adapter of the bare decoder is put on the model with its head: no name fits, nothing is
+raised."""
 import warnings
 
 import torch

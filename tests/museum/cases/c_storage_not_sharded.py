@@ -38,7 +38,8 @@ def packed_bytes(storage):
 
 
 def broken():
-    for here_b, whole_b in run_ranks(packed_bytes, args=('uint8',), env=ENV): assert here_b == whole_b
+    for here_b, whole_b in run_ranks(packed_bytes, args=('uint8',), env=ENV):
+        assert here_b == whole_b
     Path('train.py').write_text(SCRIPT)
     Path('accelerate.yaml').write_text(FILE)
     return '.'

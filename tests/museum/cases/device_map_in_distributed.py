@@ -1,4 +1,5 @@
-"""`device_map='auto'` cuts the model over all devices, and two ranks would each want all."""
+"""`device_map='auto'` cuts the model over all devices, and each of two ranks would want them
+all."""
 import torch
 
 from llm_workbook.parallel.ranks import run_ranks

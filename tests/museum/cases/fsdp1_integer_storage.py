@@ -1,4 +1,5 @@
-"""A 4-bit base keeps its payload as uint8 unless told otherwise, and FSDP1 refuses integers."""
+"""A 4-bit base keeps its payload as uint8 unless it is told otherwise, and FSDP1 refuses
+integers."""
 import torch
 
 from llm_workbook.parallel.ranks import run_ranks

@@ -1,4 +1,5 @@
-"""A gradient is not a number, and the log says so between a loss of 0 and the next learning rate."""
+"""A gradient is not a number, and the log says so between a loss of 0 and the next learning
+rate."""
 import contextlib
 import io
 

@@ -1,4 +1,5 @@
-"""`notebook_launcher` sets no variable of FSDP, so a prepared model is DDP."""
+"""`notebook_launcher` sets no variable of FSDP, so a prepared model is DDP, whatever a file
+says."""
 import torch
 
 from llm_workbook.parallel.backends import cpu_fsdp

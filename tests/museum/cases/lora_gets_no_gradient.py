@@ -1,4 +1,5 @@
-"""Reentrant checkpointing around frozen layers: no input requires a gradient, so nothing gets one."""
+"""Reentrant checkpointing around frozen layers: no input requires a gradient, so nothing gets
+one."""
 from functools import partial
 
 import torch

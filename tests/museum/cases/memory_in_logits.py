@@ -1,4 +1,5 @@
-"""Logits of all tokens in float32 do not fit; in tiles they do. A limit stands for a card."""
+"""Logits of all tokens in float32 do not fit; in tiles they do. A limit on memory stands for a
+card."""
 import resource
 
 import torch

@@ -1,4 +1,5 @@
-"""An optimizer's update gets FSDP2's DTensors next to plain tensors, and is refused."""
+"""An optimizer's own kernel gets FSDP2's DTensors next to plain tensors, and refuses the
+mixture."""
 import torch
 
 from llm_workbook.parallel.ranks import run_ranks

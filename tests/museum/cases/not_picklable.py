@@ -1,4 +1,5 @@
-"""Spawned processes get their function by pickle, and an inner one has no name."""
+"""Spawned processes get their function by pickle, and one that is defined inside another has no
+name."""
 import torch.multiprocessing as mp
 
 from llm_workbook.parallel.ranks import run_ranks

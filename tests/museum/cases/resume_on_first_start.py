@@ -1,4 +1,5 @@
-"""A job that is queued again always passes `resume_from_checkpoint=True`; its first start has none."""
+"""A job that is queued again always passes `resume_from_checkpoint=True`; its first start has
+none."""
 from resume_from_partial_checkpoint import trainer
 from transformers.trainer_utils import get_last_checkpoint
 

@@ -1,5 +1,6 @@
-"""accelerate finds cards that cannot reach each other's memory. There are none here:
-its two questions for them are answered by hand."""
+"""accelerate finds cards that cannot reach each other's memory. There are none here: its two
+questions
+for them are answered by hand."""
 from unittest.mock import patch
 
 import torch

@@ -1,4 +1,5 @@
-"""Under FSDP2 with SHARDED_STATE_DICT the Trainer's `save_model` writes no weights and says nothing."""
+"""Under FSDP2 with SHARDED_STATE_DICT the Trainer's `save_model` writes no weights and says
+nothing."""
 from pathlib import Path
 
 import torch

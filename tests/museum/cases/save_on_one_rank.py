@@ -1,4 +1,5 @@
-"""`state_dict` gathers with all ranks, and only rank 0 calls it: the others leave, or wait for ever."""
+"""`state_dict` gathers with all ranks, and only rank 0 calls it: the others leave, or wait for
+ever."""
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -1,5 +1,6 @@
 """A header of a job script has a variable in it. sbatch reads options before it asks a
-controller, so it needs no cluster; where it is not installed, its words are recorded."""
+controller, so
+it needs no cluster; where it is not installed, its words are recorded."""
 import os
 import shutil
 import subprocess

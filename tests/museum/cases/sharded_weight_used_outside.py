@@ -1,4 +1,5 @@
-"""Under ZeRO-3 an embedding is called by itself, and its weight is empty between passes."""
+"""Under ZeRO-3 an embedding is called by itself, with a weight that is empty between forward
+passes."""
 import torch
 
 from llm_workbook.parallel.ranks import run_ranks

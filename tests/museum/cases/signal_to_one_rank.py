@@ -1,4 +1,5 @@
-"""Only one rank is told to stop: it saves while the other sums gradients, and they never meet again."""
+"""Only one rank is told to stop: it saves while the other sums gradients, and they never meet
+again."""
 import os
 import signal
 import time

@@ -1,4 +1,5 @@
-"""The token given to TrainingArguments is masked when printed, and plain in what every save writes."""
+"""The token given to TrainingArguments is masked when printed, and plain in what every save
+writes."""
 import torch
 from transformers import TrainingArguments
 
