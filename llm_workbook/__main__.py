@@ -32,6 +32,7 @@ from .report import reconcile
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
 from .training.run_directory import RunLocked, run_status
+from .watching.diagnose import diagnose
 
 # %% ../nbs/package/04_command.ipynb #d0000007
 def _recipe(text) -> Recipe:  # A packaged name, or a YAML file
@@ -112,6 +113,12 @@ def _status(arguments):
     print(json.dumps({'code': code, 'status': text}) if arguments.json else text)
     return code
 
+def _diagnose(arguments):
+    recipe = _recipe(arguments.recipe) if arguments.recipe else None
+    found = diagnose(arguments.what, recipe, arguments.directory)
+    _show(found, arguments.json)
+    return 0 if found.findings else 1
+
 def _end_on_interrupt():
     "End at once at Ctrl-C, until training notes it: nothing is there to save."
     def end(number, frame):
@@ -153,6 +160,7 @@ _EPILOG = """examples:
   llm-workbook try mine.yaml                       your model in miniature, up to its export
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
+  llm-workbook diagnose runs/mine                  what broke, by which evidence, what to change
   llm-workbook exercises                           what is solved, and how well
 
 exit codes: 0 well; 1 failed, or must not start; 2 command or recipe is wrong;
@@ -227,11 +235,18 @@ def _running_verbs(verbs):
     check.add_argument('--port', type=int, help='where rank 0 listens')
     status = _verb(verbs, 'status', _status, 'say how a run stands, in words and by exit code')
     status.add_argument('directory', type=Path, help='of the run')
-    return [training, check, status]
+    return [training, check, status, _diagnosis_verb(verbs)]
+
+def _diagnosis_verb(verbs):
+    doctor = _verb(verbs, 'diagnose', _diagnose, 'find out what broke, and say what to change')
+    doctor.add_argument('what', type=Path, help='a log, or the directory of a run')
+    doctor.add_argument('--recipe', help='YAML file or name; without it that of the run')
+    doctor.add_argument('--directory', type=Path, help='of the run, if a log is given')
+    return doctor
 
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'train', 'preflight',
-          'status', 'exercises')
+          'status', 'diagnose', 'exercises')
 
 def _parser():
     parser = argparse.ArgumentParser(

@@ -39,10 +39,8 @@ def _read_error(error):
     if not isinstance(error, RankError):
         text = ''.join(traceback.format_exception(error))
         return split_ranks(text, 'traceback')
-    said = [(error.traceback or error.reason, 'traceback'), (error.log, 'log')]
-    excerpts = [Excerpt(f'{text}\n{error.reason}' if place == 'traceback' else text, place,
-                        error.rank) for text, place in said if text]
-    return excerpts
+    told = f'{error.traceback}\n{error.reason}'
+    return split_ranks(told, 'traceback', error.rank) + split_ranks(error.log, 'log', error.rank)
 
 def _read_directory(directory):
     "Excerpts of what a run or its launcher has written into a directory."

@@ -109,6 +109,7 @@ class Excerpt(NamedTuple):
     rank: int | None = None  # Whose it is, where that is known
 
 _COLOUR = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
+_SECRET = re.compile(r'\b(?:hf_|sk-|ghp_|gho_)[A-Za-z0-9_-]{16,}')
 _MARK = re.compile(r'(?:\[(?:default|rank|trainer|worker)[_ ]?(\d+)\]:\s?)+')
 _NUMBER = re.compile(r'\s{0,3}(\d{1,4}): ')
 
@@ -118,7 +119,7 @@ def split_ranks(
     rank: int | None = None,  # Whose it is, where the lines do not say it
 ) -> list[Excerpt]:  # One for each rank that spoke, in the order of their first line
     "Take apart what several ranks wrote into one text."
-    lines = _COLOUR.sub('', text).replace('\r', '\n').split('\n')
+    lines = _SECRET.sub('***', _COLOUR.sub('', text)).replace('\r', '\n').split('\n')
     filled = [line for line in lines if line.strip()]
     by_number = bool(filled) and sum(map(bool, map(_NUMBER.match, filled))) > 0.8 * len(filled)
     mark = _NUMBER if by_number else _MARK
