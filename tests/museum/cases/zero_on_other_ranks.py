@@ -1,4 +1,4 @@
-"""A ZeRO-2 checkpoint of two ranks is loaded by one; converted by DeepSpeed's own program, it is."""
+"""One rank loads a ZeRO-2 checkpoint of two; converted by DeepSpeed's own program, it is taken."""
 import os
 import subprocess
 import sys
