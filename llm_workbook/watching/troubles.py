@@ -10,6 +10,7 @@ __all__ = ['Trouble', 'troubles', 'checked_troubles', 'trouble', 'Excerpt', 'spl
 import re, sys
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import yaml
@@ -146,6 +147,9 @@ _FRAME = re.compile(
 _INSTALLED = re.compile(r'(?:site|dist)-packages|lib/python3|^<(?!cell)')
 
 @cache
+def _own_folder(): return f'{Path(find_spec("llm_workbook").origin).parent}/'
+
+@cache
 def _is_library(name):
     "Whether a package of that name is installed, and not beside the program."
     if name == 'llm_workbook': return True
@@ -157,7 +161,7 @@ def is_installed(
     file: str,  # As a traceback names it; the folders of a library may have been left out
 ) -> bool:  # False: it is your own
     "Say whether a file of a traceback belongs to a library or to Python."
-    if _INSTALLED.search(file): return True
+    if _INSTALLED.search(file) or file.startswith(_own_folder()): return True
     first = re.split(r'[/.]', file)[0]
     return first in sys.stdlib_module_names or '/' in file and _is_library(first)
 

@@ -11,6 +11,7 @@ from trouble import CANARY
 from llm_workbook.__main__ import main
 from llm_workbook.config.recipe import Recipe, rules
 from llm_workbook.files import asset
+from llm_workbook.launching.background import Launched
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.training.watchdog import HangWatch
 from llm_workbook.watching.checks import Case, check_names
@@ -131,7 +132,7 @@ def test_what_nobody_has_written_down_is_said_to_be_unknown():
 
 
 @pytest.mark.parametrize('text', [
-    'all went well', 'Loading checkpoint shards: 100%', 'WARNING: out of memory cards, said the shop',
+    'all went well', 'Loading checkpoint shards: 100%', 'out of memory cards, said the shop',
     'mmap of 3 files', 'the connection of both layers', 'CUDA initialised', 'saved adapter_model'])
 def test_near_words_are_no_trouble(text): assert diagnose(text).rule is None
 
@@ -162,6 +163,66 @@ def test_a_case_has_no_field_that_is_lost_on_the_way():
         'excerpts', 'error', 'recipe', 'directory', 'model', 'sighting', 'file', 'given'}
 
 
+# Words of other versions, of other launchers, and of other ranks
+
+SAID = {
+    'fsdp1-mixed-types': 'ValueError: Must flatten tensors with the same dtype but got torch.float16 '
+                         'and torch.float32',
+    'fsdp1-mixed-requires-grad': 'ValueError: Must flatten tensors with uniform `requires_grad` when '
+                                 '`use_orig_params=False`',
+    'accelerator-before-launcher': 'ValueError: To launch a multi-GPU training from your notebook, the '
+                                   '`Accelerator` should only be initialized inside your training '
+                                   'function. Restart your notebook',
+    'not-picklable': "AttributeError: Can't get local object 'train.<locals>.step'",
+    'deepspeed-values-differ': 'ValueError: Please correct the following DeepSpeed config values that '
+                               'mismatch TrainingArguments values:\n- ds train_batch_size=8 vs hf '
+                               'train_batch_size (calculated)=16',
+    'deepspeed-auto-unfilled': 'pydantic_core.ValidationError: 1 validation error for '
+                               'DeepSpeedZeroConfig\nreduce_bucket_size\n  Input should be a valid '
+                               "integer, unable to parse string as an integer [type=int_parsing, "
+                               "input_value='auto', input_type=str]",
+    'ranks-never-meet': 'RuntimeError: Timed out initializing process group in store based barrier on '
+                        'rank: 0, for key: store_based_barrier_key:1 (world_size=16, worker_count=8, '
+                        'timeout=0:30:00)',
+    'port-in-use': 'RuntimeError: The server socket has failed to listen on any local network address. '
+                   'The server socket has failed to bind to [::]:29500 (errno: 98 - Address already '
+                   'in use).',
+    'interface-not-there': 'node7:311:311 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket '
+                           'interface found',
+    'device-map-in-distributed': "ValueError: You can't train a model that has been loaded with "
+                                 "`device_map='auto'` in any distributed mode.",
+    'memory-in-step': 'RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.69 GiB '
+                      'total capacity; 23.10 GiB already allocated; 5.06 MiB free; 23.11 GiB reserved '
+                      'in total by PyTorch)',
+    'memory-fragmented': 'RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.69 '
+                         'GiB total capacity; 17.10 GiB already allocated; 1.06 GiB free; 22.11 GiB '
+                         'reserved in total by PyTorch)',
+    'rank-was-killed': '  exitcode  : -9 (pid: 4711)\n  error_file: <N/A>\n  traceback : Signal 9 '
+                       '(SIGKILL) received by PID 4711',
+    'rank-hangs': '[E ProcessGroupNCCL.cpp:474] [Rank 1] Watchdog caught collective operation timeout: '
+                  'WorkNCCL(SeqNum=2109, OpType=_ALLGATHER_BASE, Timeout(ms)=1800000) ran for 1800324 '
+                  'milliseconds before timing out.',
+    'zero3-weights-are-empty': 'size mismatch for base_model.model.lm_head.weight: copying a param with '
+                               'shape torch.Size([32000, 4096]) from checkpoint, the shape in current '
+                               'model is torch.Size([0]).',
+    'recomputed-otherwise': 'torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A '
+                            'different number of tensors was saved during the original forward and '
+                            'recomputation.'}
+FORMS = {
+    'alone': '{}', 'of a rank': '[rank3]: {}', 'of torchrun': '[default7]:[rank7]: {}',
+    'of srun': ' 0: {}', 'in colour': '\x1b[31m{}\x1b[0m', 'after a bar': '  9%| | 3/9\r{}'}
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('rule', SAID)
+def test_words_are_known_in_every_form(rule, form):
+    lines = SAID[rule].split('\n') if form != 'after a bar' else [SAID[rule]]
+    found = diagnose('\n'.join(map(FORMS[form].format, lines)))
+    assert found.rule == rule, [finding.trouble.id for finding in found.findings]
+    ranks = {'of a rank': 3, 'of torchrun': 7, 'of srun': 0}
+    assert found.findings[0].sighting.excerpt.rank == ranks.get(form)
+
+
 # Hangs
 
 def stand_still():
@@ -186,6 +247,16 @@ def test_a_real_hang_is_one_sentence(tmp_path):
     assert sentence.startswith('rank 1 is in stand_still (') and 'time.sleep(60)' in sentence
     assert 'rank 0 waits in all_reduce number 3 of group gloo 0' in sentence
     assert sentence in found.evidence
+
+
+def test_a_launched_run_that_failed_is_read(tmp_path):
+    recipe = Recipe.named('reviews-qlora')
+    launched = Launched(recipe, tmp_path, None)
+    launched._error = RankError(1, 'failed: RuntimeError: Cannot flatten integer dtype tensors')
+    launched._ended.set()
+    found = diagnose(launched)
+    assert (found.rule, found.findings[0].where) == ('fsdp1-integer-storage', 'rank 1')
+    assert found.before == recipe
 
 
 # The command

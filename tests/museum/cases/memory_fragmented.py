@@ -1,7 +1,7 @@
 """More GPU memory is reserved and unused than is asked for. It takes a GPU: the text is torch's."""
 from llm_workbook.config.recipe import Recipe
 
-recorded = 'recorded/memory_fragmented.txt'
+recorded = 'memory_fragmented.txt'
 
 
 def mended():
