@@ -137,6 +137,19 @@ def _line_is_cut(case):
                     f'line {number} of {Path(place).name} is no JSON: {error}')
     return confirmed(f'a file is no JSON in row {case.groups["row"]} of a block; {told_by(case)}')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #3e31138f
+@check('row-lacks-text')
+def _row_lacks_text(case):
+    for row in case.objects(dict):
+        columns = [name for name in row if isinstance(name, str)]
+        if columns and len(columns) < 20 and all(_is_plain(value) for value in row.values()):
+            return confirmed(f'a row has the columns {", ".join(columns)}; {told_by(case)}')
+    column = case.groups.get('column')
+    what = f'a row has no column {column}' if column else 'a row has nothing in its column'
+    return confirmed(f'{what}; {told_by(case)}')
+
+def _is_plain(value): return value is None or isinstance(value, str | list)
+
 # %% ../../nbs/watching/11_silent_checks.ipynb #c083ecdf
 @check('gradients-were-nan')
 def _gradients_were_nan(case):

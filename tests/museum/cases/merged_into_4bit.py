@@ -29,7 +29,9 @@ def broken():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         packed = copy.deepcopy(model).merge_and_unload()
-    assert (choices(packed) == choices(model)).float().mean() < 0.97
+    with model.disable_adapter(): bare = choices(model)
+    changed_by_adapter = (bare != choices(model)).float().mean()
+    assert (choices(packed) != choices(model)).float().mean() > changed_by_adapter
     text = '\n'.join(f'{warning.category.__name__}: {warning.message}' for warning in caught)
     return {'text': text, 'model': model, 'batch': {'input_ids': IDS}}
 
