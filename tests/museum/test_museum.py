@@ -5,7 +5,8 @@ import re
 
 import pytest
 from bench.shared.museum import (
-    CASES, CLEAN, RECORDED, bring_libraries, clean_texts, diagnosed_clean, examine, names, text_of)
+    CASES, CLEAN, RECORDED, bring_libraries, clean_texts, diagnosed_clean, examine, in_fork,
+    load_case, names, text_of)
 
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.watching.diagnose import diagnose
@@ -74,6 +75,29 @@ def test_there_are_fifty_such_texts_and_half_of_them_are_near_misses():
     file.stem for file in (CASES.parents[2]/'llm_workbook/assets/recipes').glob('*.yaml')))
 def test_a_recipe_of_this_package_is_in_good_health(name):
     assert diagnose(Recipe.named(name)).rule is None
+
+
+def good_trainer_run(_) -> dict:
+    "What the doctor says of a run of the Trainer that went well, and was resumed."
+    trainer = load_case('resume-from-partial-checkpoint').trainer
+    trainer(logging_steps=1).train()
+    trainer(logging_steps=1, max_steps=3).train(resume_from_checkpoint=True)
+    return {'rules': [diagnose('run').rule, diagnose('run/checkpoint-3').rule]}
+
+
+def good_library_run(_) -> dict:
+    "The same of a run of this library: QLoRA on two ranks."
+    from llm_workbook import fine_tune, shrink
+    recipe = shrink(Recipe.named('reviews-qlora')).changed({'optimizer.steps': 2})
+    run = fine_tune(recipe, 'run', live=False)
+    return {'rules': [diagnose(what).rule for what in (run, 'run', 'run/adapters')]}
+
+
+@pytest.mark.parametrize('work', [
+    good_trainer_run, pytest.param(good_library_run, marks=pytest.mark.slow)])
+def test_the_folder_of_a_good_run_is_in_good_health(work):
+    found = in_fork(work, '')
+    assert set(found['rules']) == {None}, found
 
 
 # Texts of others, which no rule was written from
