@@ -159,7 +159,8 @@ def _findings(case, known):
     if any(seen) or case.model is not None:
         for one in known:
             evidence = run_check(one, case) if one.silent else None
-            if evidence and evidence.verdict == 'confirmed': found.append(Explanation(one, evidence))
+            if evidence is None or evidence.verdict != 'confirmed': continue
+            found.append(Explanation(one, evidence))
     best = {}
     for finding in sorted(found, key=_order): best.setdefault(finding.trouble.id, finding)
     return tuple(best.values())
