@@ -57,6 +57,7 @@ class Case:
         for value in (self.model, *self.given.values()):
             if isinstance(value, kind): yield value
 
+# %% ../../nbs/watching/05a_checks.ipynb #77186866
 def _variables(error):
     "Local variables of every frame behind an error and its causes, the innermost first."
     seen = set()
