@@ -3,6 +3,7 @@ import json
 import re
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import yaml
@@ -165,49 +166,7 @@ def test_a_case_has_no_field_that_is_lost_on_the_way():
 
 # Words of other versions, of other launchers, and of other ranks
 
-SAID = {
-    'fsdp1-mixed-types': 'ValueError: Must flatten tensors with the same dtype but got torch.float16 '
-                         'and torch.float32',
-    'fsdp1-mixed-requires-grad': 'ValueError: Must flatten tensors with uniform `requires_grad` when '
-                                 '`use_orig_params=False`',
-    'accelerator-before-launcher': 'ValueError: To launch a multi-GPU training from your notebook, the '
-                                   '`Accelerator` should only be initialized inside your training '
-                                   'function. Restart your notebook',
-    'not-picklable': "AttributeError: Can't get local object 'train.<locals>.step'",
-    'deepspeed-values-differ': 'ValueError: Please correct the following DeepSpeed config values that '
-                               'mismatch TrainingArguments values:\n- ds train_batch_size=8 vs hf '
-                               'train_batch_size (calculated)=16',
-    'deepspeed-auto-unfilled': 'pydantic_core.ValidationError: 1 validation error for '
-                               'DeepSpeedZeroConfig\nreduce_bucket_size\n  Input should be a valid '
-                               "integer, unable to parse string as an integer [type=int_parsing, "
-                               "input_value='auto', input_type=str]",
-    'ranks-never-meet': 'RuntimeError: Timed out initializing process group in store based barrier on '
-                        'rank: 0, for key: store_based_barrier_key:1 (world_size=16, worker_count=8, '
-                        'timeout=0:30:00)',
-    'port-in-use': 'RuntimeError: The server socket has failed to listen on any local network address. '
-                   'The server socket has failed to bind to [::]:29500 (errno: 98 - Address already '
-                   'in use).',
-    'interface-not-there': 'node7:311:311 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket '
-                           'interface found',
-    'device-map-in-distributed': "ValueError: You can't train a model that has been loaded with "
-                                 "`device_map='auto'` in any distributed mode.",
-    'memory-in-step': 'RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.69 GiB '
-                      'total capacity; 23.10 GiB already allocated; 5.06 MiB free; 23.11 GiB reserved '
-                      'in total by PyTorch)',
-    'memory-fragmented': 'RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.69 '
-                         'GiB total capacity; 17.10 GiB already allocated; 1.06 GiB free; 22.11 GiB '
-                         'reserved in total by PyTorch)',
-    'rank-was-killed': '  exitcode  : -9 (pid: 4711)\n  error_file: <N/A>\n  traceback : Signal 9 '
-                       '(SIGKILL) received by PID 4711',
-    'rank-hangs': '[E ProcessGroupNCCL.cpp:474] [Rank 1] Watchdog caught collective operation timeout: '
-                  'WorkNCCL(SeqNum=2109, OpType=_ALLGATHER_BASE, Timeout(ms)=1800000) ran for 1800324 '
-                  'milliseconds before timing out.',
-    'zero3-weights-are-empty': 'size mismatch for base_model.model.lm_head.weight: copying a param with '
-                               'shape torch.Size([32000, 4096]) from checkpoint, the shape in current '
-                               'model is torch.Size([0]).',
-    'recomputed-otherwise': 'torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A '
-                            'different number of tensors was saved during the original forward and '
-                            'recomputation.'}
+SAID = yaml.safe_load((Path(__file__).parent/'words.yaml').read_text())
 FORMS = {
     'alone': '{}', 'of a rank': '[rank3]: {}', 'of torchrun': '[default7]:[rank7]: {}',
     'of srun': ' 0: {}', 'in colour': '\x1b[31m{}\x1b[0m', 'after a bar': '  9%| | 3/9\r{}'}
