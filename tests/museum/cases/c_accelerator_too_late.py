@@ -25,8 +25,10 @@ def values(accelerator_first):
     "How many values of the base this rank holds after loading it, and how many there are."
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
+    dist.barrier()
     if not accelerator_first: dist.destroy_process_group()  # It would begin only after the load
     model = AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
+    if accelerator_first: dist.barrier()
     held = [part.numel() for part in model.parameters() if part.device.type != 'meta']
     return sum(held), sum(part.numel() for part in model.parameters())
 

@@ -7,6 +7,7 @@ from llm_workbook.parallel.ranks import free_port, run_ranks
 def meet(port, ranks):
     import torch.distributed as dist
     rank = dist.get_rank()
+    dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group(
         'gloo', init_method=f'tcp://127.0.0.1:{port + rank * (ranks < 2)}', world_size=2,
