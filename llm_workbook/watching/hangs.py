@@ -45,8 +45,11 @@ _WRAPPERS = 'wrapper', 'wait', '_wait'
 _CALL = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')
 _PY_SPY = re.compile(r'^\s+(\S+) \((\S+?):(\d+)\)$', re.M)
 
+_CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py')
+
 def _calls(text):
-    return [(file, int(line), name) for file, line, name in _CALL.findall(text)]
+    named = _CELL.sub('<cell>', text)
+    return [(file, int(line), name) for file, line, name in _CALL.findall(named)]
 
 def _from_report(rank, report):
     "The standing that a `HangWatch` has written down."
@@ -117,7 +120,8 @@ def _from_record(rank, record):
         if entry['retired'] or number <= ended or name in standing.open: continue
         standing.open[name] = f'{operation} number {number}'
         frames = entry.get('frames', [])
-        standing.calls = [(one['filename'], one['line'], one['name']) for one in frames[::-1]]
+        standing.calls = [(_CELL.sub('<cell>', one['filename']), one['line'], one['name'])
+                          for one in frames[::-1]]
     return standing
 
 def _key(record, entry):

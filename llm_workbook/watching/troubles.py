@@ -111,6 +111,7 @@ class Excerpt(NamedTuple):
 
 _COLOUR = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
 _SECRET = re.compile(r'\b(?:hf_|sk-|ghp_|gho_)[A-Za-z0-9_-]{16,}')
+_CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py')  # What a kernel calls the file of a cell
 _MARK = re.compile(r'(?:\[(?:default|rank|trainer|worker)[_ ]?(\d+)\]:\s?)+')
 _NUMBER = re.compile(r'\s{0,3}(\d{1,4}): ')
 
@@ -120,7 +121,8 @@ def split_ranks(
     rank: int | None = None,  # Whose it is, where the lines do not say it
 ) -> list[Excerpt]:  # One for each rank that spoke, in the order of their first line
     "Take apart what several ranks wrote into one text."
-    lines = _SECRET.sub('***', _COLOUR.sub('', text)).replace('\r', '\n').split('\n')
+    plain = _CELL.sub('<cell>', _SECRET.sub('***', _COLOUR.sub('', text)))
+    lines = plain.replace('\r', '\n').split('\n')
     filled = [line for line in lines if line.strip()]
     by_number = bool(filled) and sum(map(bool, map(_NUMBER.match, filled))) > 0.8 * len(filled)
     mark = _NUMBER if by_number else _MARK
@@ -194,14 +196,20 @@ def _sighting(one, excerpt, seen):
     text, before = excerpt.text, excerpt.text[:seen.end()]
     blamed = _BLAMED.search(before) if excerpt.rank is None else None
     if blamed: excerpt = excerpt._replace(rank=int(blamed[1]))
-    quote, first = _line_at(text, seen.end()), _line_at(text, seen.start())
-    raised = any(map(_RAISED.match, (quote, first)))
-    return Sighting(one, excerpt, quote, last_place(before), seen.groupdict(), raised)
+    quote = _line_at(text, seen.end())
+    return Sighting(one, excerpt, quote, last_place(before), seen.groupdict(),
+                    _is_raised(text, seen))
 
 def _first_match(one, text):
     if any(re.search(pattern, text) for pattern in one.unless): return None
-    matches = [re.search(pattern, text) for pattern in one.signature]
-    return next(filter(None, matches), None)
+    matches = [seen for pattern in one.signature for seen in re.finditer(pattern, text)]
+    raised = [seen for seen in matches if _is_raised(text, seen)]
+    return next(iter(raised or matches), None)
+
+def _is_raised(text, seen):
+    "Whether a match is in the message of an exception, not in a line of code that is quoted."
+    lines = _line_at(text, seen.start() + 1), _line_at(text, seen.end())
+    return any(map(_RAISED.match, lines))
 
 def _line_at(text, position):
     "The line around a position; that before a break belongs to it."
