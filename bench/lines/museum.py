@@ -3,6 +3,8 @@
 Each is broken here, diagnosed, and mended. Texts of good runs and of other errors must not be taken
 for one. `alive` says of each bug whether it is there with the versions of the record.
 """
+import re
+
 from bench.record import record
 from bench.shared.museum import (
     LIBRARIES, bring_libraries, clean_texts, diagnosed_clean, examine, names)
@@ -12,7 +14,13 @@ def row(found: dict) -> dict:
     "What the record keeps of one bug."
     kept = ('alive', 'rule', 'confirmed', 'evidence', 'others', 'mended', 'seconds', 'why_not')
     short = {key: found[key] for key in ('id', *kept) if found.get(key) is not None}
-    return {key: value[-300:] if isinstance(value, str) else value for key, value in short.items()}
+    return {key: without_folders(value)[-300:] if isinstance(value, str) else value
+            for key, value in short.items()}
+
+
+def without_folders(text: str) -> str:
+    "Leave out the folders of this machine: what stands before the name of a file."
+    return re.sub(r'(?<![\w.-])(?:/[\w.-]+)+/(?=[\w.-]+)', '', text)
 
 
 def measure() -> dict:

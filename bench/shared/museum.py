@@ -125,6 +125,7 @@ def bring_libraries() -> None:
     os.environ.update(QUIET)
     import datasets, peft, torch, transformers, trl  # noqa: E401, F401
     import torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+    transformers.utils.logging.disable_progress_bar()
     import llm_workbook.watching.diagnose  # noqa: F401
     from llm_workbook.watching.checks import check_names
     check_names()

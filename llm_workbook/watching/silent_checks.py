@@ -140,15 +140,15 @@ def _line_is_cut(case):
 # %% ../../nbs/watching/11_silent_checks.ipynb #3e31138f
 @check('row-lacks-text')
 def _row_lacks_text(case):
-    for row in case.objects(dict):
-        columns = [name for name in row if isinstance(name, str)]
-        if columns and len(columns) < 20 and all(_is_plain(value) for value in row.values()):
-            return confirmed(f'a row has the columns {", ".join(columns)}; {told_by(case)}')
+    from datasets import Dataset
     column = case.groups.get('column')
+    for rows in case.objects(Dataset):
+        if column in rows.column_names:
+            continue
+        return confirmed(f'the rows have the columns {", ".join(rows.column_names)}, and '
+                         f'{column or "a text"} was asked for; {told_by(case)}')
     what = f'a row has no column {column}' if column else 'a row has nothing in its column'
     return confirmed(f'{what}; {told_by(case)}')
-
-def _is_plain(value): return value is None or isinstance(value, str | list)
 
 # %% ../../nbs/watching/11_silent_checks.ipynb #c083ecdf
 @check('gradients-were-nan')
