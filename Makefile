@@ -8,6 +8,7 @@ FLAGS ?=
 LINE ?=
 ONLY ?=
 QUICK ?=
+MUSEUM ?=
 JOBS ?= 2
 TORCH ?= torch
 CUDA_VENV := .venv-cuda
@@ -23,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-workbook test-cluster cuda-environment test-cuda-wheel mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme dashboard hooks clean distclean
+.PHONY: help quickstart test test-fault test-workbook test-cluster cuda-environment test-cuda-wheel museum mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme dashboard hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -56,6 +57,9 @@ cuda-environment:
 
 test-cuda-wheel: cuda-environment ## Run recipes on CPU ranks with torch's CUDA build (5 GB, in .venv-cuda), on an emulated GPU machine
 	@$(CUDA_VENV)/bin/python tools/suite.py cuda-wheel
+
+museum: $(VENV)/.dev $(VENV)/.compiler ## See which bugs are alive with the libraries that are installed (MUSEUM=folder keeps the table)
+	@MUSEUM="$(MUSEUM)" $(BIN)/python tools/museum.py
 
 mutants: $(VENV)/.dev $(VENV)/.compiler ## Plant known mistakes in a copy and see that the tests catch them (ONLY=name for one, JOBS=2)
 	@ONLY="$(ONLY)" JOBS="$(JOBS)" $(BIN)/python tools/mutants.py

@@ -34,6 +34,7 @@ from .report import reconcile
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
 from .training.run_directory import RunLocked, run_status
+from .watching.diagnose import diagnose
 from .watching.exporter import RunCollector, export_metrics, write_textfile
 
 # %% ../nbs/package/04_command.ipynb #d0000007
@@ -115,6 +116,12 @@ def _status(arguments):
     print(json.dumps({'code': code, 'status': text}) if arguments.json else text)
     return code
 
+def _diagnose(arguments):
+    recipe = _recipe(arguments.recipe) if arguments.recipe else None
+    found = diagnose(arguments.what, recipe, arguments.directory)
+    _show(found, arguments.json)
+    return 0 if found.findings else 1
+
 def _end_on_interrupt():
     "End at once at Ctrl-C, until training notes it: nothing is there to save."
     def end(number, frame):
@@ -190,6 +197,7 @@ _EPILOG = """examples:
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
   llm-workbook export runs/mine                    its metrics, for Prometheus
+  llm-workbook diagnose runs/mine                  what broke, by which evidence, what to change
   llm-workbook exercises                           what is solved, and how well
 
 exit codes: 0 well; 1 failed, or must not start; 2 command or recipe is wrong;
@@ -264,7 +272,8 @@ def _running_verbs(verbs):
     check.add_argument('--port', type=int, help='where rank 0 listens')
     status = _verb(verbs, 'status', _status, 'say how a run stands, in words and by exit code')
     status.add_argument('directory', type=Path, help='of the run')
-    return [training, check, status, _export_verb(verbs), _dashboard_verb(verbs)]
+    return [training, check, status, _export_verb(verbs), _dashboard_verb(verbs),
+            _diagnosis_verb(verbs)]
 
 def _export_verb(verbs):
     export = _verb(verbs, 'export', _export, 'give the metrics of a run to Prometheus')
@@ -287,9 +296,17 @@ def _dashboard_verb(verbs):
     board.add_argument('file', type=Path, help='to write, as in dashboard.json')
     return board
 
+def _diagnosis_verb(verbs):
+    doctor = _verb(verbs, 'diagnose', _diagnose, 'find out what broke, and say what to change')
+    doctor.add_argument('what', type=Path, help='a log, or the directory of a run')
+    doctor.add_argument('--recipe', help='YAML file or name; without it that of the run')
+    doctor.add_argument('--directory', type=Path, help='of the run, if a log is given')
+    return doctor
+
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'train', 'preflight',
-          'status', 'export', 'dashboard', 'exercises')
+          'status', 'export', 'dashboard', 'diagnose',
+          'exercises')
 
 def _parser():
     parser = argparse.ArgumentParser(
