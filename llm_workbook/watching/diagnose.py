@@ -60,8 +60,9 @@ def _recipe_in(directory):
 
 # %% ../../nbs/watching/06_diagnose.ipynb #e5e5629d
 def _names_a_file(text):
-    if '\n' in text or len(text) > 4000 or not text.strip(): return False
-    return Path(text).expanduser().exists()
+    if '\n' in text or not text.strip(): return False
+    try: return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError): return False  # Too long, say, for a name
 
 def open_case(
     what: object,  # Exception, text, path of a log or of a run, `Launched`, `Run`, recipe or model

@@ -12,8 +12,6 @@ from llm_workbook.config.recipe import Recipe
 from llm_workbook.watching.diagnose import diagnose
 from llm_workbook.watching.troubles import troubles
 
-UNSEEN = CASES.parent/'unseen'
-
 
 @pytest.fixture(scope='module', autouse=True)
 def libraries(): bring_libraries()
@@ -98,12 +96,3 @@ def good_library_run(_) -> dict:
 def test_the_folder_of_a_good_run_is_in_good_health(work):
     found = in_fork(work, '')
     assert set(found['rules']) == {None}, found
-
-
-# Texts of others, which no rule was written from
-
-@pytest.mark.parametrize('file', sorted(UNSEEN.glob('*.txt')), ids=lambda file: file.stem)
-def test_a_text_that_no_rule_was_written_from_is_diagnosed(file):
-    expected = file.stem.partition('__')[0].replace('_', '-')
-    found = diagnose(text_of(file))
-    assert found.rule == expected, found
