@@ -12,9 +12,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.lines.museum import measure  # noqa: E402
+from bench.shared.museum import load_case  # noqa: E402
 from llm_workbook.watching.troubles import trouble  # noqa: E402
 
 STATES = {True: 'alive', False: 'gone', None: 'broke otherwise'}
+
+
+def state(row: dict) -> str:
+    "Whether a bug is alive; a text of others cannot say so."
+    if hasattr(load_case(row['id']), 'recorded'): return 'from a text'
+    return STATES[row.get('alive')]
 
 
 def lines(made: dict) -> list[str]:
@@ -24,7 +31,7 @@ def lines(made: dict) -> list[str]:
         one = trouble(row['id'])
         kind = 'silent' if one.silent else 'loud'
         cured = {True: 'yes', False: 'no'}.get(row.get('mended'), 'not here')
-        rows.append((row['id'], kind, STATES[row.get('alive')], row.get('rule') or '-', cured))
+        rows.append((row['id'], kind, state(row), row.get('rule') or '-', cured))
     return rows
 
 
@@ -34,7 +41,7 @@ def page(made: dict) -> str:
     head = ['bug', 'kind', 'state', 'diagnosed as', 'cured by the fix']
     table = [head, ['---'] * len(head), *lines(made)]
     rows = '\n'.join(f'| {" | ".join(cells)} |' for cells in table)
-    alive = sum(row.get('alive') is True for row in made['rows'])
+    alive = sum(state(row) == 'alive' for row in made['rows'])
     return ('# Which bugs are alive\n\n'
             f'{made["date"]}: {alive} of {made["bugs"]}, with {versions}.\n'
             f'{made["value"]:.0f} diagnosed; of {made["clean"]} texts without a bug '
