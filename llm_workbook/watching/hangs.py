@@ -45,7 +45,7 @@ _WRAPPERS = 'wrapper', 'wait', '_wait'
 _CALL = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')
 _PY_SPY = re.compile(r'^\s+(\S+) \((\S+?):(\d+)\)$', re.M)
 
-_CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py')
+_CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>')
 
 def _calls(text):
     named = _CELL.sub('<cell>', text)

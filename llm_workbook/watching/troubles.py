@@ -111,7 +111,7 @@ class Excerpt(NamedTuple):
 
 _COLOUR = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
 _SECRET = re.compile(r'\b(?:hf_|sk-|ghp_|gho_)[A-Za-z0-9_-]{16,}')
-_CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py')  # What a kernel calls the file of a cell
+_CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>')  # A cell
 _MARK = re.compile(r'(?:\[(?:default|rank|trainer|worker)[_ ]?(\d+)\]:\s?)+')
 _NUMBER = re.compile(r'\s{0,3}(\d{1,4}): ')
 
