@@ -124,12 +124,18 @@ def plain_source(cell: dict) -> str:
     return text
 
 
+def html_links(text: str) -> str:
+    "Let links that are written in HTML, as in a folded hint, lead to pages of the site."
+    return re.sub(r'(<a href="(?!\w+:)[^"#]+)\.ipynb', r'\1.html', text)
+
+
 def make_plain(page: Path, source: Path) -> None:
     "Rewrite a page for Sphinx: no directives, no widgets that need a kernel, local links."
     notebook = json.loads(page.read_text(encoding='utf-8'))
     for cell in notebook['cells']:
         text = plain_source(cell)
-        if cell['cell_type'] == 'markdown': text = local_links(single_links(text), page, source)
+        if cell['cell_type'] == 'markdown':
+            text = html_links(local_links(single_links(text), page, source))
         cell['source'] = text
         cell.pop('has_sd', None)
         for output in cell.get('outputs', []): make_output_plain(output, page, source)

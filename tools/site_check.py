@@ -5,6 +5,7 @@ without a picture.
 """
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
@@ -55,7 +56,7 @@ def paragraphs(source: str) -> list[str]:
     source = re.sub(r'!?\[([^]]*)\]\([^)]*\)(\{[^}]*\})?', r'\1', source)  # Only a link's words
     source = re.sub(r'<(https?:[^>]+)>', r'\1', source)
     html = r'(`[^`\n]+`)|</?[a-zA-Z][^>]*>'  # In code it is no HTML, as in `<eos>`
-    source = re.sub(html, lambda found: found[1] or ' ', source)
+    source = unescape(re.sub(html, lambda found: found[1] or ' ', source))
     parts = re.split(r'\n\s*\n|(?m:^\s*[-*] |^\s*\d+\. |^\s*\|)|\|', source)
     # The site draws formulas, and does not write them
     return [part for part in parts if letters(part) and '$' not in part]
