@@ -240,6 +240,9 @@ def _join_group(job, rank):
     import torch.distributed as dist
     store = dist.FileStore(str(job.folder / 'store'), job.ranks)
     dist.init_process_group('gloo', store=store, rank=rank, world_size=job.ranks, **job.group)
+    # A rank that is done at once would close its sockets while others still connect to them
+    store.set(f'joined {rank}', '')
+    store.wait([f'joined {other}' for other in range(job.ranks)])
 
 class _CpuPickler(pickle.Pickler):
     "Pickle what lies on a GPU as if it lay on the CPU."

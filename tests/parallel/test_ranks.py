@@ -404,6 +404,22 @@ def test_a_kernel_in_a_process_group_is_refused(launch):
     finally: dist.destroy_process_group()
 
 
+@both
+def test_a_rank_begins_when_all_have_joined(launch, monkeypatch):
+    join_group = dist.init_process_group
+    def join_late(*args, rank, **kwargs):
+        join_group(*args, rank=rank, **kwargs)
+        if rank == 0: time.sleep(0.5)
+        dist.joined_s = time.monotonic()
+    def leave_at_once():
+        began_s = time.monotonic()
+        dist.destroy_process_group()
+        return dist.joined_s, began_s
+    monkeypatch.setattr(dist, 'init_process_group', join_late)
+    (late_s, _), (_, early_s) = launch(leave_at_once, 2)
+    assert early_s >= late_s
+
+
 def test_memory_is_sampled_where_the_peak_cannot_be_reset():
     class ReadOnlyPath(type(Path())):
         def write_text(self, *args): raise PermissionError
