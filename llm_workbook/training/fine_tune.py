@@ -294,7 +294,7 @@ def train_here(
         _end_with_agent()
         finished = run_state(directory)['state'] == 'finished'
         set_allocator(recipe)  # A library that is imported may open a GPU
-        announce_import(directory)
+        if not finished: announce_import(directory)
         _import_libraries(finished)
         rank = _launched_rank(recipe)
         check_launcher(recipe, os.environ)
