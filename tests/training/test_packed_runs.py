@@ -13,7 +13,8 @@ from llm_workbook.training.run_directory import RunFiles, read_metrics
 ROWS, STEPS = 16, 3
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
 PLAIN = {'batch.packing': False, 'batch.micro': 1}
-# As in test_parity: float32, sums in another order; a leak moves the loss by 1e-2 and more
+# As in test_parity: float32, sums in another order. The base is untrained and attends to little: a
+# leak moves its loss by 5e-4, and the norm of its gradient by more
 LOSS, NORM = 1e-5, 1e-4
 
 
@@ -89,8 +90,8 @@ def test_a_run_in_which_rows_see_each_other_is_another_run(
     monkeypatch.setattr(trainers, 'pack_rows', running_on)
     leaky = run(parts(recipe.changed(ALONE | {'intervals.evaluation': 0})), tmp_path)
     first, true = leaky.metrics[0], unpacked.metrics[0]
-    assert abs(first['loss'] / true['loss'] - 1) > 100 * LOSS
-    assert abs(first['grad_norm'] / true['grad_norm'] - 1) > 10 * NORM
+    assert abs(first['loss'] / true['loss'] - 1) > 20 * LOSS
+    assert abs(first['grad_norm'] / true['grad_norm'] - 1) > 20 * NORM
 
 
 def test_packed_rows_that_are_too_few_are_refused_before_anything_is_loaded(recipe):
