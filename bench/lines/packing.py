@@ -1,4 +1,4 @@
-"""Lengths/s that are put into bins, TRL by turns, and how near the bins are to the fewest possible.
+"""Lengths/s that are put into bins, TRL by turns, and how near the bins are to the fewest.
 
 The peer is the function behind TRL's `bfd_split`, on one table of all rows: `pack_dataset` would
 call it for 1,000 rows at a time, and need more bins. Its tokens are bytes, so that copying them
@@ -47,8 +47,9 @@ def measure() -> dict:
         ours_s.append(round(ours, 4))
         theirs_s.append(round(theirs, 4))
     bound = fewest_bins(sizes, CAPACITY)
-    found, asked = Counter(sizes[number] for places in bins for number in places), Counter(sizes)
-    if found != asked: raise RuntimeError(f'{asked - found} rows are lost, {found - asked} too many')
+    asked = Counter(sizes)
+    found = Counter(sizes[number] for places in bins for number in places)
+    if found != asked: raise RuntimeError(f'lost: {asked - found}, too many: {found - asked}')
     values, peers = ([round(ROWS / time_s) for time_s in times] for times in (ours_s, theirs_s))
     return record(
         'packing', values, 'lengths/s', peers, peer='TRL, bfd_split', goal=ROWS * 10,

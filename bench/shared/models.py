@@ -79,7 +79,7 @@ def fill(model, make, dtype) -> None:
 
 
 def rows(recipe, vocab: int, steps: int) -> list[dict]:
-    "As many rows of exactly `batch.length` tokens as the steps take; packed ones hold two examples."
+    "As many full rows of `batch.length` tokens as the steps take; packed ones hold two examples."
     import torch
     examples = 2 if recipe.batch.packing else 1
     shape = recipe.global_batch * steps * examples, recipe.batch.length // examples

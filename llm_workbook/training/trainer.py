@@ -221,7 +221,7 @@ def _row_kind(rows, held, packs):
                      'pass rows of messages, text, or input_ids and labels')
 
 def _dataset(rows, keys, recipe, longest=None):
-    """Number the rows, pack them if `recipe` says so, and make a dataset; None where there are none.
+    """Number rows, pack them if `recipe` says so, and make a dataset; None where there are none.
 
     Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does. Rows of
     `check_recipe` are cut already, and one that would lose the end of an answer is refused there.
