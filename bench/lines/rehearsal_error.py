@@ -26,6 +26,8 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', QLORA | {'cluster.processes': 4}),
     ('small', FULL | {'batch.accumulation': 2}),
     ('small', LORA | {'sharding.strategy': 'ddp'}),
+    ('small', LORA | {'batch.packing': True, 'batch.length': 512}),
+    ('small', FULL | {'batch.packing': True, 'batch.micro': 2}),
 ]
 
 

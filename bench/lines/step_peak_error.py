@@ -30,6 +30,7 @@ PURE = BF16 | {'precision.master': 'bfloat16'}
 FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
              for strategy in ('fsdp2', 'ddp'))
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
+PACKED = {'batch.packing': True}
 
 
 def size(micro: int, length: int, accumulation: int = 1) -> dict:
@@ -52,7 +53,8 @@ JOBS = [
     ('wide', size(1, 512) | DDP | LORA, False), ('llama', size(1, 512) | FSDP, False),
     ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
     ('wide', size(1, 512) | FSDP | BF16, False),
-    ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False)]
+    ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False),
+    ('llama', size(2, 512) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False)]
 
 
 def recipe(changes: dict):

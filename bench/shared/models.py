@@ -79,9 +79,10 @@ def fill(model, make, dtype) -> None:
 
 
 def rows(recipe, vocab: int, steps: int) -> list[dict]:
-    "As many rows of exactly `batch.length` tokens as the steps take."
+    "As many full rows of `batch.length` tokens as the steps take; packed ones hold two examples."
     import torch
-    shape = recipe.global_batch * steps, recipe.batch.length
+    examples = 2 if recipe.batch.packing else 1
+    shape = recipe.global_batch * steps * examples, recipe.batch.length // examples
     ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).tolist()
     return [{'input_ids': row, 'labels': row} for row in ids]
 
@@ -99,12 +100,16 @@ def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
     import contextlib
     import torch
     batch, device = recipe.batch, accelerator.device
+    given = {'use_cache': False}
+    if batch.packing:  # Two examples in each row
+        positions = torch.arange(batch.length // 2).repeat(batch.micro, 2)
+        given['position_ids'] = positions.to(device)
     for i in range(batch.accumulation):
         ids = torch.randint(0, vocab, (batch.micro, batch.length)).to(device)
         count = torch.tensor(ids.numel() * batch.accumulation, device=device)
         last = i == batch.accumulation - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, **given).loss
             accelerator.backward(loss)
         del loss
     if recipe.optimizer.clip: accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)

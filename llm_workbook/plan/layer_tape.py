@@ -34,7 +34,8 @@ class Setting(NamedTuple):
     attention: str = 'sdpa'  # sdpa, eager or flash
     output_b: int = 0  # Of the last hidden state, where FSDP2 casts it for the loss, bytes
     head: str = 'full'  # Of the loss: full, chunked, fused, or the number of classes
-    masked: bool = False  # Attention needs an explicit mask: rows hold several examples
+    masked: bool = False  # Attention needs an explicit mask: rows are padded, or packed
+    tables: int = 1  # Rows of the rotary tables: packed rows have positions of their own
     cuda: bool = False  # Which kernels
     fresh: bool = True  # No gradient is there yet, so each new one stays
 

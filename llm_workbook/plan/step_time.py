@@ -16,7 +16,7 @@ from ..config.document import Problem, RecipeError
 from ..display import PALETTE, canvas, html_table
 from ..model.layout import NUMBER_B, coverage, role
 from ..model.spec import spec_of
-from .activations import mask_traffic_b, masks_padding, step_sizes
+from .activations import mask_traffic_b, needs_mask, step_sizes
 from .collectives import Collective, node_of, step_messages
 from .host_time import (
     DENSE, assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
@@ -168,7 +168,7 @@ def _keys(recipe, work) -> int:
 
 def _computed_keys(recipe, work) -> float:
     "Count those of them that the kernel computes: without a mask it leaves out later ones."
-    whole = _is_eager(recipe) or masks_padding(recipe)
+    whole = _is_eager(recipe) or needs_mask(recipe)
     return _keys(recipe, work) if whole else _seen_keys(recipe, work)
 
 def _seen_keys(recipe, work) -> float:

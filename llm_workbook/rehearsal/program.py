@@ -106,7 +106,6 @@ _ALWAYS = {
     'cluster.device': 'cpu',
     'cluster.hardware': None,
     'sharding.loading': 'every_rank',
-    'batch.packing': False,
     'optimizer.steps': 1,
     'intervals': {'logging': 1},
 }
@@ -181,7 +180,7 @@ def record_step(
     layers: int | None = None,  # Of the model that runs; None means all
     rank: int = 0,  # Which rank to be
     gpu: bool = False,  # Whether to count as GPUs do
-    packed: bool = False,  # Whether rows are packed for attention without masks
+    joined: bool = False,  # Whether packed rows lie one behind the other, and need no mask
 ) -> RecordedStep:  # Its last step, with optimizer states already there
     "Run the trainer of `recipe` as one of its ranks, the others being pretended."
     zero = recipe.sharding.strategy.startswith('zero')
@@ -194,10 +193,11 @@ def record_step(
         stack.enter_context(patch.dict(os.environ, _variables(recipe)))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         offload = not zero and recipe.sharding.offload_parameters == 'cpu'
-        recorder = stack.enter_context(recorded(recipe.cluster.ranks, rank, gpu, offload))
+        masked = recipe.batch.packing and not joined
+        recorder = stack.enter_context(recorded(recipe.cluster.ranks, rank, gpu, offload, masked))
         stack.enter_context(_adapted_libraries(recipe, gpu))
         if zero: stack.enter_context(zero_engine(recorder))
-        trainer = _trainer(recipe, folder, _base(recipe, model), packed)
+        trainer = _trainer(recipe, folder, _base(recipe, model), joined)
         marks = _mark_step(trainer, recorder, recipe)
         trainer.train()
     build_s, step_s = marks.built_s - started, marks.ended_s - marks.built_s
@@ -463,7 +463,7 @@ def _fake_payload_class():
     return Params4bit
 
 # %% ../../nbs/rehearsal/04_program.ipynb #26f24c9d
-def _trainer(recipe, folder, model, packed):
+def _trainer(recipe, folder, model, joined):
     "The trainer of the project; that of transformers where TRL's cannot compute the loss."
     tokens = [1] * recipe.batch.length
     row = {'input_ids': tokens, 'labels': tokens}
@@ -475,23 +475,23 @@ def _trainer(recipe, folder, model, packed):
 
     class Loader:
         def __iter__(self):
-            for _ in range(micro_batches): yield _micro_batch(recipe, packed)
+            for _ in range(micro_batches): yield _micro_batch(recipe, joined)
 
         def __len__(self): return micro_batches
 
     trainer.get_train_dataloader = Loader
     return trainer
 
-def _micro_batch(recipe, packed):
-    "Rows of ones; packed ones lie one behind the other, and positions stand for a mask."
+def _micro_batch(recipe, joined):
+    "Rows of ones; packed ones bring positions, and lie one behind the other where `joined`."
     import torch
     batch = recipe.batch
-    shape = (1, batch.micro * batch.length) if packed else (batch.micro, batch.length)
+    shape = (1, batch.micro * batch.length) if joined else (batch.micro, batch.length)
     labels_shape = batch.micro if recipe.model.head == 'classification' else shape
     return {
         'input_ids': torch.ones(shape, dtype=torch.long),
         'labels': torch.ones(labels_shape, dtype=torch.long),
-        'position_ids' if packed else 'attention_mask': torch.ones(shape, dtype=torch.long),
+        'position_ids' if batch.packing else 'attention_mask': torch.ones(shape, dtype=torch.long),
     }
 
 # %% ../../nbs/rehearsal/04_program.ipynb #f5f68360

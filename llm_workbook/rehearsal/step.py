@@ -17,6 +17,7 @@ from ..display import binary_size, html_table
 from ..model.spec import spec as find_spec
 from .program import record_step, rehearsable
 from .timeline import Irregular, Timeline, extrapolated, shallow_depths, spans
+from ..training.packed_rows import joins_rows
 
 # %% ../../nbs/rehearsal/05_step.ipynb #b3182a3c
 @dataclass(frozen=True)
@@ -114,10 +115,11 @@ def rehearse(
     if type(rank) is not int or not 0 <= rank < recipe.cluster.ranks:
         raise ValueError(f'rank = {rank!r} must be from 0 to {recipe.cluster.ranks - 1}')
     gpu = recipe.cluster.device == 'cuda'
+    joined = recipe.batch.packing and joins_rows(recipe.model.attention)
     steps_s = []
 
     def run(layers):
-        step = record_step(changed, layers, rank, gpu, recipe.batch.packing)
+        step = record_step(changed, layers, rank, gpu, joined)
         steps_s.append(step.step_s)
         return Timeline(tuple(spans(step.recorder, step.begin, step.end)), step.layers)
 

@@ -35,6 +35,8 @@ from .effective import check_launcher
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
+from .packed_attention import check_packed
+from .packed_rows import fill_bins
 from .rank_run import (
     check_payload, payload_digest, set_up_device, tell_stage)
 from .resume import Preempted, guarded_train, save_result
@@ -64,8 +66,9 @@ def check_recipe(
         check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision,
                       recipe.method.dropout)
     check_base(recipe)
+    check_packed(recipe)
     train, held = _read_rows(recipe)
-    _check_counts(recipe, len(train), len(held))
+    _check_counts(recipe, train, held)
     return train, held
 
 # %% ../../nbs/training/13_fine_tune.ipynb #ab8b8da5
@@ -95,15 +98,19 @@ def _check_timeout(step_timeout_s):
     raise ValueError(f'step_timeout_s must be more than 0 seconds, not {step_timeout_s!r}: '
                      'None waits for ever')
 
-def _check_counts(recipe, train_rows, held_rows):
+def _check_counts(recipe, train, held):
     every, batch = recipe.intervals.evaluation, recipe.batch
-    if every and not held_rows:
+    if every and not held:
         raise ValueError(f'intervals.evaluation is {every}, and no row is held out: '
                          'set data.test_share or data.test, or set it to 0')
-    if train_rows < recipe.global_batch:
+    rows, name = len(train), 'training rows'
+    if batch.packing:
+        rows = len(fill_bins([len(row['input_ids']) for row in train], batch.length))
+        name = f'packed rows of {len(train)} examples'
+    if rows < recipe.global_batch:
         product = (f'{recipe.cluster.ranks} ranks x micro {batch.micro} '
                    f'x accumulation {batch.accumulation}')
-        raise ValueError(f'{train_rows} training rows are fewer than one step takes: '
+        raise ValueError(f'{rows} {name} are fewer than one step takes: '
                          f'{recipe.global_batch} ({product}). Add rows, '
                          'or lower cluster.processes, batch.micro or batch.accumulation')
 

@@ -331,6 +331,13 @@ def _longest(live):
     lengths = compute.list_value_length(rows.data.column('input_ids'))
     return compute.max(lengths).as_py()
 
+def _packing(live):
+    "Say whether the loader's rows hold several examples, each with positions of its own."
+    rows = getattr(live.loader, 'dataset', None)
+    if not hasattr(rows, '__len__') or not len(rows) or 'input_ids' not in rows[0]: return None
+    return 'position_ids' in rows[0]
+
+
 # %% ../../nbs/training/08_live_settings.ipynb #122e0339
 _KINDS = {'AdamW': 'adamw', 'DeepSpeedCPUAdam': 'adamw', 'SGD': 'sgd', 'Adafactor': 'adafactor',
           'PagedAdamW': 'paged_adamw'}
@@ -520,6 +527,7 @@ _READERS |= {
     'batch.parts': ('loader', _parts),
     'batch.global': ('micro x accumulation x parts', _rows_per_step),
     'batch.length': ('rows of the loader', _longest),
+    'batch.packing': ('rows of the loader', _packing),
     'optimizer.kind': ('optimizer', _kind),
     'optimizer.learning_rate': ('optimizer', _rate),
     'optimizer.weight_decay': ('optimizer', _decay),

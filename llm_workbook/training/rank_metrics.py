@@ -39,7 +39,7 @@ LINE_KEYS = {
     'phases': 'the same time by what it was spent on, s',
     'tokens': 'of this rank in this step, without padding',
     'tokens_per_s': 'tokens / step_s',
-    'row_tokens': 'length of the row that the average token is in, without padding',
+    'row_tokens': 'length of the row, or packed example, that the average token is in, no padding',
     'positions': 'as tokens, with padding',
     'row_positions': 'as row_tokens, with padding',
     'model_flop': 'that the model needs for these tokens; null until the reader fills it in',
@@ -106,24 +106,30 @@ def _allocator_b(known):
 
 # %% ../../nbs/training/05b_rank_metrics.ipynb #57303a3e
 def _row_lengths(inputs):
-    "Useful tokens of each row of a batch, on their way to the host, and its width."
-    ids, mask = inputs['input_ids'], inputs.get('attention_mask')
-    if mask is None: return [ids.shape[1]] * ids.shape[0], ids.shape[1]
-    return mask.sum(-1).to('cpu', non_blocking=True), ids.shape[1]
+    """Useful tokens of each row of a batch, on their way to the host, and what is computed of each.
+
+    The examples of packed rows count, one by one; what fills such rows up is computed, and is none.
+    """
+    ids, mask, segments = inputs['input_ids'], inputs.get('attention_mask'), inputs.get('segments')
+    rows, width = ids.shape
+    if segments is not None:
+        return segments, segments if 'cu_seq_lens_q' in inputs else [width] * rows
+    if mask is None: return [width] * rows, [width] * rows
+    return mask.sum(-1).to('cpu', non_blocking=True), [width] * rows
 
 def _token_counts(batches):
     "The keys of a line that say how many tokens a step had, and in how long rows."
     tokens, positions = [], []
-    for lengths, width in batches:
-        lengths = lengths if isinstance(lengths, list) else lengths.tolist()
-        tokens += lengths
-        positions += [width] * len(lengths)
+    for lengths, computed in batches:
+        tokens += lengths if isinstance(lengths, list) else lengths.tolist()
+        positions += computed
     return {'tokens': sum(tokens), 'row_tokens': _mean_row(tokens),
             'positions': sum(positions), 'row_positions': _mean_row(positions)}
 
 def _mean_row(lengths):
     "Length of the row that the average token is in."
     return round(sum(n * n for n in lengths) / max(sum(lengths), 1), 3)
+
 
 # %% ../../nbs/training/05b_rank_metrics.ipynb #58e92209
 class RankMetrics:

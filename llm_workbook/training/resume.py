@@ -71,6 +71,7 @@ class _Guarded:
         self.run = RankRun(self.args.output_dir)
         self.places = {}  # Number of a row -> where it was read, where that is known
         self._rows = []  # Numbers of the rows behind the next update, one tensor a batch
+        self._tokens = 0, []  # TRL's count before this update; of packed batches, real tokens
         self._collate = self.data_collator
         self.data_collator = self._collate_numbered
 
@@ -83,6 +84,7 @@ class _Guarded:
 
     def get_batch_samples(self, *args, **options):
         self.run.metrics.clock.mark('data')
+        self._tokens = getattr(self, '_total_train_tokens', 0), []
         samples = super().get_batch_samples(*args, **options)
         self.run.metrics.clock.mark('other')
         return samples
@@ -90,6 +92,7 @@ class _Guarded:
     def training_step(self, model, inputs, *args, **options):
         self._rows.append(inputs.pop('row', None))
         self.run.metrics.note_batch(inputs)
+        self._tokens[1].extend(inputs.pop('segments', ()))
         self.run.metrics.clock.mark('data')  # It goes to the device
         loss = super().training_step(model, inputs, *args, **options)
         last = self.accelerator.sync_gradients
@@ -112,8 +115,16 @@ class _Guarded:
         if norm is not None:
             values['grad_norm'] = float(norm)
         self._check_finite(updated=self.is_deepspeed_enabled, **values)
+        self._count_tokens()
         self._rows.clear()
         return norm
+
+    def _count_tokens(self):
+        "Count the real tokens of packed rows: TRL takes the width of a batch."
+        before, lengths = self._tokens
+        if not lengths or not self.run.votes: return
+        self._total_train_tokens = before + sum(self.run.votes.gather(sum(lengths)))
+        self._metrics['train']['num_tokens'] = [self._total_train_tokens]
 
     def _check_finite(self, updated=False, **values):
         votes = self.run.votes

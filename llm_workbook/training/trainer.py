@@ -18,6 +18,7 @@ from ..parallel.backends import mixed_precision, set_fsdp, zero_config
 from .conversation import row_places
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
+from .packed_rows import PackedCollator, joins_rows, pack_rows
 from .rank_run import check_shards, payload_digest
 from .reach import make_reach
 from .resume import resumable
@@ -130,13 +131,16 @@ def _evaluate(trainer, batch_size):
     rows = _rows_of_rank(trainer.held, votes.rank, votes.ranks)
     gathered = votes.gather(_sum_losses(trainer, rows, batch_size))
     loss, tokens = (sum(values) for values in zip(*gathered))
-    return {'loss': loss / max(tokens, 1), 'rows': len(trainer.held), 'tokens': tokens}
+    examples = sum(len(row.get('rows', [row])) for row in trainer.held)
+    return {'loss': loss / max(tokens, 1), 'rows': examples, 'tokens': tokens}
 
 def _rows_of_rank(rows, rank, ranks):
     "Share rows out in turn; blank rows fill up the last turn."
     blank = rows[0] | {'labels': [-100] * len(rows[0]['input_ids'])}
     padded = [*rows, *[blank] * (-len(rows) % ranks)]
     return padded[rank::ranks]
+
+_OF_THE_RUN = 'row', 'segments'  # What a batch of packed rows has beside what the model reads
 
 def _sum_losses(trainer, rows, batch_size):
     "Sum the loss over `rows`, and count the tokens behind it."
@@ -147,6 +151,7 @@ def _sum_losses(trainer, rows, batch_size):
         for first in range(0, len(rows), batch_size):
             trainer.run.beat()  # Each batch is a sign of life
             batch = trainer.data_collator(rows[first:first + batch_size])
+            for name in _OF_THE_RUN: batch.pop(name, None)
             output = model(**trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
             loss -= float(output.log_probs.sum())
             tokens += int(output.label_mask.sum())
@@ -169,7 +174,7 @@ def make_trainer(
     import datasets
     from transformers import PrinterCallback
     from trl import SFTTrainer
-    keys = _row_kind(rows, held)
+    keys = _row_kind(rows, held, recipe.batch.packing)
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     datasets.disable_progress_bars()
@@ -184,8 +189,9 @@ def make_trainer(
     if adapted: model = add_adapters(model, recipe.method, recipe.seed)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = resumable(SFTTrainer)(
-        model, args, train_dataset=_dataset(rows, keys, longest),
-        eval_dataset=_dataset(held, keys, longest), processing_class=tokenizer)
+        model, args, _collator(recipe, args, tokenizer, model),
+        train_dataset=_dataset(rows, keys, recipe, longest),
+        eval_dataset=_dataset(held, keys, recipe, longest), processing_class=tokenizer)
     set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
@@ -203,16 +209,19 @@ def _router_loss(model):
     has_none = hasattr(config, 'output_router_logits') and not hasattr(config, 'num_experts')
     return 0.0 if has_none else None
 
-def _row_kind(rows, held):
+def _row_kind(rows, held, packs):
     "Find the keys that all rows have; the first row of each list stands for the others."
     firsts = [group[0] for group in (rows, held) if group]
-    for keys in _ROW_KINDS if rows else ():
+    for keys in _ROW_KINDS[:1 if packs else None] if rows else ():
         if all(set(keys) <= row.keys() for row in firsts): return keys
+    if packs and rows:
+        raise ValueError('only rows with input_ids and labels are packed: pass those of '
+                         '`check_recipe`, or set batch.packing to false')
     raise ValueError(f'no trainable row in {rows[:1]!r:.60}: '
                      'pass rows of messages, text, or input_ids and labels')
 
-def _dataset(rows, keys, longest=None):
-    """Number the rows and make them a dataset, or None where there are none.
+def _dataset(rows, keys, recipe, longest=None):
+    """Number rows, pack them if `recipe` says so, and make a dataset; None where there are none.
 
     Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does. Rows of
     `check_recipe` are cut already, and one that would lose the end of an answer is refused there.
@@ -227,7 +236,17 @@ def _dataset(rows, keys, longest=None):
             table.append(values | {'row': number})
     if not table: raise ValueError(f'no token trains in the first {longest} of any row: '
                                     'raise batch.length, or bring shorter questions')
+    if recipe.batch.packing: table = pack_rows(table, recipe.batch.length, recipe.seed)
     return datasets.Dataset.from_list(table)
 
+def _collator(recipe, args, tokenizer, model):
+    "The collator of packed rows, which tells of its pad token as TRL's does; None leaves TRL's."
+    if not recipe.batch.packing: return None
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    pad = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = pad
+    return PackedCollator(pad, joins_rows(recipe.model.attention), args.pad_to_multiple_of or 1)
+
 def _tokens_alone(rows):
-    return [{key: row[key] for key in ('input_ids', 'labels') if key in row} for row in rows]
+    keys = 'input_ids', 'labels', 'position_ids', 'rows'
+    return [{key: row[key] for key in keys if key in row} for row in rows]

@@ -384,7 +384,7 @@ def test_named_recipes_are_named_after_themselves_and_shrink(name):
         (r.sharding.offload_parameters, r.sharding.offload_optimizer) for r in (recipe, small)]
     assert offloads[1] == (
         offloads[0] if recipe.sharding.strategy.startswith('zero') else ('none', 'none'))
-    assert small.batch.packing is False
+    assert small.batch.packing == recipe.batch.packing
     assert small.batch.loss_head == recipe.batch.loss_head
     impossible = {'hardware', 'flash'}
     if recipe.sharding.strategy.startswith('zero'): impossible.add('float16')
@@ -498,14 +498,14 @@ def test_what_is_planned_only_is_said_with_a_way_out():
     assert all(GOOD.facts()[field] in values for field, values in runs.items())
     ahead = GOOD.changed(
         {
-            'precision.reduce': 'bfloat16', 'batch.packing': True,
+            'precision.reduce': 'bfloat16', 'intervals.checkpoint': 'full',
             'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'})
-    reduce, packing, offload = planned_only(ahead)
-    assert [p.path for p in (reduce, packing, offload)] == [
-        'precision.reduce', 'batch.packing', 'sharding.offload_parameters']
+    reduce, whole, offload = planned_only(ahead)
+    assert [p.path for p in (reduce, whole, offload)] == [
+        'precision.reduce', 'intervals.checkpoint', 'sharding.offload_parameters']
     assert reduce.reason == (
         'can be planned, not run by this version; set it to nothing or float32')
-    assert packing.reason.endswith('set it to False')
+    assert whole.reason.endswith('set it to sharded')
     assert offload.reason.startswith('can be planned, not run: ')
     assert 'set both offloads to none' in offload.reason
     remarks = GOOD.changed(

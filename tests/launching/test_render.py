@@ -266,11 +266,12 @@ def test_an_option_after_the_first_command_is_refused():
 
 
 def test_what_this_version_does_not_run_is_rendered_with_a_warning():
-    rendered = put(WAYS['70b-2x8-a100-80-full'])
+    assert put(WAYS['70b-2x8-a100-80-full'], 'runs/z').warnings == []
+    rendered = put(WAYS['70b-2x8-a100-80-full'].changed({'intervals.checkpoint': 'full'}))
     assert len(rendered.warnings) == 1
-    assert rendered.warnings[0].startswith('batch.packing')
-    assert 'batch.packing' in rendered._repr_html_()
-    assert 'batch.packing' in repr(rendered)
+    assert rendered.warnings[0].startswith('intervals.checkpoint')
+    assert 'intervals.checkpoint' in rendered._repr_html_()
+    assert 'intervals.checkpoint' in repr(rendered)
     assert check_rendered('runs/x').warnings == rendered.warnings
     assert put(PLAIN, 'runs/y').warnings == []
 
@@ -421,8 +422,8 @@ def test_what_is_shown_is_escaped():
     assert 'runs/&lt;b&gt;&amp;' in shown
     assert shown.count('<details>') == len(rendered.files)
     assert 'Not run by this version' not in shown
-    packed = Recipe.named('7b-zero2-offload').changed({'batch.packing': True})
-    assert 'Not run by this version' in put(packed, 'y')._repr_html_()
+    later = Recipe.named('7b-zero2-offload').changed({'intervals.checkpoint': 'full'})
+    assert 'Not run by this version' in put(later, 'y')._repr_html_()
 
 
 @pytest.mark.parametrize('path', ['a\nb', '-x', '', 'a\x00b', 'a\x1b[0m', 'a\u2028b'])

@@ -152,8 +152,8 @@ REFUSED = {
     'rows too long': ({'batch.length': 8}, 'past batch.length 8, so its end would not train'),
     'several machines': ({'cluster.nodes': 2}, 'cluster.nodes is 2'),
     'settings ahead of the trainer': (
-        {'batch.packing': True, 'intervals.checkpoint': 'full'},
-        '2 problems in small.*set it to False.*set it to sharded'),
+        {'batch.loss_head': 'full', 'intervals.checkpoint': 'full'},
+        '2 problems in small.*set it to chunked.*set it to sharded'),
     'flash attention that is not there': (
         {'model.attention': 'flash', 'cluster.device': 'cuda'},
         "needs the package flash-attn, which is not installed here: set it to 'sdpa'")}
@@ -172,7 +172,6 @@ AHEAD = {  # what a recipe can say and this version does not carry out, for each
     'optimizer.in_backward': {
         'optimizer.in_backward': True, 'optimizer.clip': 0, 'batch.accumulation': 1,
         'method.kind': 'full'},
-    'batch.packing': {'batch.packing': True},
     'batch.loss_head': {'batch.loss_head': 'full'},
     'optimizer.kind': {'optimizer.kind': 'adamw_bf16'},
     'intervals.checkpoint': {'intervals.checkpoint': 'full'},

@@ -35,8 +35,6 @@ FAMILIES = {
     'meta-llama/Llama-2-70b-chat-hf': (LLAMA_2, [], LLAMA_2_CHAT),
     'Qwen/Qwen3-8B': (QWEN_3, QWEN_3_TURNS, TRL/'qwen3.jinja'),
     'Qwen/Qwen3-14B': (QWEN_3, QWEN_3_TURNS, TRL/'qwen3.jinja')}
-LATER = {  # What this version plans and does not run yet, and what runs in its place
-    '70b-2x8-a100-80-full': {'batch.packing': False}}
 NO_KERNELS_HERE = {'model.attention': 'sdpa'}  # flash-attn has kernels for CUDA only
 
 
@@ -78,16 +76,12 @@ def test_every_named_model_has_its_family_here():
 
 @pytest.mark.parametrize('name', recipe_names())
 def test_a_named_recipe_plans_nothing_that_it_does_not_run(name):
-    fields = {problem.path for problem in planned_only(Recipe.named(name))}
-    assert fields == set(LATER.get(name, ())) - {'precision.loss_scale'}
-    assert not planned_only(Recipe.named(name).changed(LATER.get(name, {})))
+    assert planned_only(Recipe.named(name)) == []
 
 
 @pytest.mark.parametrize('name', recipe_names())
 def test_a_named_recipe_is_ready_to_train(name, small_model):
-    changes = dict(LATER.get(name, {}))
-    if Recipe.named(name).model.attention == 'flash': changes |= NO_KERNELS_HERE
-    assert not changes or name in LATER
+    changes = NO_KERNELS_HERE if Recipe.named(name).model.attention == 'flash' else {}
     recipe = named(name, small_model, **changes)
     train, held = check_recipe(recipe)
     assert len(train) >= recipe.global_batch
@@ -103,18 +97,11 @@ def test_a_named_recipe_is_ready_to_train(name, small_model):
     name for name in recipe_names() if Recipe.named(name).data.template])
 def test_a_base_model_is_told_to_set_a_template(name, small_model):
     assert FAMILIES[Recipe.named(name).model.source][2] is None
-    without = LATER.get(name, {}) | {'data.template': None}
+    without = {'data.template': None}
     with pytest.raises(ValueError, match="no chat template: set data.template to 'chatml'"):
         check_recipe(named(name, small_model, **without))
     with pytest.raises(ValueError, match="needs the token <|im_start|>".replace('|', r'\|')):
         check_recipe(named(name, small_model, **without | {'data.template': 'chatml'}))
-
-
-@pytest.mark.parametrize('name', sorted(LATER))
-def test_what_is_planned_only_is_refused_and_named(name, small_model):
-    field = next(iter(LATER[name]))
-    with pytest.raises(ValueError, match=f'{field} = .*: can be planned, not run'):
-        check_recipe(named(name, small_model))
 
 
 @pytest.mark.parametrize('source', [source for source in FAMILIES if FAMILIES[source][2]])

@@ -33,7 +33,9 @@ WHOLE = {'method.kind': 'full', 'precision.compute': 'float32'}
 ZERO = {
     'sharding.strategy': 'zero3', 'zero.persistence_threshold': 1000,
     'zero.reduce_bucket': 1_000_000, 'zero.prefetch_bucket': 1_000_000}
-QUICK = {'one process': (ALONE | PLAIN, 0)}  # The page of `fine_tune` has two ranks
+QUICK = {  # The page of `fine_tune` has two ranks
+    'one process': (ALONE | PLAIN, 0),
+    'one process, packed': (ALONE | PLAIN | {'batch.packing': True}, 0)}
 SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'ddp': (PLAIN | {'sharding.strategy': 'ddp'}, 1e-6),
     'fsdp2': (WHOLE, 1e-6),
@@ -42,6 +44,7 @@ SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'zero2': (PLAIN | {'sharding.strategy': 'zero2'}, 1e-6),
     'one process, qlora': (ALONE, 0),
     'fsdp2, arriving': ({'sharding.loading': 'sharded'}, 1e-6),
+    'fsdp2, packed': (WHOLE | {'batch.packing': True}, 1e-6),
 }
 
 
