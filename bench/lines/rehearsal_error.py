@@ -26,6 +26,7 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', QLORA | {'cluster.processes': 4}),
     ('small', FULL | {'batch.accumulation': 2}),
     ('small', LORA | {'sharding.strategy': 'ddp'}),
+    ('large', FULL | {'model.attention': 'segments'}),
 ]
 
 
