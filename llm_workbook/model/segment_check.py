@@ -41,17 +41,17 @@ def _off(found, expected) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 def _differences(model) -> tuple[float, float]:
-    "How far a packed row is from its examples alone: with its borders, and without."
+    "How far a packed row is from its examples alone: with its borders, and under a mask of ones."
     import torch
     total = sum(_LENGTHS)
     ids = torch.arange(1, total + 1)[None]  # No token twice: a leak cannot look like a repetition
     parts = ids.split(_LENGTHS, dim=1)
     alone = torch.cat([_logits(model, part) for part in parts], dim=1)
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    mixed = _logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
     ends = torch.tensor([0, *_LENGTHS]).cumsum(0).int()
     model.set_attn_implementation(register_segments())
     apart = _logits(model, ids, position_ids=positions, cu_seq_lens_q=ends)
-    mixed = _logits(model, ids, position_ids=positions, cu_seq_lens_q=ends[[0, -1]])
     return _off(apart, alone), _off(mixed, alone)
 
 # %% ../../nbs/model/13_segment_check.ipynb #6e44aa9b

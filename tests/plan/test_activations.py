@@ -111,7 +111,8 @@ def test_segments_keep_the_same_wherever_borders_are(kind, changes, borders):
     register_segments()
     made = recipe(changes | {'model.attention': 'segments', 'batch.micro': 1})
     planned = sum(item.size_b for item in saved(spec(config(kind)), made))
-    assert planned == hooked(model(kind, made), made, **borders)
+    one_label_b = 8  # The shifted labels of one row are a view of one more
+    assert planned + one_label_b == hooked(model(kind, made), made, **borders)
 
 
 def cast(base, frozen: str) -> None:
