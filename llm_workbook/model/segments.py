@@ -7,6 +7,7 @@ __all__ = ['unmet_need', 'segment_attention', 'segments_mask', 'register_segment
 
 # %% ../../nbs/model/12_segments.ipynb #64ae09a3
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 # %% ../../nbs/model/12_segments.ipynb #a02e40b8
@@ -31,23 +32,35 @@ def _zeros(positions):
 # %% ../../nbs/model/12_segments.ipynb #a008e38a
 def _given(borders, rows, length) -> list[int] | None:
     "Borders that were given, if they are those of one row; None where they have no numbers."
-    numbers = _once(borders, _numbers) if hasattr(borders, 'tolist') else [*borders]
+    is_tensor = hasattr(borders, 'tolist')
+    numbers = _once(borders, _numbers) if is_tensor else [*borders]
     if numbers is None: return None
-    rises = all(one < other for one, other in zip(numbers, numbers[1:]))
-    if rows == 1 and rises and numbers[0] == 0 and numbers[-1] == length: return numbers
+    rises = numbers == sorted({*numbers})
+    if rises and rows == 1:
+        ends = numbers[0], numbers[-1]
+        if ends == (0, length): return numbers
     raise ValueError(f'cu_seq_lens_q {numbers!s:.60} must rise from 0 to the {length} tokens of '
                      f'one row, and the batch has {rows}')
 
 def _borders(rows, length, options) -> list[int]:
-    "The first tokens of all examples in a batch, counted over its rows, and how many tokens it has."
-    begins = {*range(0, rows * length + 1, length)}
-    given, positions = options.get('cu_seq_lens_q'), options.get('position_ids')
-    if given is not None: return _given(given, rows, length) or sorted(begins)
-    if positions is not None:
-        alike = rows if len(positions) == 1 else 1  # One row of positions stands for all
-        for row, column in _once(positions, _zeros) or ():
-            begins |= {(row + other) * length + column for other in range(alike)}
+    "First tokens of all examples, counted over the rows of a batch, and the number of tokens."
+    tokens = rows * length
+    whole = [*range(0, tokens + 1, length)]
+    given = options.get('cu_seq_lens_q')
+    positions = options.get('position_ids')
+    if given is not None:
+        return _given(given, rows, length) or whole
+    if positions is None: return whole
+    begins = {*whole}
+    repeats = rows // len(positions)  # One row of positions stands for all
+    for row, column in _once(positions, _zeros) or ():
+        begin = row * length + column
+        begins |= {begin + other * length for other in range(repeats)}
     return sorted(begins)
+
+def _longest(borders) -> int:
+    "Tokens of the longest example."
+    return max(end - begin for begin, end in pairwise(borders))
 
 # %% ../../nbs/model/12_segments.ipynb #9d26ca0c
 _BLOCK = 512  # Queries of a piece, in an example that is longer than its window
@@ -59,80 +72,115 @@ class _Piece(NamedTuple):
     stop: int  # After the last query, and after the last key
     first: int  # First key
 
-    def queries(self, tensor): return tensor[self.row:self.row + 1, :, self.start:self.stop]
+    def queries(self, tensor):
+        row = tensor.narrow(0, self.row, 1)
+        return row[:, :, self.start:self.stop]
 
-    def keys(self, tensor): return tensor[self.row:self.row + 1, :, self.first:self.stop]
+    def keys(self, tensor):
+        row = tensor.narrow(0, self.row, 1)
+        return row[:, :, self.first:self.stop]
+
+    def of(self, query, key, value):
+        "What is attended."
+        return self.queries(query), self.keys(key), self.keys(value)
 
     def mask(self, query, window):
         "What is added to scores where keys begin before queries; else None: causality is all."
         import torch
         if self.first == self.start: return None
-        asking = torch.arange(self.start, self.stop, device=query.device)
-        asked = torch.arange(self.first, self.stop, device=query.device)
-        distance = asking[:, None] - asked
+        tokens = torch.arange(self.first, self.stop, device=query.device)
+        asking = tokens[self.start - self.first:]
+        distance = asking[:, None] - tokens
         hidden = (distance < 0) | (distance >= window)
-        return query.new_zeros(hidden.shape).masked_fill_(hidden, float('-inf'))
+        mask = query.new_zeros(hidden.shape)
+        return mask.masked_fill_(hidden, float('-inf'))
 
 def _pieces(borders, length, window) -> list[_Piece]:
-    pieces, reach = [], window or length
-    for begin, end in zip(borders, borders[1:]):
+    pieces = []
+    reach = window or length
+    for begin, end in pairwise(borders):
         row, first = divmod(begin, length)
-        last = first + end - begin
-        block = end - begin if end - begin <= reach else min(_BLOCK, reach)
+        size = end - begin
+        last = first + size
+        block = size if size <= reach else min(_BLOCK, reach)
         for start in range(first, last, block):
             stop = min(start + block, last)
-            pieces.append(_Piece(row, start, stop, max(first, start - reach + 1)))
+            seen = max(first, start - reach + 1)
+            pieces.append(_Piece(row, start, stop, seen))
     return pieces
 
 # %% ../../nbs/model/12_segments.ipynb #af8072d6
+def _attend_on_cpu(query, key, value, pieces, window, scale):
+    "Results, and the sum for each query and head that the backward pass needs."
+    import torch
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows, heads, length, width = query.shape
+    out = query.new_empty(rows, length, heads, width)
+    sums = query.new_empty(rows, length, heads, dtype=torch.float32)
+    out, sums = out.transpose(1, 2), sums.transpose(1, 2)
+    for piece in pieces:
+        mask = piece.mask(query, window)
+        result, result_sums = kernel(
+            *piece.of(query, key, value), 0., mask is None,
+            attn_mask=mask,
+            scale=scale)
+        piece.queries(out).copy_(result)
+        piece.queries(sums).copy_(result_sums)
+    return out, sums
+
+def _gradients_on_cpu(gradient, kept, pieces, window, scale):
+    "Gradients of queries, keys and values, from what the forward pass has kept."
+    import torch
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    query, key, value, out, sums = kept
+    summed = torch.float32 if window else key.dtype
+    of_query = torch.empty_like(query)
+    of_key = torch.zeros_like(key, dtype=summed)
+    of_value = torch.zeros_like(value, dtype=summed)
+    for piece in pieces:
+        mask = piece.mask(query, window)
+        parts = kernel(
+            piece.queries(gradient), *piece.of(query, key, value),
+            piece.queries(out), piece.queries(sums), 0., mask is None,
+            attn_mask=mask,
+            scale=scale)
+        piece.queries(of_query).copy_(parts[0])
+        piece.keys(of_key).add_(parts[1])
+        piece.keys(of_value).add_(parts[2])
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+# %% ../../nbs/model/12_segments.ipynb #1f083daf
 @cache
 def _cpu_function():
-    import torch
     from torch.autograd import Function
-    forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     class InPieces(Function):
         @staticmethod
-        def forward(context, query, key, value, pieces, window, scale):
-            rows, heads, length, width = query.shape
-            out = query.new_empty(rows, length, heads, width).transpose(1, 2)
-            sums = query.new_empty(rows, length, heads, dtype=torch.float32).transpose(1, 2)
-            for piece in pieces:
-                mask = piece.mask(query, window)
-                taken = piece.queries(query), piece.keys(key), piece.keys(value)
-                result = forward_kernel(*taken, 0., mask is None, attn_mask=mask, scale=scale)
-                for whole, part in zip((out, sums), result): piece.queries(whole).copy_(part)
+        def forward(context, query, key, value, *how):
+            out, sums = _attend_on_cpu(query, key, value, *how)
             context.save_for_backward(query, key, value, out, sums)
-            context.given = pieces, window, scale
+            context.how = how
             return out
 
         @staticmethod
         def backward(context, gradient):
-            (query, key, value, out, sums), (pieces, window, scale) = (
-                context.saved_tensors, context.given)
-            summed = torch.float32 if window else key.dtype
-            ours = torch.empty_like(query), *(torch.zeros_like(x, dtype=summed) for x in (key, value))
-            for piece in pieces:
-                mask = piece.mask(query, window)
-                taken = piece.queries(query), piece.keys(key), piece.keys(value)
-                known = map(piece.queries, (out, sums))
-                parts = backward_kernel(piece.queries(gradient), *taken, *known, 0., mask is None,
-                                        attn_mask=mask, scale=scale)
-                piece.queries(ours[0]).copy_(parts[0])
-                for whole, part in zip(ours[1:], parts[1:]): piece.keys(whole).add_(part)
-            return *(whole.to(key.dtype) for whole in ours), None, None, None
+            kept = context.saved_tensors
+            gradients = _gradients_on_cpu(gradient, kept, *context.how)
+            return *gradients, None, None, None
     return InPieces
 
-# %% ../../nbs/model/12_segments.ipynb #1f083daf
+# %% ../../nbs/model/12_segments.ipynb #cb75fa48
 _AMPERE = 8, 0  # Compute capability
 _WIDEST_HEAD = 256  # Of FlashAttention 2
 
 def _has_varlen(query) -> bool:
     import torch
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16): return False
+    halves = torch.bfloat16, torch.float16
+    if not query.is_cuda: return False
+    if query.dtype not in halves: return False
     width = query.shape[-1]
-    if width > _WIDEST_HEAD or width % 8: return False
+    if width > _WIDEST_HEAD: return False
+    if width % 8: return False
     return torch.cuda.get_device_capability(query.device) >= _AMPERE
 
 def _by_varlen(query, key, value, borders, window, scale):
@@ -140,56 +188,72 @@ def _by_varlen(query, key, value, borders, window, scale):
     import torch
     from torch.nn.attention.varlen import varlen_attn
     rows, heads, length, width = query.shape
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    longest = max(end - begin for begin, end in zip(borders, borders[1:]))
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    longest = _longest(borders)
     at = torch.tensor(borders, dtype=torch.int32, device=query.device)
-    back = -1 if window is None else window - 1
-    out = varlen_attn(*flat, at, at, longest, longest, scale=scale, window_size=(back, 0),
-                      enable_gqa=key.shape[1] != heads)
+    back = window - 1 if window else -1
+    out = varlen_attn(
+        *flat, at, at, longest, longest,
+        scale=scale,
+        window_size=(back, 0),
+        enable_gqa=key.shape[1] != heads)
     return out.view(rows, length, heads, width)
 
-# %% ../../nbs/model/12_segments.ipynb #090e5574
+# %% ../../nbs/model/12_segments.ipynb #b9c568a8
 def _causal(query, key, value, scale, mask=None):
     "One call of torch's attention, which finds its kernel itself."
     from torch.nn.functional import scaled_dot_product_attention
     groups = query.shape[1] // key.shape[1]
-    shares = groups > 1 and (not query.is_cuda or _has_varlen(query) and mask is None)
+    shares = groups > 1
+    if query.is_cuda and (mask is not None or not _has_varlen(query)): shares = False
     if groups > 1 and not shares:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None,
-                                        scale=scale, enable_gqa=shares)
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    return scaled_dot_product_attention(
+        query, key, value, mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=shares)
 
 def _one_by_one(query, key, value, pieces, window, scale):
     "A call for each piece; (rows, length, heads, width)."
     import torch
     outs = []
     for piece in pieces:
-        taken = piece.queries(query), piece.keys(key), piece.keys(value)
-        outs.append(_causal(*taken, scale, piece.mask(query, window)).transpose(1, 2))
+        mask = piece.mask(query, window)
+        out = _causal(*piece.of(query, key, value), scale, mask)
+        outs.append(out.transpose(1, 2))
     rows, heads, length, width = query.shape
-    return torch.cat(outs, dim=1).view(rows, length, heads, width)
+    joined = torch.cat(outs, dim=1)
+    return joined.view(rows, length, heads, width)
 
-# %% ../../nbs/model/12_segments.ipynb #b9c568a8
+# %% ../../nbs/model/12_segments.ipynb #06b3de98
 def _attend(query, key, value, borders, window, scale):
     "Attention within examples; (rows, length, heads, width)."
+    taken = query, key, value
     rows, _, length, _ = query.shape
-    longest = max(end - begin for begin, end in zip(borders, borders[1:]))
-    if window is not None and window >= longest: window = None
-    if len(borders) == rows + 1 and window is None:
-        return _causal(query, key, value, scale).transpose(1, 2)
-    if _has_varlen(query): return _by_varlen(query, key, value, borders, window, scale)
+    if window and window >= _longest(borders): window = None
+    if len(borders) == rows + 1 and not window:
+        out = _causal(*taken, scale)
+        return out.transpose(1, 2)
+    if _has_varlen(query):
+        return _by_varlen(*taken, borders, window, scale)
     pieces = _pieces(borders, length, window)
-    if query.is_cpu:
-        return _cpu_function().apply(query, key, value, pieces, window, scale).transpose(1, 2)
-    return _one_by_one(query, key, value, pieces, window, scale)
+    if not query.is_cpu:
+        return _one_by_one(*taken, pieces, window, scale)
+    out = _cpu_function().apply(*taken, pieces, window, scale)
+    return out.transpose(1, 2)
 
-# %% ../../nbs/model/12_segments.ipynb #6a0a861f
+# %% ../../nbs/model/12_segments.ipynb #e347b670
 _UNMET = {  # Argument of an attention in transformers -> what the model does
     'softcap': 'caps its scores',
     's_aux': 'has attention sinks',
     'position_bias': 'adds a bias to its scores'}
 _ALIKE = {'full_attention', 'sliding_attention'}  # Layers that attend as this page does
-_DROPOUTS = 'attention_dropout', 'attn_pdrop'
+_NEEDS = {  # Field of a configuration, where it is not 0 -> the same
+    'attn_logit_softcapping': 'caps its scores',
+    'attention_dropout': 'drops attention in training',
+    'attn_pdrop': 'drops attention in training'}
 
 def unmet_need(
     config: 'PreTrainedConfig',  # Of a text model
@@ -197,33 +261,41 @@ def unmet_need(
     "Say what of a model's attention `segments` cannot compute."
     if not hasattr(config, 'model_type'):
         raise ValueError(f'{config!r:.60} is no configuration of transformers')
-    cap = getattr(config, 'attn_logit_softcapping', None)
-    if cap: return f'it caps its scores (attn_logit_softcapping = {cap})'
-    for name in _DROPOUTS:
-        share = getattr(config, name, None) or 0
-        if share > 0: return f'it drops attention in training ({name} = {share})'
-    for kind in getattr(config, 'layer_types', None) or ():
-        if kind not in _ALIKE: return f'it has layers of {kind}, which borders do not reach'
+    for name, need in _NEEDS.items():
+        value = getattr(config, name, None)
+        if value: return f'it {need} ({name} = {value})'
+    kinds = getattr(config, 'layer_types', None) or ()
+    for kind in kinds:
+        if kind in _ALIKE: continue
+        return f'it has layers of {kind}, which borders do not reach'
     return ''
 
 def _refuse(module, mask, options):
     "Raise where a module asks for what `segments` does not compute."
-    asked = [need for name, need in _UNMET.items() if options.get(name) is not None]
-    if (options.get('dropout') or 0) > 0: asked.append('drops attention in training')
+    asked = []
+    for name, need in _UNMET.items():
+        if options.get(name) is not None: asked.append(need)
+    if options.get('dropout'):
+        asked.append('drops attention in training')
     causal = options.get('is_causal')
-    if not (getattr(module, 'is_causal', True) if causal is None else causal):
+    if causal is None:
+        causal = getattr(module, 'is_causal', True)
+    if not causal:
         asked.append('lets tokens see later ones')
-    if mask is not None: asked.append('comes with a mask, which can say what borders cannot')
+    if mask is not None:
+        asked.append('comes with a mask, which can say what borders cannot')
     if not asked: return
-    raise ValueError(f"{type(module).__name__} {asked[0]}: 'segments' does not compute that; "
+    name = type(module).__name__
+    raise ValueError(f"{name} {asked[0]}: 'segments' does not compute that; "
                      "set model.attention to 'sdpa', or to 'eager' where there is none")
 
-# %% ../../nbs/model/12_segments.ipynb #3fc2cbe1
+# %% ../../nbs/model/12_segments.ipynb #506adf94
 def _in_one_type(tensors):
     import torch
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device): return tensors
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor.to(dtype) for tensor in tensors]
 
 def segment_attention(
     module: 'torch.nn.Module',  # The attention of a layer
@@ -242,28 +314,35 @@ def segment_attention(
     query, key, value = _in_one_type((query, key, value))
     rows, _, length, width = query.shape
     value_width = value.shape[-1]
-    if value_width > width:
+    missing = width - value_width
+    if missing < 0:
         raise ValueError(f'values of width {value_width} are wider than keys of {width}: '
                          "set model.attention to 'sdpa'")
-    if value_width < width: value = pad(value, (0, width - value_width))
+    if missing: value = pad(value, (0, missing))
     borders = _borders(rows, length, options)
-    out = _attend(query, key, value, borders, options.get('sliding_window'), options.get('scaling'))
-    return out[..., :value_width].contiguous(), None
+    window = options.get('sliding_window')
+    scale = options.get('scaling')
+    out = _attend(query, key, value, borders, window, scale)
+    out = out[..., :value_width]
+    return out.contiguous(), None
 
-# %% ../../nbs/model/12_segments.ipynb #506adf94
+# %% ../../nbs/model/12_segments.ipynb #16d22c26
 def segments_mask(
     attention_mask: 'Tensor | None' = None,  # (rows, length), 0 where a row is padded
     **sizes: object,  # Of queries and keys, as transformers gives them
 ) -> 'Tensor | None':  # None, but with a cache: then that of `sdpa`
     "Refuse padding that comes before tokens; make no mask."
     from transformers.masking_utils import sdpa_mask
-    lengths = sizes.get('q_length'), sizes.get('kv_length')
-    if lengths[0] != lengths[1]: return sdpa_mask(attention_mask=attention_mask, **sizes)
+    queries = sizes.get('q_length')
+    keys = sizes.get('kv_length')
+    if queries != keys:
+        return sdpa_mask(attention_mask=attention_mask, **sizes)
     if sizes.get('use_vmap'):
         raise ValueError("the model adds to its mask, which 'segments' does not make: "
                          "set model.attention to 'sdpa'")
     if attention_mask is None: return None
-    ends_in_padding = (attention_mask[:, 1:] <= attention_mask[:, :-1]).all()
+    one, next_one = attention_mask[:, :-1], attention_mask[:, 1:]
+    ends_in_padding = (next_one <= one).all()
     if ends_in_padding: return None
     raise ValueError("a row is padded before its end, and 'segments' has no mask to hide that: "
                      "pad on the right (tokenizer.padding_side), or set model.attention to 'sdpa'")

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['fused_attention']
 
-# %% ../../nbs/plan/02a_fused_attention.ipynb #c0fd44f0
+# %% ../../nbs/plan/02a_fused_attention.ipynb #73111875
 from ..model.spec import ModelSpec
 from .tape import Tape, Tensor
 
-# %% ../../nbs/plan/02a_fused_attention.ipynb #9cdb4e81
+# %% ../../nbs/plan/02a_fused_attention.ipynb #931a80d2
+_FUSED = 'sdpa', 'flash', 'segments'
 _BLOCK = 512  # Queries of `segments` that see one mask of a window
 
 def fused_attention(
@@ -19,33 +20,51 @@ def fused_attention(
     spec: ModelSpec,  # Its heads are read
 ) -> Tensor:  # The result
     "Write down an attention that keeps no scores."
-    if setting.attention not in ('sdpa', 'flash', 'segments'):
-        raise ValueError(f'attention {setting.attention!r} is not fused')
+    attention, compute_b = setting.attention, setting.compute_b
+    if attention not in _FUSED:
+        raise ValueError(f'attention {attention!r} is not fused')
     q, k, v = given
-    width = spec.heads * (spec.mla.value if spec.mla else spec.head_dim)
-    masked = setting.masked and setting.attention == 'sdpa'
+    value_dim = spec.mla.value if spec.mla else spec.head_dim
+    width = spec.heads * value_dim
+    masked = setting.masked and attention == 'sdpa'
     if masked and 1 < spec.kv_heads < spec.heads:
-        k = tape.op('repeated', (k,), width, setting.compute_b)
-        v = tape.op('repeated', (v,), width, setting.compute_b)
-    fills = setting.attention == 'segments' and spec.mla
-    if fills: v = tape.op('values, filled up', (v,), q.width, setting.compute_b)
-    saves = q, k, v, tape.tensor('log-sum-exp', spec.heads, 4)
-    if masked: saves += (tape.tensor('mask', setting.length, setting.compute_b),)
-    out = tape.op(
-        'attention', (q, k, v), q.width if fills else width, setting.compute_b,
+        k = tape.op('repeated', (k,), width, compute_b)
+        v = tape.op('repeated', (v,), width, compute_b)
+    if attention == 'segments' and spec.mla:
+        v = tape.op('values, filled up', (v,), q.width, compute_b)
+        out = _kernel(tape, (q, k, v), setting, spec, q.width)
+        return tape.op('values, cut', (out,), width, compute_b)
+    return _kernel(tape, (q, k, v), setting, spec, width)
+
+def _kernel(tape, given, setting, spec, width) -> Tensor:
+    q, k, v = given
+    compute_b = setting.compute_b
+    statistics = tape.tensor('log-sum-exp', spec.heads, 4)
+    saves = q, k, v, statistics
+    if setting.masked and setting.attention == 'sdpa':
+        mask = tape.tensor('mask', setting.length, compute_b)
+        saves += (mask,)
+    work_b = _expanded_b(q, k, setting)
+    work_b += _summed_b(k, v, setting)
+    return tape.op(
+        'attention', given, width, compute_b,
         saves=saves,
         keeps=True,
-        work_b=_expanded_b(q, k, setting) + _summed_b(k, v, setting))
-    return tape.op('values, cut', (out,), width, setting.compute_b) if fills else out
+        work_b=work_b)
 
 def _expanded_b(q, k, setting) -> int:
     "Gradients of keys and values for every query head, on a GPU."
-    if not setting.cuda or k.width == q.width: return 0
+    if not setting.cuda: return 0
+    if k.width == q.width: return 0
     return 2 * setting.rows * q.width * setting.compute_b
 
 def _summed_b(k, v, setting) -> int:
     "Gradients of keys and values in float32, where blocks share them, and the mask of a block."
-    if setting.cuda or setting.attention != 'segments' or not setting.window: return 0
-    block = min(_BLOCK, setting.window)
-    sums_b = 4 * setting.rows * (k.width + v.width) if setting.compute_b != 4 else 0
-    return sums_b + block * (block + setting.window) * setting.compute_b
+    window = setting.window
+    if setting.cuda or not window: return 0
+    if setting.attention != 'segments': return 0
+    block = min(_BLOCK, window)
+    mask_b = block * (block + window) * setting.compute_b
+    if setting.compute_b == 4: return mask_b
+    width = k.width + v.width
+    return mask_b + 4 * setting.rows * width
