@@ -21,15 +21,17 @@ def _once(tensor, read):
         kept = tensor._examples = tensor._version, read(tensor)
     return kept[1]
 
+# %% ../../nbs/model/12_segments.ipynb #ba31dd00
 def _numbers(borders): return borders.tolist()
 
+# %% ../../nbs/model/12_segments.ipynb #a008e38a
 def _zeros(positions):
     "Rows and columns where positions are 0."
     if positions.ndim == 2: return (positions == 0).nonzero().tolist()
     raise ValueError(f'position_ids have {positions.ndim} dimensions, and borders are read from '
                      'rows of them: pass cu_seq_lens_q too')
 
-# %% ../../nbs/model/12_segments.ipynb #a008e38a
+# %% ../../nbs/model/12_segments.ipynb #9bd564f8
 def _given(borders, rows, length) -> list[int] | None:
     "Borders that were given, if they are those of one row; None where they have no numbers."
     is_tensor = hasattr(borders, 'tolist')
@@ -42,6 +44,7 @@ def _given(borders, rows, length) -> list[int] | None:
     raise ValueError(f'cu_seq_lens_q {numbers!s:.60} must rise from 0 to the {length} tokens of '
                      f'one row, and the batch has {rows}')
 
+# %% ../../nbs/model/12_segments.ipynb #9d26ca0c
 def _borders(rows, length, options) -> list[int]:
     "First tokens of all examples, counted over the rows of a batch, and the number of tokens."
     tokens = rows * length
@@ -58,13 +61,15 @@ def _borders(rows, length, options) -> list[int]:
         begins |= {begin + other * length for other in range(repeats)}
     return sorted(begins)
 
+# %% ../../nbs/model/12_segments.ipynb #8b33eac7
 def _longest(borders) -> int:
     "Tokens of the longest example."
     return max(end - begin for begin, end in pairwise(borders))
 
-# %% ../../nbs/model/12_segments.ipynb #9d26ca0c
+# %% ../../nbs/model/12_segments.ipynb #cb75fa48
 _BLOCK = 512  # Queries of a piece, in an example that is longer than its window
 
+# %% ../../nbs/model/12_segments.ipynb #b9c568a8
 class _Piece(NamedTuple):
     "Queries that attend at once, and the keys that they may see: tokens of one row."
     row: int
@@ -95,6 +100,7 @@ class _Piece(NamedTuple):
         mask = query.new_zeros(hidden.shape)
         return mask.masked_fill_(hidden, float('-inf'))
 
+# %% ../../nbs/model/12_segments.ipynb #0c8c25c3
 def _pieces(borders, length, window) -> list[_Piece]:
     pieces = []
     reach = window or length
@@ -109,7 +115,7 @@ def _pieces(borders, length, window) -> list[_Piece]:
             pieces.append(_Piece(row, start, stop, seen))
     return pieces
 
-# %% ../../nbs/model/12_segments.ipynb #af8072d6
+# %% ../../nbs/model/12_segments.ipynb #d9a6f1ee
 def _attend_on_cpu(query, key, value, pieces, window, scale):
     "Results, and the sum for each query and head that the backward pass needs."
     import torch
@@ -128,6 +134,7 @@ def _attend_on_cpu(query, key, value, pieces, window, scale):
         piece.queries(sums).copy_(result_sums)
     return out, sums
 
+# %% ../../nbs/model/12_segments.ipynb #c8c91ae1
 def _gradients_on_cpu(gradient, kept, pieces, window, scale):
     "Gradients of queries, keys and values, from what the forward pass has kept."
     import torch
@@ -149,7 +156,7 @@ def _gradients_on_cpu(gradient, kept, pieces, window, scale):
         piece.keys(of_value).add_(parts[2])
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
-# %% ../../nbs/model/12_segments.ipynb #1f083daf
+# %% ../../nbs/model/12_segments.ipynb #6a0a861f
 @cache
 def _cpu_function():
     from torch.autograd import Function
@@ -169,10 +176,11 @@ def _cpu_function():
             return *gradients, None, None, None
     return InPieces
 
-# %% ../../nbs/model/12_segments.ipynb #cb75fa48
+# %% ../../nbs/model/12_segments.ipynb #e347b670
 _AMPERE = 8, 0  # Compute capability
 _WIDEST_HEAD = 256  # Of FlashAttention 2
 
+# %% ../../nbs/model/12_segments.ipynb #3fc2cbe1
 def _has_varlen(query) -> bool:
     import torch
     halves = torch.bfloat16, torch.float16
@@ -183,6 +191,7 @@ def _has_varlen(query) -> bool:
     if width % 8: return False
     return torch.cuda.get_device_capability(query.device) >= _AMPERE
 
+# %% ../../nbs/model/12_segments.ipynb #5718679f
 def _by_varlen(query, key, value, borders, window, scale):
     "All examples of all rows in one call; (rows, length, heads, width)."
     import torch
@@ -199,7 +208,7 @@ def _by_varlen(query, key, value, borders, window, scale):
         enable_gqa=key.shape[1] != heads)
     return out.view(rows, length, heads, width)
 
-# %% ../../nbs/model/12_segments.ipynb #b9c568a8
+# %% ../../nbs/model/12_segments.ipynb #506adf94
 def _causal(query, key, value, scale, mask=None):
     "One call of torch's attention, which finds its kernel itself."
     from torch.nn.functional import scaled_dot_product_attention
@@ -215,6 +224,7 @@ def _causal(query, key, value, scale, mask=None):
         scale=scale,
         enable_gqa=shares)
 
+# %% ../../nbs/model/12_segments.ipynb #3834dfff
 def _one_by_one(query, key, value, pieces, window, scale):
     "A call for each piece; (rows, length, heads, width)."
     import torch
@@ -227,7 +237,7 @@ def _one_by_one(query, key, value, pieces, window, scale):
     joined = torch.cat(outs, dim=1)
     return joined.view(rows, length, heads, width)
 
-# %% ../../nbs/model/12_segments.ipynb #06b3de98
+# %% ../../nbs/model/12_segments.ipynb #095d5bc7
 def _attend(query, key, value, borders, window, scale):
     "Attention within examples; (rows, length, heads, width)."
     taken = query, key, value
@@ -244,7 +254,7 @@ def _attend(query, key, value, borders, window, scale):
     out = _cpu_function().apply(*taken, pieces, window, scale)
     return out.transpose(1, 2)
 
-# %% ../../nbs/model/12_segments.ipynb #e347b670
+# %% ../../nbs/model/12_segments.ipynb #badd5c2f
 _UNMET = {  # Argument of an attention in transformers -> what the model does
     'softcap': 'caps its scores',
     's_aux': 'has attention sinks',
@@ -255,6 +265,7 @@ _NEEDS = {  # Field of a configuration, where it is not 0 -> the same
     'attention_dropout': 'drops attention in training',
     'attn_pdrop': 'drops attention in training'}
 
+# %% ../../nbs/model/12_segments.ipynb #24b2607f
 def unmet_need(
     config: 'PreTrainedConfig',  # Of a text model
 ) -> str:  # What its attention does, as in 'it caps its scores'; empty if nothing is known
@@ -270,6 +281,7 @@ def unmet_need(
         return f'it has layers of {kind}, which borders do not reach'
     return ''
 
+# %% ../../nbs/model/12_segments.ipynb #0827399c
 def _refuse(module, mask, options):
     "Raise where a module asks for what `segments` does not compute."
     asked = []
@@ -289,7 +301,7 @@ def _refuse(module, mask, options):
     raise ValueError(f"{name} {asked[0]}: 'segments' does not compute that; "
                      "set model.attention to 'sdpa', or to 'eager' where there is none")
 
-# %% ../../nbs/model/12_segments.ipynb #506adf94
+# %% ../../nbs/model/12_segments.ipynb #f5fd0ef2
 def _in_one_type(tensors):
     import torch
     device = tensors[0].device.type
@@ -297,6 +309,7 @@ def _in_one_type(tensors):
     dtype = torch.get_autocast_dtype(device)
     return [tensor.to(dtype) for tensor in tensors]
 
+# %% ../../nbs/model/12_segments.ipynb #87343eab
 def segment_attention(
     module: 'torch.nn.Module',  # The attention of a layer
     query: 'Tensor',  # (rows, heads, length, width)
@@ -326,7 +339,7 @@ def segment_attention(
     out = out[..., :value_width]
     return out.contiguous(), None
 
-# %% ../../nbs/model/12_segments.ipynb #16d22c26
+# %% ../../nbs/model/12_segments.ipynb #5c3e3c8e
 def segments_mask(
     attention_mask: 'Tensor | None' = None,  # (rows, length), 0 where a row is padded
     **sizes: object,  # Of queries and keys, as transformers gives them
@@ -347,6 +360,7 @@ def segments_mask(
     raise ValueError("a row is padded before its end, and 'segments' has no mask to hide that: "
                      "pad on the right (tokenizer.padding_side), or set model.attention to 'sdpa'")
 
+# %% ../../nbs/model/12_segments.ipynb #7904f73d
 def register_segments(
     name: str = 'segments',  # As a configuration of transformers names it
 ) -> str:  # The same name

@@ -104,9 +104,8 @@ def test_the_inventory_is_what_autograd_keeps(kind, changes):
 
 @pytest.mark.parametrize('borders', [{}, {'cu_seq_lens_q': [0, 20, 21, 48]}], ids=['one', 'three'])
 @pytest.mark.parametrize('kind, changes', [
-    ('llama', {}), ('llama', PURE), ('llama', BF16), ('llama', LORA | BF16), ('llama', QLORA | BF16),
-    ('llama', PURE | FULL), ('qwen3', {}), ('qwen3', PURE), ('gemma3_text', {}),
-    ('gemma3_text', PURE)], ids=str)
+    *[('llama', c) for c in ({}, PURE, BF16, LORA | BF16, QLORA | BF16, PURE | FULL)],
+    *[(k, c) for k in ('qwen3', 'gemma3_text') for c in ({}, PURE)]], ids=str)
 def test_segments_keep_the_same_wherever_borders_are(kind, changes, borders):
     register_segments()
     made = recipe(changes | {'model.attention': 'segments', 'batch.micro': 1})
