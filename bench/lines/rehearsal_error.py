@@ -28,6 +28,7 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', LORA | {'sharding.strategy': 'ddp'}),
     ('small', LORA | {'batch.packing': True, 'batch.length': 512}),
     ('small', FULL | {'batch.packing': True, 'batch.micro': 2}),
+    ('large', FULL | {'model.attention': 'segments'}),
 ]
 
 

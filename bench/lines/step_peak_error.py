@@ -24,11 +24,15 @@ SHAPES = {  # 50 to 200 million parameters each
     'moe': dict(model_type='mixtral', hidden_size=512, intermediate_size=1024, num_hidden_layers=6,
                 num_attention_heads=8,
                 num_key_value_heads=4, vocab_size=8_000, num_local_experts=8,
-                num_experts_per_tok=2)}
+                num_experts_per_tok=2),
+    'window': dict(model_type='mistral', hidden_size=768, intermediate_size=2048,
+                   num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=4,
+                   vocab_size=8_000, sliding_window=256)}
 BF16, FULL = {'precision.compute': 'bfloat16'}, {'sharding.activation_checkpointing': 'full'}
 PURE = BF16 | {'precision.master': 'bfloat16'}
 FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
              for strategy in ('fsdp2', 'ddp'))
+SEGMENTS = {'model.attention': 'segments'}  # `borders` in bench.shared.models: three examples
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 PACKED = {'batch.packing': True}
 
@@ -54,7 +58,10 @@ JOBS = [
     ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
     ('wide', size(1, 512) | FSDP | BF16, False),
     ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False),
-    ('llama', size(2, 512) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False)]
+    ('llama', size(2, 512) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False),
+    ('llama', size(1, 1024) | BF16 | SEGMENTS, False),
+    ('window', size(1, 1024) | PURE | SEGMENTS, False),
+    ('wide', size(1, 1024) | LORA | SEGMENTS, False)]
 
 
 def recipe(changes: dict):

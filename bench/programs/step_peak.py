@@ -18,7 +18,9 @@ def build(job: dict, recipe):
     "A random model, packed and adapted as `recipe` wants it."
     import torch
     from llm_workbook.model.adapters import add_adapters
+    from llm_workbook.model.segments import register_segments
     from transformers import AutoConfig, AutoModelForCausalLM
+    register_segments()
     made = dict(job['config'])
     config = AutoConfig.for_model(made.pop('model_type'), **made)
     full = recipe.method.kind == 'full'

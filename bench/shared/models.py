@@ -95,6 +95,15 @@ def fuse(model) -> None:
     model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
 
 
+def borders(recipe, device) -> dict:
+    "Three examples in a row, said to attention that takes borders."
+    import torch
+    batch = recipe.batch
+    if recipe.model.attention != 'segments' or batch.micro > 1: return {}
+    begins = [0, batch.length // 2, 3 * batch.length // 4, batch.length]
+    return {'cu_seq_lens_q': torch.tensor(begins, dtype=torch.int32, device=device)}
+
+
 def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
     "Forward and backward as often as the recipe accumulates, clip, update."
     import contextlib
@@ -108,8 +117,9 @@ def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
         ids = torch.randint(0, vocab, (batch.micro, batch.length)).to(device)
         count = torch.tensor(ids.numel() * batch.accumulation, device=device)
         last = i == batch.accumulation - 1
+        inputs = {'input_ids': ids, 'labels': ids} | borders(recipe, device)
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, **given).loss
+            loss = model(**inputs, num_items_in_batch=count, **given).loss
             accelerator.backward(loss)
         del loss
     if recipe.optimizer.clip: accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)

@@ -81,7 +81,8 @@ class Model(Part):
     "Which base model."
     source: Name  # Packaged name, directory, or `owner/name` on the Hub
     revision: str | None = None  # Commit, tag or branch on the Hub; a commit is the safe choice
-    attention: Literal['sdpa', 'eager', 'flash'] = 'sdpa'  # flash: the package flash-attn
+    attention: Literal['sdpa', 'eager', 'flash',
+                       'segments'] = 'sdpa'  # flash: its package; segments: each example by itself
     kernels: Literal['plain', 'compile',
                      'liger'] = 'plain'  # compile: torch.compile; liger: the package liger-kernel
     head: Literal['causal_lm', 'classification'] = 'causal_lm'  # Next token, or a new head

@@ -22,6 +22,7 @@ import yaml
 from ..config.document import Problem, RecipeError
 from ..display import nearest
 from ..files import asset, resolve
+from .segments import register_segments, unmet_need
 
 # %% ../../nbs/model/01_architecture.ipynb #acee52f6
 class Preset(NamedTuple):
@@ -150,6 +151,7 @@ def base_config(
     _refuse_kernels(fields, base.source)
     config = AutoConfig.from_pretrained(place, revision=base.revision, trust_remote_code=False)
     is_flash = base.attention == 'flash'
+    if base.attention == 'segments': register_segments()
     config._attn_implementation = 'flash_attention_2' if is_flash else base.attention
     if base.head == 'classification': config.num_labels = base.classes
     return config
@@ -359,6 +361,7 @@ def skeleton(
     auto = auto_class(parsed, head)
     _check_model(parsed, name, auto._model_mapping)
     _check_numbers(parsed, name)
+    register_segments()  # So that `set_attn_implementation` knows it
     if head == 'classification': parsed.num_labels = classes
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -384,9 +387,12 @@ _HAS_ATTENTION = {'sdpa': '_supports_sdpa', 'flash': '_supports_flash_attn'}
 
 def attentions(
     kind: type,  # A class of transformers
+    config: 'PreTrainedConfig | None' = None,  # Of its text model; with it, 'segments' is certain
 ) -> tuple[str, ...]:  # Values of a recipe's `model.attention`
     "List the attentions that a class has."
     found = [name for name, flag in _HAS_ATTENTION.items() if getattr(kind, flag)]
+    unmet = unmet_need(config) if config else ''
+    if 'sdpa' in found and kind._supports_attention_backend and not unmet: found.append('segments')
     return ('eager', *found)
 
 def check_attention(

@@ -12,6 +12,7 @@ from functools import partial
 _ATTENTION = ('_scaled_dot_product_flash_attention', '_scaled_dot_product_efficient_attention',
               '_scaled_dot_product_cudnn_attention',
               '_scaled_dot_product_flash_attention_for_cpu')  # torch's own, by device and shape
+_OTHER_ATTENTION = 'flash_attn', 'varlen_attn'  # Of a package, and of `segments` on a GPU
 _PRODUCTS = 'mm', 'addmm'  # What a linear layer comes down to
 _PACKED_PRODUCTS = 'gemm_4bit', 'int8_scaled_mm', 'int8_mixed_scaled_mm'  # Of bitsandbytes
 
@@ -41,7 +42,8 @@ class _Selection:
 
     def policy(self, context, operation, *args, **kwargs):
         from torch.utils.checkpoint import CheckpointPolicy
-        is_attention = operation in self.attention or 'flash_attn' in str(operation)
+        elsewhere = any(name in str(operation) for name in _OTHER_ATTENTION)
+        is_attention = operation in self.attention or elsewhere
         if is_attention or self.inside and operation in self.products:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -289,7 +289,7 @@ def _build(raw, name, head, classes) -> ModelSpec:
         tied=output is not None and output.weight is model.get_input_embeddings().weight,
         buffers_b=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         renamed=_renamed(model.config.model_type) if has_experts else (),
-        attentions=attentions(type(model)),
+        attentions=attentions(type(model), text),
         **_facts(text, [weight for unit in units for weight in unit.weights]))
 
 # %% ../../nbs/model/02_spec.ipynb #c4a0d0f1

@@ -22,6 +22,7 @@ from ..model.architecture import check_attention, configuration, inventory, skel
 from ..model import nf4
 from ..model.layout import check_packing
 from ..model.quantize import load_base
+from ..model.segment_check import check_segments
 from ..model.weight_files import Weights, origins
 from .agreement import gather_objects, on_every_rank
 from .shard import shard_model
@@ -404,6 +405,7 @@ def check_base(
     "Refuse a base that ranks could not load as `recipe` says, before one of them starts."
     model, method = recipe.model, recipe.method
     check_attention(model.source, model.attention, model.revision)
+    check_segments(model.source, model.attention, model.revision)
     check_packing(model, method)
     place = resolve(model.source)
     if recipe.sharding.loading != 'sharded' or not isinstance(place, Path): return

@@ -112,6 +112,7 @@ def plan_facts(
         'plan.rows': rows,
         'plan.sdpa': 'sdpa' in spec.attentions,
         'plan.flash': 'flash' in spec.attentions,
+        'plan.segments': 'segments' in spec.attentions,
         'plan.unpacked': unpacked_share(spec, recipe.method),
         'plan.context': spec.context,
         'plan.vocab': spec.vocab}

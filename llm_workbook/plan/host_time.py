@@ -75,8 +75,8 @@ def layer_launches(
     "Count the kernels of every sort of layer, forward and backward."
     if kernels not in ('plain', 'compile', 'liger'):
         raise ValueError(f"kernels {kernels!r} must be 'plain', 'compile' or 'liger'")
-    if attention not in ('sdpa', 'flash', 'eager'):
-        raise ValueError(f"attention {attention!r} must be 'sdpa', 'flash' or 'eager'")
+    if attention not in ('sdpa', 'flash', 'segments', 'eager'):
+        raise ValueError(f"attention {attention!r} must be 'sdpa', 'flash', 'segments' or 'eager'")
     pairs = coverage(spec, method).pairs
     found = []
     for index, unit in enumerate(spec.units):

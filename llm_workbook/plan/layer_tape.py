@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..config.document import Problem, RecipeError
 from ..model.architecture import Weight
 from ..model.spec import ModelSpec, Unit
+from .fused_attention import fused_attention
 from .tape import Tape, Tensor
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #443f10c6
@@ -31,11 +32,12 @@ class Setting(NamedTuple):
     packed: str = ''  # nf4, int8 or nothing
     keeps: bool = False  # Packed layers keep what they read
     kernels: str = 'plain'  # plain, compile or liger
-    attention: str = 'sdpa'  # sdpa, eager or flash
+    attention: str = 'sdpa'  # sdpa, eager, flash or segments
     output_b: int = 0  # Of the last hidden state, where FSDP2 casts it for the loss, bytes
     head: str = 'full'  # Of the loss: full, chunked, fused, or the number of classes
     masked: bool = False  # Attention needs an explicit mask: rows are padded, or packed
     tables: int = 1  # Rows of the rotary tables: packed rows have positions of their own
+    window: int = 0  # Tokens that a query sees, where that is fewer than a row has
     cuda: bool = False  # Which kernels
     fresh: bool = True  # No gradient is there yet, so each new one stays
 
@@ -226,25 +228,12 @@ def _rotated(tape, x, setting) -> Tensor:
     return _cast(tape, 'rotary: 16 bit', x, setting.compute_b)
 
 def _attend(tape, q, k, v, setting, spec) -> Tensor:
-    width = spec.heads * (spec.mla.value if spec.mla else spec.head_dim)
-    eager = setting.attention == 'eager'
-    masked = setting.masked and setting.attention == 'sdpa'
-    # Both want as many keys as queries; under a mask one head repeated is a view
-    if spec.kv_heads != spec.heads and (eager or masked and spec.kv_heads > 1):
+    if setting.attention != 'eager': return fused_attention(tape, (q, k, v), setting, spec)
+    if spec.kv_heads != spec.heads:  # Products want as many keys as queries
+        width = spec.heads * spec.head_dim
         k = tape.op('repeated', (k,), width, setting.compute_b)
         v = tape.op('repeated', (v,), width, setting.compute_b)
-    if eager: return _attend_eager(tape, q, k, v, setting, spec)
-    expanded_b = 0
-    if setting.cuda and k.width != q.width:
-        expanded_b = 2 * setting.rows * q.width * setting.compute_b
-    statistics = tape.tensor('log-sum-exp', spec.heads, 4)
-    saves = q, k, v, statistics
-    if masked: saves += (tape.tensor('mask', setting.length, setting.compute_b),)
-    return tape.op(
-        'attention', (q, k, v), width, setting.compute_b,
-        saves=saves,
-        keeps=True,
-        work_b=expanded_b)
+    return _attend_eager(tape, q, k, v, setting, spec)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #6a7c0b88
 def _attend_eager(tape, q, k, v, setting, spec) -> Tensor:
@@ -460,7 +449,8 @@ def layer_tape(
     if not any(weight.linear and weight.module == 'o_proj' for weight in unit.weights):
         reason = f'{unit.name!r} has no o_proj: no decoder layer of a kind that can be planned'
         raise RecipeError([Problem('model.source', repr(spec.name), f'{reason}; take another')])
-    if unit.window and unit.window < setting.length: setting = setting._replace(masked=True)
+    if unit.window and unit.window < setting.length:
+        setting = setting._replace(masked=True, window=unit.window)
     tape = Tape(setting.rows, setting.fresh)
     norms = {weight.module for weight in unit.weights if weight.kind == 'norm'}
     gemma = spec.kind.startswith('gemma')

@@ -360,6 +360,8 @@ class StepTime:
 def _sum_of(parts, names) -> float: return sum(s for name, s in parts if name in names)
 
 # %% ../../nbs/plan/10_step_time.ipynb #d672f3b3
+_ONE_EXAMPLE = 'a packed row counts as one example: attention within several computes fewer scores'
+
 @dataclass(frozen=True, repr=False)
 class StepEstimate(StepTime):
     "One optimizer step on a machine, on every rank alike: speed, cost, and use of the GPUs."
@@ -430,8 +432,10 @@ class StepEstimate(StepTime):
 
     @property
     def notes(self) -> tuple[str, ...]:  # Empty where nothing was assumed
-        "Say what was assumed about the machine."
-        return assumed_host(self.recipe, self.node)
+        "Say what was assumed about the machine and the rows."
+        notes = assumed_host(self.recipe, self.node)
+        by_borders = self.recipe.model.attention in ('flash', 'segments')
+        return (*notes, _ONE_EXAMPLE) if self.recipe.batch.packing and by_borders else notes
 
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give the figures and every message."

@@ -122,6 +122,9 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
         {'model.head': ['classification']},
     'whole logits are trained by the trainer of transformers: that of TRL computes them in tiles':
         {'model.head': ['causal_lm'], 'batch.loss_head': ['full']},
+    'every row is one example for segments, the longest case: several take the memory of one, '
+    'and fewer FLOP':
+        {'model.attention': ['segments']},
     'DDP reduces its buckets in a hook, in the order that it would itself':
         {'sharding.strategy': ['ddp']},
     'float16 has its loss scale, and no gradient is infinite: no step is skipped':
@@ -488,11 +491,14 @@ def _micro_batch(recipe, joined):
     batch = recipe.batch
     shape = (1, batch.micro * batch.length) if joined else (batch.micro, batch.length)
     labels_shape = batch.micro if recipe.model.head == 'classification' else shape
-    return {
+    inputs = {
         'input_ids': torch.ones(shape, dtype=torch.long),
         'labels': torch.ones(labels_shape, dtype=torch.long),
         'position_ids' if batch.packing else 'attention_mask': torch.ones(shape, dtype=torch.long),
     }
+    if joined and recipe.model.attention == 'segments':  # A fake tensor would have no numbers
+        inputs['cu_seq_lens_q'] = [*range(0, shape[1] + 1, batch.length)]
+    return inputs
 
 # %% ../../nbs/rehearsal/04_program.ipynb #f5f68360
 def _plain_trainer(recipe, folder, row, model):

@@ -379,7 +379,9 @@ def _plain_losses(way, rows):
     pairs = [[list(row['input_ids']), list(row['labels'])] for row in rows]
     dtype = 'float32' if way.is_full else recipe.precision.compute
     kind = auto_class(base_config(recipe.model)).__name__
-    task = kind, str(base), adapters, packing, recipe.model.attention, dtype, pairs
+    attention = recipe.model.attention
+    if attention == 'segments': attention = 'sdpa'  # transformers alone does not have it
+    task = kind, str(base), adapters, packing, attention, dtype, pairs
     done = subprocess.run([sys.executable, '-c', _PLAIN, json.dumps(task, default=str)],
                           cwd=way.folder, capture_output=True, text=True, timeout=_LIMIT_S,
                           env=os.environ | {'HF_HUB_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''})

@@ -11,6 +11,7 @@ from llm_workbook import (
     Recipe, Setting, coverage, has_adapter, head_tape, instant_lines, layer_tape, saved, spec,
     working_lines)
 from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.segments import register_segments
 
 WIDTHS = dict(
     hidden_size=96, intermediate_size=272, num_hidden_layers=3, num_attention_heads=6,
@@ -58,7 +59,7 @@ def model(kind: str, made):
     return base.train()
 
 
-def hooked(base, made) -> int:
+def hooked(base, made, **borders) -> int:
     """Bytes that autograd saves in one forward pass, parameters and buffers apart, each storage
     once."""
     own = {t.untyped_storage().data_ptr() for t in [*base.parameters(), *base.buffers()]}
@@ -76,8 +77,8 @@ def hooked(base, made) -> int:
         torch.autocast('cpu', torch.bfloat16, enabled=bool(mixed))
     ):
         base(
-            input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel()), use_cache=False
-        )
+            input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel()),
+            use_cache=False, **borders)
     return sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in own)
 
 
@@ -99,6 +100,18 @@ def test_the_inventory_is_what_autograd_keeps(kind, changes):
     made = recipe(changes)
     assert sum(item.size_b for item in saved(spec(config(kind)), made)) == hooked(
         model(kind, made), made)
+
+
+@pytest.mark.parametrize('borders', [{}, {'cu_seq_lens_q': [0, 20, 21, 48]}], ids=['one', 'three'])
+@pytest.mark.parametrize('kind, changes', [
+    *[('llama', c) for c in ({}, PURE, BF16, LORA | BF16, QLORA | BF16, PURE | FULL)],
+    *[(k, c) for k in ('qwen3', 'gemma3_text') for c in ({}, PURE)]], ids=str)
+def test_segments_keep_the_same_wherever_borders_are(kind, changes, borders):
+    register_segments()
+    made = recipe(changes | {'model.attention': 'segments', 'batch.micro': 1})
+    planned = sum(item.size_b for item in saved(spec(config(kind)), made))
+    one_label_b = 8  # The shifted labels of one row are a view of one more
+    assert planned + one_label_b == hooked(model(kind, made), made, **borders)
 
 
 def cast(base, frozen: str) -> None:

@@ -215,6 +215,7 @@ def test_the_rules_say_what_the_classes_of_transformers_say():
         facts = plan_facts(draft(name, '8x-h100'))
         assert facts['plan.sdpa'] is kind._supports_sdpa
         assert facts['plan.flash'] is kind._supports_flash_attn
+        assert facts['plan.segments'] is (name == 'llama-3.1-8b')
 
 
 def test_experts_that_stay_in_16_bit_are_drafted_as_lora():

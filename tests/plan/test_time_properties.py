@@ -27,7 +27,7 @@ batch: {length: 1024}
 ''')
 AXES = {
     'model.source': ['llama-3.2-1b', 'llama-3.1-8b', 'qwen3-8b', 'mixtral-8x7b', 'gemma-2-9b'],
-    'model.attention': ['sdpa', 'eager', 'flash'],
+    'model.attention': ['sdpa', 'eager', 'flash', 'segments'],
     'method.kind': ['lora', 'qlora', 'full'],
     'method.dropout': [0.0, 0.1],
     'cluster.hardware': ['2x-rtx-3090', '2x-a100-80', '2x-h100', '2x-rtx-4090', '2x-l4'],

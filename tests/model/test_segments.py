@@ -1,0 +1,200 @@
+"""`model.attention: segments`: packed examples train as if each were alone, however the model is
+trained; and the families of the bench are told apart."""
+import os
+
+import pytest
+
+os.environ.setdefault('DS_ACCELERATOR', 'cpu')
+import torch
+import transformers
+from bench.shared.families import FAMILIES
+from trouble import fine_tune, losses, slow_case, small_recipe
+
+from llm_workbook import rehearse
+from llm_workbook.config.recipe import Method, Precision, Recipe
+from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.architecture import configuration, presets
+from llm_workbook.model.quantize import load_base
+from llm_workbook.model.recompute import recompute_selectively
+from llm_workbook.model.segment_check import segments_fail
+from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
+from llm_workbook.parallel.ranks import run_ranks
+from llm_workbook.plan.ledger import memory
+from llm_workbook.training.effective import explain_config
+
+LENGTHS = 23, 1, 30, 10
+BORDERS = [0, 23, 24, 54, 64]
+IDS = torch.randint(5, 1200, (1, 64), generator=torch.Generator().manual_seed(0))
+PACKED = {
+    'position_ids': torch.cat([torch.arange(length) for length in LENGTHS])[None],
+    'cu_seq_lens_q': torch.tensor(BORDERS, dtype=torch.int32)}
+SEGMENTS = {'model.attention': 'segments'}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def made(kind: str, attention: str, how: str = '', compute: str = 'float32'):
+    method = Method(kind=kind, storage=compute)
+    torch.manual_seed(0)
+    model = load_base('tiny-base', method, Precision(compute=compute), 'cpu', attention=attention)
+    if kind != 'full':
+        model = add_adapters(model, method)
+        for name, weight in model.named_parameters():  # Fresh adapters do nothing
+            if 'lora_B' in name: torch.nn.init.normal_(weight, std=.02)
+    if how == 'full':
+        model.gradient_checkpointing_enable({'use_reentrant': False})
+    if how == 'reentrant':
+        model.gradient_checkpointing_enable({'use_reentrant': True})
+        model.enable_input_require_grads()
+    if how == 'selective': recompute_selectively(model)
+    return model.train()
+
+
+def gradients(model, batches: list[dict]) -> list:
+    "The loss of all tokens that train, and the gradients of all that is trained."
+    total = 0.
+    for batch in batches:
+        logits = model(**batch, use_cache=False).logits.float()
+        weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(1))
+        loss = (logits.log_softmax(-1) @ weights).sum() / 64
+        loss.backward()
+        total += loss.detach()
+    return [total, *(p.grad.float() for p in model.parameters() if p.grad is not None)]
+
+
+def alone() -> list[dict]: return [{'input_ids': part} for part in IDS.split(LENGTHS, dim=1)]
+
+
+def off(found: list, expected: list) -> float:
+    assert len(found) == len(expected) > 8
+    pairs = zip(found, expected)
+    return max(((one - two).norm() / two.norm()).item() for one, two in pairs)
+
+
+# Parity
+
+@pytest.mark.parametrize('how', ['', 'full', 'selective', slow_case('reentrant')])
+@pytest.mark.parametrize('kind', ['full', 'lora'])
+def test_a_packed_row_trains_as_its_examples_alone(kind, how):
+    expected = gradients(made(kind, 'sdpa'), alone())
+    found = gradients(made(kind, 'segments', how), [{'input_ids': IDS} | PACKED])
+    assert off(found, expected) < 1e-5
+    masked = gradients(made(kind, 'sdpa', how),
+                       [{'input_ids': IDS, 'position_ids': PACKED['position_ids']}])
+    assert off(found, masked) < 1e-5  # Under the mask that transformers makes of positions
+
+
+def test_a_planted_leak_is_caught():
+    expected = gradients(made('full', 'sdpa'), alone())
+    leaking = PACKED | {'cu_seq_lens_q': torch.tensor([0, 24, 54, 64], dtype=torch.int32)}
+    found = gradients(made('full', 'segments'), [{'input_ids': IDS} | leaking])
+    assert off(found, expected) > 1e-3
+
+
+@pytest.mark.parametrize('kind', ['lora', 'qlora'])
+def test_bfloat16_is_as_near_as_another_order_of_its_sums(kind):
+    """bfloat16 keeps 8 bits, and both ways round at every product: they may differ from each other
+    by what each differs from float32."""
+    exact = gradients(made(kind.removeprefix('q'), 'sdpa'), alone())
+    theirs = gradients(made(kind, 'sdpa', compute='bfloat16'), alone())
+    ours = gradients(made(kind, 'segments', compute='bfloat16'), [{'input_ids': IDS} | PACKED])
+    rounding = gradients(made(kind, 'sdpa', compute='bfloat16'),
+                         [{'input_ids': IDS, 'position_ids': PACKED['position_ids']}])
+    if kind == 'lora': assert off(ours, exact) < 1.5 * off(theirs, exact)
+    assert off(ours, theirs) < 1.5 * off(rounding, theirs)
+
+
+# On ranks
+
+def sharded_gradients(attention: str) -> list:
+    "Gradients of two ranks, a packed row or its examples, through FSDP2."
+    from accelerate import Accelerator
+    with cpu_fsdp():
+        accelerator = Accelerator(cpu=True)
+        model = made('full', attention)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        packed = attention == 'segments'
+        given = [{'input_ids': IDS} | PACKED] if packed else alone()
+        for batch in given:
+            logits = model(**batch, use_cache=False).logits.float()
+            weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(1))
+            ((logits.log_softmax(-1) @ weights).sum() / 64).backward()
+        return [p.grad.full_tensor().clone() for p in model.parameters()]
+
+
+def both_sharded() -> float:
+    return off(sharded_gradients('segments'), sharded_gradients('sdpa'))
+
+
+def test_two_ranks_of_fsdp2_train_the_same():
+    recipe = Recipe(name='segments', model={'source': 'tiny-base'},
+                    data={'source': 'sample-conversations'}, method={'kind': 'full'},
+                    precision={'compute': 'float32'}, cluster={'processes': 2})
+    assert max(run_ranks(both_sharded, 2, env=fsdp_env(recipe), timeout_s=180)) < 1e-5
+
+
+def test_a_run_without_packing_is_that_of_sdpa_and_says_what_is_in_force(tmp_path):
+    plain = small_recipe(tmp_path, **{'optimizer.steps': 2, 'batch.micro': 2})
+    seen = []
+    for changes in {}, SEGMENTS:
+        run = fine_tune(plain.changed(changes), tmp_path/f'run-{len(seen)}')
+        seen.append(losses(run.directory))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)
+    setting = explain_config(run)['model.attention']
+    assert setting.found == setting.asked == 'segments'
+    saved = run.saved/'config.json'
+    assert not saved.exists() or 'segments' not in saved.read_text()
+
+
+# Plan and rehearsal
+
+WIDE = {'model_type': 'mistral', 'hidden_size': 256, 'intermediate_size': 512,
+        'num_hidden_layers': 4, 'num_attention_heads': 8, 'num_key_value_heads': 2,
+        'vocab_size': 1000, 'sliding_window': 256}
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+@pytest.mark.parametrize('changes', [
+    {}, {'batch.packing': True, 'batch.micro': 2}, {'precision.master': 'bfloat16'}], ids=str)
+def test_plan_and_rehearsal_agree(tmp_path, device, changes):
+    import json
+    (tmp_path/'config.json').write_text(json.dumps(WIDE))
+    recipe = Recipe(
+        name='segments', model={'source': str(tmp_path), 'attention': 'segments'},
+        data={'source': 'sample-conversations'}, method={'kind': 'full'},
+        cluster={'processes': 2, 'device': device},
+        batch={'micro': 1, 'length': 1024}).changed(changes)
+    played = rehearse(recipe, exact=True)
+    planned_b = memory(recipe).total('step', level='allocated')
+    assert abs(planned_b / played.peak_b - 1) < .01
+    assert any('one example for segments' in note for note in played.notes)
+
+
+# Families
+
+NEEDS = {  # Family -> a word of why it is refused; all others are apart
+    'Llama 4': 'chunked_attention', 'Llama 4 (images)': 'chunked_attention',
+    'Qwen 3 Next': 'linear_attention', 'Qwen 3.5': 'linear_attention',
+    'Qwen 3.5 MoE': 'linear_attention', 'Qwen 3.5 (images)': 'linear_attention',
+    'Nemotron H': 'linear_attention', 'Granite 4': 'linear_attention',
+    'Kimi Linear': 'linear_attention', 'Jamba': 'linear_attention', 'Falcon H1': 'hybrid',
+    'DeepSeek V3.2': 'indexed_attention', 'DeepSeek V4': 'compressed_attention',
+    'Gemma 2': 'caps its scores', 'gpt-oss': 'attention sinks', 'Falcon': 'by its name'}
+QUICK = 'Llama 3.1', 'Gemma 2', 'Gemma 3', 'gpt-oss', 'Falcon', 'Qwen 3 Next'
+
+
+def source_of(family: str):
+    source, changes = FAMILIES[family]
+    if source in presets(): return configuration(source)[1] | changes
+    return transformers.AutoConfig.for_model(source, **changes).to_dict()
+
+
+@pytest.mark.parametrize(
+    'family', [family if family in QUICK else slow_case(family) for family in FAMILIES])
+def test_a_family_is_apart_or_refused(family):
+    reason = segments_fail(source_of(family))
+    assert NEEDS[family] in reason if family in NEEDS else reason == '', reason
