@@ -17,16 +17,19 @@ from .half_matmul import slow_half_dtypes
 _FACTORS = 'logit_scale', 'output_multiplier', 'lm_head_multiplier'  # The logits times this
 _CAPS = 'final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap'
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550007
 class LogitMap(NamedTuple):
     "What a model makes of the products with its head."
     scale: float = 1.0  # They are multiplied by it
     softcap: float = 0.0  # Then they are pressed between -softcap and softcap; 0: they are not
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550008
 def _first(config, names):
     "The first of these fields that a configuration fills in."
     values = [getattr(config, name, None) for name in names]
     return next((value for value in values if value is not None), None)
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550009
 def logit_map(
     config: 'PretrainedConfig',  # Of a model of transformers
 ) -> LogitMap:  # The same for all tokens
@@ -40,12 +43,14 @@ def logit_map(
         scale = divisor if text.model_type == 'hyperclovax' else 1 / divisor
     return LogitMap(1.0 if scale is None else scale, _first(text, _CAPS) or 0.0)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550009
+# %% ../../nbs/model/12_loss_head.ipynb #1055000c
 _TILE_B = {'cpu': 2**27, 'cuda': 2**29}  # Logits in the type of the products
 _BLOCK_B = {'cpu': 2**22, 'cuda': 2**26}  # The same in float32, a part at a time
 
-def _place(tensor): return 'cpu' if tensor.device.type == 'cpu' else 'cuda'
+# %% ../../nbs/model/12_loss_head.ipynb #1055000d
+def _place(device): return 'cpu' if device.type == 'cpu' else 'cuda'
 
+# %% ../../nbs/model/12_loss_head.ipynb #1055000e
 def tile_rows(
     words: int,  # In the vocabulary
     number_b: int,  # Bytes of a logit: 2 or 4
@@ -56,6 +61,7 @@ def tile_rows(
     rows = _TILE_B[place] // (words * number_b)
     return max(1, rows - rows % 64 if rows > 64 else rows)
 
+# %% ../../nbs/model/12_loss_head.ipynb #1055000f
 def block_rows(
     words: int,  # In the vocabulary
     place: str = 'cpu',  # Where it is computed: 'cpu' or 'cuda'
@@ -64,17 +70,19 @@ def block_rows(
     if words < 1: raise ValueError(f'a vocabulary of {words} words has no logits')
     return max(1, _BLOCK_B[place] // (4 * words))
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550010
 def _steps(count, size) -> Iterator[slice]:
     "Cut `count` rows into pieces of `size`."
     for first in range(0, count, size): yield slice(first, min(first + size, count))
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055000c
+# %% ../../nbs/model/12_loss_head.ipynb #10550013
 class TokenScores(NamedTuple):
     "What is known of each token; in float32, and None where it was not asked for."
     log_probs: 'Tensor'  # Of the word that came, nats
     entropy: 'Tensor | None' = None  # Of the prediction, nats; without a gradient
     is_top1: 'Tensor | None' = None  # Whether the word that came was the likeliest
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550014
 def _empty_scores(count, outputs, device):
     "Make room for the scores of `count` tokens."
     import torch
@@ -83,16 +91,15 @@ def _empty_scores(count, outputs, device):
     if 'is_top1' in outputs: is_top1 = torch.empty(count, dtype=torch.bool, device=device)
     return TokenScores(torch.empty(count, device=device), entropy, is_top1)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055000d
+# %% ../../nbs/model/12_loss_head.ipynb #10550015
 class _Scorer:
     "Turns logits into scores, a block of rows at a time, and logits into their gradient."
-    def __init__(self, words, place, device, logits):
+    def __init__(self, words, device, logits):
         import torch
-        rows = block_rows(words, place)
-        self.rows = rows
         self.logits = logits  # `LogitMap`
-        self.x = torch.empty(rows, words, device=device)  # Logits in float32
-        self.p = torch.empty(rows, words, device=device)  # And their softmax
+        self.rows = block_rows(words, _place(device))
+        self.x = torch.empty(self.rows, words, device=device)  # Logits in float32
+        self.p = torch.empty(self.rows, words, device=device)  # And their softmax
 
     def score(self, tile, targets, scores):
         "Score the rows of `tile` into `scores`; leave the softmax of the last block in `self.p`."
@@ -125,16 +132,18 @@ class _Scorer:
         if unit != 1: p.mul_(unit)
         tile.copy_(p)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055000f
+# %% ../../nbs/model/12_loss_head.ipynb #10550017
 _PART = 2**22  # Numbers of a head that are copied, or summed, at once on a CPU
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550018
 def _is_wide(tensor):
     "Whether a CPU multiplies numbers of this type in float32."
     import torch
-    if _place(tensor) != 'cpu' or tensor.dtype == torch.float32: return False
+    if _place(tensor.device) != 'cpu' or tensor.dtype == torch.float32: return False
     name = str(tensor.dtype).removeprefix('torch.')
     return name == 'float16' or name in slow_half_dtypes()
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550019
 def _multiply(a, b, out):
     "Compute `a @ b` into `out`, which may be wider than they are."
     import torch
@@ -145,18 +154,18 @@ def _multiply(a, b, out):
     elif out.dtype == a.dtype: torch.mm(a, b, out=out)
     else: torch.mm(a, b, out_dtype=out.dtype, out=out)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550010
+# %% ../../nbs/model/12_loss_head.ipynb #1055001a
 def _add_product(total, a, b):
     "Add `a @ b` to a sum in float32."
     import torch
     if a.dtype == torch.float32: total.addmm_(a, b)
-    elif _place(total) != 'cpu': torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif _place(total.device) != 'cpu': torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         if _is_wide(a): b = b.float()
         for part in _steps(len(a), max(1, _PART // b.shape[1])):
             total[part].add_(a[part].to(b.dtype) @ b)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550011
+# %% ../../nbs/model/12_loss_head.ipynb #1055001b
 class _Gradients:
     "Of minus the sum of all log-probabilities: by hidden states, head and bias, where they train."
     def __init__(self, hidden, weight, bias, needs):
@@ -176,11 +185,11 @@ class _Gradients:
         if self.weight is not None: _add_product(self.weight, tile.t(), hidden[rows])
         if self.bias is not None: self.bias += tile.sum(0, dtype=torch.float32)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550013
-def _walk(hidden, weight, bias, targets, scores, scorer, gradients=None):
+# %% ../../nbs/model/12_loss_head.ipynb #1055001d
+def _walk(tensors, targets, scores, scorer, gradients):
     "Score all tokens, tile by tile, and make gradients where they are wanted."
-    import torch
-    place = _place(hidden)
+    hidden, weight, bias = tensors
+    place = _place(hidden.device)
     rows = tile_rows(len(weight), hidden.element_size(), place)
     tiles = hidden.new_empty(min(rows, len(hidden)), len(weight))
     for part in _steps(len(hidden), rows):
@@ -194,7 +203,7 @@ def _walk(hidden, weight, bias, targets, scores, scorer, gradients=None):
             if gradients: scorer.write_gradient(tile[lines], targets[where], gradients.unit)
         if gradients: gradients.add(part, tile, hidden, weight)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550015
+# %% ../../nbs/model/12_loss_head.ipynb #1055001f
 @cache
 def _one_pass():
     "The function of autograd; its base is torch's, which is imported late."
@@ -202,21 +211,21 @@ def _one_pass():
 
     class OnePass(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, hidden, weight, bias, targets, logits, asked):
+        def forward(ctx, hidden, weight, bias, targets, asked):
             needs = [asked.learns and need for need in ctx.needs_input_grad[:3]]
             narrow = [x if x is None else x.to(asked.dtype) for x in (hidden, weight, bias)]
             gradients = _Gradients(*narrow, needs) if any(needs) else None
             scores = _empty_scores(len(hidden), asked.outputs, hidden.device)
-            scorer = _Scorer(len(weight), _place(hidden), hidden.device, logits)
-            _walk(*narrow, targets, scores, scorer, gradients)
+            scorer = _Scorer(len(weight), hidden.device, asked.logits)
+            _walk(narrow, targets, scores, scorer, gradients)
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*[score for score in scores[1:] if score is not None])
-            if gradients: _remember(ctx, gradients, logits, (hidden, weight, bias))
+            if gradients: _remember(ctx, gradients, asked, (hidden, weight, bias))
             return tuple(scores)
 
         @staticmethod
         def backward(ctx, grad_log_probs, *_):
-            if grad_log_probs is None: return (None,) * 6
+            if grad_log_probs is None: return (None,) * 5
             factors = grad_log_probs * ctx.factor
             hidden, weight, bias = ctx.saved_tensors
             if hidden is not None: hidden = hidden.mul_(factors[:, None])
@@ -224,21 +233,24 @@ def _one_pass():
             if weight is not None: weight = weight.mul_(shared)
             if bias is not None: bias = bias.mul_(shared)
             made = zip((hidden, weight, bias), ctx.dtypes)
-            return *[x if x is None else x.to(dtype) for x, dtype in made], None, None, None
+            return *[x if x is None else x.to(dtype) for x, dtype in made], None, None
     return OnePass
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550016
+# %% ../../nbs/model/12_loss_head.ipynb #10550020
 class _Asked(NamedTuple):  # How tokens are scored
     dtype: object  # Of the products
     learns: bool  # Whether a backward pass may follow
+    logits: LogitMap
     outputs: tuple
 
-def _remember(ctx, gradients, logits, inputs):
+# %% ../../nbs/model/12_loss_head.ipynb #10550021
+def _remember(ctx, gradients, asked, inputs):
     "Keep for the backward pass what it scales."
     ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-    ctx.factor = -logits.scale / gradients.unit
+    ctx.factor = -asked.logits.scale / gradients.unit
     ctx.dtypes = [x if x is None else x.dtype for x in inputs]
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550022
 def _shared(factors):
     "The one number that all tokens weigh; 1 where there is no token."
     import torch
@@ -249,9 +261,10 @@ def _shared(factors):
                          'that trains is made for equal weights: set batch.loss_head to chunked')
     return factors[0]
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550018
+# %% ../../nbs/model/12_loss_head.ipynb #10550024
 _OUTPUTS = 'log_probs', 'entropy', 'is_top1'
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550025
 def token_scores(
     hidden: 'Tensor',  # Last hidden states, (tokens, width)
     weight: 'Tensor',  # Of the output head, (words, width)
@@ -270,11 +283,11 @@ def token_scores(
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-    asked = _Asked(dtype, torch.is_grad_enabled(), tuple(outputs))
+    asked = _Asked(dtype, torch.is_grad_enabled(), logits, tuple(outputs))
     with torch.autocast(device, enabled=False):
-        return TokenScores(*_one_pass().apply(hidden, weight, bias, targets, logits, asked))
+        return TokenScores(*_one_pass().apply(hidden, weight, bias, targets, asked))
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550027
+# %% ../../nbs/model/12_loss_head.ipynb #10550035
 def _whole(parameter):
     "Gather a head that FSDP2 has left sharded; a gradient goes back to the parts."
     import torch
@@ -290,6 +303,7 @@ def _whole(parameter):
     whole.register_hook(mean)
     return whole
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550036
 def _head_of(model):
     "Weight and bias of the output head; refuse one that computes more than their product."
     head = model.get_output_embeddings()
@@ -299,7 +313,7 @@ def _head_of(model):
     if head is None: raise ValueError(f'{type(model).__name__} has no output head')
     return head.weight, getattr(head, 'bias', None)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550028
+# %% ../../nbs/model/12_loss_head.ipynb #10550037
 def _score_model(model, hidden, targets, head):
     "Score the tokens of `hidden` that train; the others are zero in every score."
     from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -316,6 +330,7 @@ def _score_model(model, hidden, targets, head):
         spread.append(score)
     return TokenScores(*spread), mask
 
+# %% ../../nbs/model/12_loss_head.ipynb #10550038
 def _balance(text, states, options):
     "The loss that balances experts, where the routers were asked for it."
     if not options.get('output_router_logits'): return None
@@ -323,16 +338,18 @@ def _balance(text, states, options):
     return load_balancing_loss_func(states.router_logits, text.num_experts,
                                     text.num_experts_per_tok, options.get('attention_mask'))
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550029
+# %% ../../nbs/model/12_loss_head.ipynb #10550039
 class _Labels(NamedTuple):  # As TRL names them
     labels: 'Tensor | None'  # Of each token itself
     shift_labels: 'Tensor | None'  # Of the token after it
     num_items_in_batch: 'Tensor | int | None'  # Tokens of a step, over which the loss is a mean
 
+# %% ../../nbs/model/12_loss_head.ipynb #1055003a
 class _Head(NamedTuple):
     logits: LogitMap
     outputs: tuple
 
+# %% ../../nbs/model/12_loss_head.ipynb #1055003b
 def _answer(model, head, given, args, options) -> 'FusedCausalLMOutput':
     "Run the backbone of a model and score labels."
     from trl.trainer.utils import FusedCausalLMOutput
@@ -349,7 +366,7 @@ def _answer(model, head, given, args, options) -> 'FusedCausalLMOutput':
     if balance is not None: loss = loss + getattr(text, 'router_aux_loss_coef', 0.0) * balance
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores._asdict())
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055002a
+# %% ../../nbs/model/12_loss_head.ipynb #1055003c
 def add_one_pass_head(
     model: 'PreTrainedModel',  # A causal language model, not yet wrapped; its forward is changed
     outputs: tuple[str, ...] = _OUTPUTS,  # As for `token_scores`
@@ -370,7 +387,7 @@ def add_one_pass_head(
     forward.loss_head = 'one_pass'
     model.forward = MethodType(forward, model)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055002c
+# %% ../../nbs/model/12_loss_head.ipynb #1055003e
 def loss_head_of(
     model: 'PreTrainedModel',  # As it trains, without DDP, DeepSpeed and PEFT around it
 ) -> str:  # 'one_pass', 'chunked' (TRL's tiles) or 'full'

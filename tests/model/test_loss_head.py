@@ -102,8 +102,9 @@ def trained(head, kind: str, compute: str):
     head(model, outputs=('log_probs', 'entropy', 'is_top1'))
     if kind != 'full':
         model = add_adapters(model, method, seed=0)
+        generator = torch.Generator().manual_seed(3)
         for name, p in model.named_parameters():
-            if '.lora_B.' in name: p.data.normal_(0, .02, generator=torch.Generator().manual_seed(3))
+            if '.lora_B.' in name: p.data.normal_(0, .02, generator=generator)
     count = int((LABELS[:, 1:] != -100).sum())
     losses = []
     for ids, labels in zip(IDS.split(1), LABELS.split(1)):
