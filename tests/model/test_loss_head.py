@@ -155,7 +155,7 @@ def test_a_cpu_without_16_bit_products_multiplies_in_float32(monkeypatch, dtype)
     made = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
     monkeypatch.setattr(loss_head, 'slow_half_dtypes', lambda: ('bfloat16', 'float16'))
-    monkeypatch.setattr(loss_head, '_PART', 321 * 5)
+    monkeypatch.setattr(loss_head, 'PART_NUMBERS', 321 * 5)
     slow = token_scores(hidden, weight, torch.arange(60))
     slow.log_probs.sum().backward()
     assert torch.allclose(scores.log_probs, slow.log_probs, atol=2e-2)
