@@ -191,8 +191,8 @@ class Batch(Part):
     length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
     padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
-    loss_head: Literal['chunked', 'full',
-                       'fused'] = 'chunked'  # Logits in tiles; at once; never kept (Liger, CCE)
+    loss_head: Literal['chunked', 'one_pass', 'full',
+                       'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; never kept
 
 _Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds
 

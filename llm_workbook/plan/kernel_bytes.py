@@ -16,7 +16,7 @@ class SmallKernels(NamedTuple):
     method: object  # What is trained
     precision: object  # With `master` as adapters lie on the GPU
     kernels: str = 'plain'  # plain, compile or liger
-    loss_head: str = 'chunked'  # chunked, full or fused
+    loss_head: str = 'chunked'  # chunked, one_pass, full or fused
 
     @property
     def fused(self) -> bool:  # In the layers

@@ -12,6 +12,7 @@ from ..config.document import Problem, RecipeError
 from ..model.architecture import Weight
 from ..model.spec import ModelSpec, Unit
 from .fused_attention import fused_attention
+from .loss_tape import fused_loss, one_pass_loss, tiled_loss
 from .tape import Tape, Tensor
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #443f10c6
@@ -34,7 +35,7 @@ class Setting(NamedTuple):
     kernels: str = 'plain'  # plain, compile or liger
     attention: str = 'sdpa'  # sdpa, eager, flash or segments
     output_b: int = 0  # Of the last hidden state, where FSDP2 casts it for the loss, bytes
-    head: str = 'full'  # Of the loss: full, chunked, fused, or the number of classes
+    head: str = 'full'  # Of the loss: full, chunked, one_pass, fused, or the number of classes
     masked: bool = False  # Attention needs an explicit mask: rows are padded, or packed
     tables: int = 1  # Rows of the rotary tables: packed rows have positions of their own
     window: int = 0  # Tokens that a query sees, where that is fewer than a row has
@@ -467,7 +468,8 @@ def layer_tape(
     return tape, start
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #007c797c
-_HEADS = 'full', 'chunked', 'fused'
+_TILED = {'chunked': tiled_loss, 'one_pass': one_pass_loss, 'fused': fused_loss}
+_HEADS = 'full', *_TILED
 
 def head_tape(
     spec: ModelSpec,  # Its width, vocabulary and softcap are read
@@ -481,8 +483,7 @@ def head_tape(
     start = tape.tensor('input', spec.hidden, setting.stream_b, True)
     x = _norm(tape, start, setting, gemma=spec.kind.startswith('gemma'))
     if setting.output_b: x = _cast(tape, 'output: float32', x, setting.output_b)
-    if setting.head == 'chunked': _tiled_loss(tape, x, spec.vocab, setting)
-    elif setting.head == 'fused': _fused_loss(tape, x, spec.vocab, setting)
+    if setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)
     return tape
 
@@ -519,43 +520,3 @@ def _loss(tape, x, spec, setting) -> Tensor:
     return tape.op(
         'loss', (x,), 0, 4,
         saves=(x, *saves))
-
-# %% ../../nbs/plan/03_layer_tape.ipynb #ccaa236b
-_TILE_ROWS, _TILE_WORDS = 4096, 32768
-
-def _tiled_loss(tape, x, vocab, setting) -> Tensor:
-    compute_b, hidden = setting.compute_b, x.width
-    rows, words = min(setting.rows, _TILE_ROWS), min(vocab, _TILE_WORDS)
-    buffer_b = (setting.output_b or compute_b) * rows * _TILE_WORDS
-    grads_b = hidden * vocab * setting.grad_b if setting.trains else 0
-    input_numbers = setting.rows * hidden if x.element_b != 4 else 0
-    weight_numbers = hidden * vocab if grads_b and setting.grad_b != 4 else 0
-    summed = input_numbers + weight_numbers  # Gradients that are cast at the end
-    work_b, fore_b = 4 * summed + buffer_b, buffer_b
-    if setting.output_b:  # The head is computed in float32: the last tile of its weight is a copy
-        work_b += setting.output_b * hidden * (vocab % words or words)
-    elif x.element_b > compute_b:  # Autocast: two tiles of the head, one of the input
-        work_b += compute_b * hidden * (2 * words + rows)
-    if not setting.cuda:
-        tile_b = max(29 * rows * words, 4 * (rows * words + words * hidden))
-        work_b += max(0, tile_b - compute_b * summed)
-        fore_b += 12 * rows * words
-    statistics = tape.tensor('loss statistics', 6, 4)
-    return tape.op(
-        'fused head', (x,), 1, 4,
-        saves=(x, statistics),
-        work_b=work_b,
-        fore_b=fore_b,
-        grads_b=grads_b)
-
-# %% ../../nbs/plan/03_layer_tape.ipynb #ccaa236c
-def _fused_loss(tape, x, vocab, setting) -> Tensor:
-    "Logits of a few rows at a time: their gradient replaces them in the forward pass."
-    hidden, compute_b = x.width, setting.compute_b
-    rows = -(-setting.rows // -(-vocab // hidden))
-    rows = min(setting.rows, 1 << (rows - 1).bit_length())  # The next power of two
-    return tape.op(
-        'fused head', (x,), 1, 4,
-        saves=(tape.tensor('gradient of the last hidden state', hidden, compute_b),),
-        fore_b=rows * vocab * compute_b,
-        grads_b=hidden * vocab * setting.grad_b if setting.trains else 0)

@@ -127,6 +127,8 @@ def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
     return {**step.tables, 'kept': max(0, kept_b - freed_b), 'alive': instant.saved_b + freed_b,
             'flow': instant.flow_b, work: instant.work_b, 'whole': instant.grads_b}
 
+_TILED = 'chunked', 'one_pass'  # Heads that nobody calls as a module
+
 def _forward_alive(run, step) -> dict[str, dict]:
     kept_b, beside_b = _waiting(run, step)
     stream_b = step.big.stream_b
@@ -154,7 +156,7 @@ def _backward_alive(run, step) -> dict[str, dict]:
     work = 'unpacked' if run.setting.packed else 'work'
     first_kept_b = big.kept_b if run.recomputes else 0
     loss_b = step.loss.total_b - step.final_b - step.loss.grads_b
-    tied = 1 if run.setting.head == 'chunked' else 2  # Gradients of a tied embedding
+    tied = 1 if run.setting.head in _TILED else 2  # Gradients of a tied embedding
     flow = step.tables | {'flow': big.stream_b}
     return {
         'loss': step.tables | {'kept': kept_b, 'final': step.final_b, 'logits': loss_b,
@@ -355,7 +357,7 @@ def _forward_shards(shards, instants) -> None:
     embedding_b, tail_b = shards.step.embedding.gathered_b, shards.step.tail.gathered_b
     first_b = embedding_b or tail_b
     stay_b = root_b + shards.stay_b
-    head_apart = not run.setting.trains and run.setting.head == 'chunked'  # TRL gathers it itself
+    head_apart = not run.setting.trains and run.setting.head in _TILED  # It is gathered by itself
     no_flat = root_b or head_apart
     starts = [
         _flat_gather(run, first_b, 0, 0),

@@ -22,6 +22,7 @@ from ..config.recipe import Recipe, planned_only
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import (
     configuration, load_tokenizer, materialise, skeleton)
+from ..model import loss_head
 from ..model.quantize import keep_payload, nf4_config
 from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
@@ -134,10 +135,10 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
         {'sharding.strategy': ['zero1', 'zero2', 'zero3']},
     "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet":
         {'cluster.device': ['cuda']},
-    'TRL computes the head where its weight lies, with offload and adapters on the CPU: '
+    'the loss is computed where the weight of the head lies, with offload and adapters on the CPU: '
     'here it counts to the GPU':
         {'sharding.offload_parameters': ['cpu'], 'method.kind': ['lora', 'qlora'],
-         'batch.loss_head': ['chunked']},
+         'batch.loss_head': ['chunked', 'one_pass']},
 }
 
 # %% ../../nbs/rehearsal/04_program.ipynb #dc948833
@@ -228,6 +229,7 @@ def _adapted_libraries(recipe, gpu):
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
         if gpu:
             stack.enter_context(_trl_kernels_of_gpus())
+            stack.enter_context(_tiles_of_gpus())
             stack.enter_context(_dropout_of_gpus())
         if gpu and recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
         yield
@@ -313,6 +315,15 @@ def _trl_kernels_of_gpus():
 class _IdleKernel:
     "A kernel that is started on a grid, `kernel[grid](...)`, and does nothing."
     def __getitem__(self, grid): return _nothing
+
+@contextmanager
+def _tiles_of_gpus():
+    "Tiles of the one-pass head as large as on a GPU, and its products."
+    with (
+        patch.object(loss_head, '_place', lambda device: 'cuda'),
+        patch.object(loss_head, '_add_product', _add_product),
+    ):
+        yield
 
 def _add_product(total, a, b):
     "On a GPU the product is added as it is made: here it goes into the sum's own memory."
@@ -470,7 +481,7 @@ def _trainer(recipe, folder, model, joined):
     "The trainer of the project; that of transformers where TRL's cannot compute the loss."
     tokens = [1] * recipe.batch.length
     row = {'input_ids': tokens, 'labels': tokens}
-    if recipe.model.head == 'causal_lm' and recipe.batch.loss_head == 'chunked':
+    if recipe.model.head == 'causal_lm' and recipe.batch.loss_head in ('chunked', 'one_pass'):
         trainer = make_trainer(recipe, folder, [row], model, load_tokenizer('tiny-base'))
     else:
         trainer = _plain_trainer(recipe, folder, row, model)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..model.architecture import in_modules, in_tower, towers
 from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
+from ..model.loss_head import loss_head_of
 from ..model.recompute import keeps_selection
 from ..model.spec import spec_of
 from ..parallel.backends import read_allocator
@@ -471,6 +472,11 @@ def _head(live):
     return 'classification' if classifies else 'causal_lm'
 
 # %% ../../nbs/training/08_live_settings.ipynb #2baa701a
+def _loss_head(live):
+    "Read which head computes the loss; a model without one leaves it to the loop."
+    found = 'full' if _head(live) == 'classification' else loss_head_of(live.base)
+    return None if found == 'full' else found
+
 def _classes(live):
     return live.bare.config.num_labels if _head(live) == 'classification' else None
 
@@ -528,6 +534,7 @@ _READERS |= {
     'batch.global': ('micro x accumulation x parts', _rows_per_step),
     'batch.length': ('rows of the loader', _longest),
     'batch.packing': ('rows of the loader', _packing),
+    'batch.loss_head': ('forward of the model', _loss_head),
     'optimizer.kind': ('optimizer', _kind),
     'optimizer.learning_rate': ('optimizer', _rate),
     'optimizer.weight_decay': ('optimizer', _decay),

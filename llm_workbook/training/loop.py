@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters
+from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import cpu_fsdp, set_fsdp, zero_config
 from ..parallel.load import loaded_base
@@ -153,10 +154,12 @@ def _optimizer_class(kind):
     return partial(torch.optim.AdamW, fused=kind == 'adamw_fused')
 
 # %% ../../nbs/training/11_loop.ipynb #caf4ee3a
-def _fuse_head(model):
-    "Take TRL's head: probabilities of the labels alone, a tile of the logits at a time."
+def _fuse_head(model, recipe):
+    "Take TRL's head, or that of one pass: probabilities of the labels alone, tile by tile."
     from trl.trainer.utils import add_fused_lm_head
-    add_fused_lm_head(model, outputs=('log_probs',))
+    one_pass = recipe.batch.loss_head == 'one_pass'
+    add_head = add_one_pass_head if one_pass else add_fused_lm_head
+    add_head(model, outputs=('log_probs',))
 
 def _recompute(model, recipe):
     "Keep no activations of the layers, or some; under FSDP2 accelerate wraps them to keep none."
@@ -190,7 +193,7 @@ class Loop:
         self.reach = None  # Looks at the adapters' first gradients, once training begins
         self.processing_class = class_tokenizer(recipe)
         run.scaler = attach_scaler(recipe, accelerator)
-        if recipe.model.head == 'causal_lm': _fuse_head(model)
+        if recipe.model.head == 'causal_lm': _fuse_head(model, recipe)
         if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
         _recompute(model, recipe)
         set_seed(recipe.seed)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -319,6 +320,7 @@ def bring_head(
         return SimpleNamespace(weight=head.weight.to(device),
                                bias=bias if bias is None else bias.to(device))
 
+    @wraps(forward)
     def forward_with_head(*inputs, **options):
         with patch.object(base, 'get_output_embeddings', read_head):
             return forward(*inputs, **options)

@@ -13,6 +13,7 @@ from ..checkpoint.sharded_files import unwrapped_parameters
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters, cast_adapters
 from ..model.architecture import load_tokenizer
+from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import mixed_precision, set_fsdp, zero_config
 from .conversation import row_places
@@ -192,6 +193,7 @@ def make_trainer(
         model, args, _collator(recipe, args, tokenizer, model),
         train_dataset=_dataset(rows, keys, recipe, longest),
         eval_dataset=_dataset(held, keys, recipe, longest), processing_class=tokenizer)
+    _set_head(trainer.model, recipe)
     set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
@@ -208,6 +210,11 @@ def _router_loss(model):
     config = model.config.get_text_config()
     has_none = hasattr(config, 'output_router_logits') and not hasattr(config, 'num_experts')
     return 0.0 if has_none else None
+
+def _set_head(model, recipe):
+    "Let the head score tokens once where the recipe says so; TRL's tiles are there already."
+    if recipe.batch.loss_head != 'one_pass': return
+    add_one_pass_head(model.get_base_model() if hasattr(model, 'get_base_model') else model)
 
 def _row_kind(rows, held, packs):
     "Find the keys that all rows have; the first row of each list stands for the others."
