@@ -354,6 +354,7 @@ def _look(case, name, compare):
 # %% ../../nbs/release/07_invariants.ipynb #9f97a059
 def _gather(case):
     "Start the processes that the wanted relations need, and take in what they found."
+    import datasets, peft, trl.trainer.sft_trainer  # Once for all ranks
     recipe = case.recipes['one']
     found, = notebook_ranks(_first_process, 1, (case,), _LIMIT_S, fsdp_env(recipe))
     case.outcomes, case.errors, case.rounding, case.own_loss = found

@@ -20,8 +20,9 @@ from ..model.quantize import load_base
 from ..model.recompute import recompute_selectively
 from .merge import Merge, merged
 from .small_case import LeftOut
-from ..training.fine_tune import check_recipe, make_trainer
+from ..training.fine_tune import check_recipe
 from ..training.tokens import end_tokens
+from ..training.trainer import make_trainer
 
 # %% ../../nbs/release/06_relations.ipynb #26c2b598
 _LAST_DIGIT = 2.0 ** -23  # Of a float32, as a part of the number
@@ -326,16 +327,17 @@ def cache(
 
 # %% ../../nbs/release/06_relations.ipynb #7e12da45
 class _Dropping:
-    "Lets layers drop a tenth of their output, and counts how often they run."
+    "Lets parts of layers drop a tenth of their output, and counts how often they run."
     def __init__(self, layers):
         self.runs = 0
-        self.hooks = [layer.register_forward_hook(self.drop) for layer in layers]
+        parts = [part for layer in layers for part in layer.children()]
+        self.hooks = [part.register_forward_hook(self.drop) for part in parts]
 
-    def drop(self, layer, inputs, output):
+    def drop(self, part, inputs, output):
         from torch.nn.functional import dropout
         self.runs += 1
-        if not isinstance(output, tuple): return dropout(output, 0.1)
-        return dropout(output[0], 0.1), *output[1:]
+        if isinstance(output, tuple): return dropout(output[0], 0.1), *output[1:]
+        return dropout(output, 0.1)
 
     def remove(self):
         for hook in self.hooks: hook.remove()
@@ -351,10 +353,10 @@ def _recomputed(specimen, base, kind):
     reentrant = specimen.recipe.sharding.reentrant
     if kind == 'selective': recompute_selectively(specimen.model)
     else:
-        base.gradient_checkpointing_enable({'use_reentrant': reentrant})
+        base.activation_checkpointing_enable({'use_reentrant': reentrant})
         if reentrant: base.enable_input_require_grads()
     try: return _seeded_gradients(specimen)
-    finally: base.gradient_checkpointing_disable()
+    finally: base.activation_checkpointing_disable()
 
 # %% ../../nbs/release/06_relations.ipynb #f137b933
 def checkpointing(
