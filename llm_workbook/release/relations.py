@@ -10,6 +10,7 @@ __all__ = ['RELATIONS', 'Comparison', 'explained', 'Specimen', 'gradients', 'apa
 # %% ../../nbs/release/06_relations.ipynb #9c30d123
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -386,11 +387,23 @@ def loss_head(
 ) -> Comparison:  # Of loss and gradient
     "Compare the trainer's loss with that of the full logits."
     batches = specimen.singles()
-    wanted = gradients(specimen, batches, full_loss)
-    distance = apart(gradients(specimen, batches), wanted)
+    with _loud(specimen):
+        wanted = gradients(specimen, batches, full_loss)
+        distance = apart(gradients(specimen, batches), wanted)
     head = specimen.recipe.batch.loss_head
     what = f'loss and gradient: head {head!r} of the trainer; full logits'
     return Comparison(what, distance, *explained(specimen.rounding['gradient']))
+
+@contextmanager
+def _loud(specimen):
+    "Let the largest logit be 20 or so, as that of a trained model."
+    import torch
+    head = specimen.model.get_output_embeddings().weight
+    kept = head.detach().clone()
+    with torch.no_grad(): head.mul_(20 / float(specimen.logits().abs().max()))
+    try: yield
+    finally:
+        with torch.no_grad(): head.copy_(kept)
 
 def full_loss(
     specimen: Specimen,  # Its model computes the logits
@@ -446,6 +459,7 @@ def merging(
     recipe = specimen.recipe
     if recipe.method.kind == 'full': raise LeftOut('method full has no adapters')
     into = 'dequantised' if recipe.method.kind == 'qlora' else '16-bit'
+    _only_whole_blocks(specimen.model)
     folder = specimen.folder / 'adapters'
     save_adapters(specimen.model, folder)
     named = recipe.model.source, folder, into, recipe.method, recipe.precision
@@ -455,6 +469,16 @@ def merging(
     distance = apart(specimen.logits(model), specimen.logits())
     what = 'logits of a row: adapters beside the base; merged into it'
     return Comparison(what, distance, *explained(specimen.rounding['logits']))
+
+_BLOCK = 64  # Numbers that share a scale in NF4
+
+def _only_whole_blocks(model):
+    "Leave packed rows out that are no whole blocks."
+    for module in model.modules():
+        packed = getattr(module, 'quant_state', None) is not None
+        if packed and module.in_features % _BLOCK:
+            raise LeftOut(f'packed rows of {module.in_features} numbers in this miniature: '
+                          'bitsandbytes reads their blocks otherwise on a CPU than it packed them')
 
 # %% ../../nbs/release/06_relations.ipynb #46dfb2d8
 RELATIONS = {

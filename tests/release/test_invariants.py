@@ -1,10 +1,11 @@
 "Relations hold for what is right; of the mistakes planted one by one, each breaks its relation."
+import json
 import os
 
 import pytest
 
 from bench.lines.try_out import asked_for
-from bench.shared.families import FAMILIES
+from bench.shared.families import FAMILIES, add_tokenizer, family_fields
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.release.invariants import check_invariants
 from llm_workbook.release.relations import RELATIONS, make_specimen
@@ -23,6 +24,19 @@ def recipe_for(source='tiny-base', **changes):
 def broken(found):
     "The relations that are broken, by name, and all that was said where one is not expected."
     return [one.name for one in found.problems]
+
+
+def family_recipe(family, folder):
+    "The recipe of two cards for a family at its published size: a configuration without weights."
+    asked, source = asked_for(family, folder), folder/'source'
+    fields = family_fields(family)
+    if not fields.get('architectures'):
+        fields['architectures'] = json.loads(
+            (folder/'bases'/family.replace(' ', '-')/'config.json').read_text())['architectures']
+    source.mkdir()
+    (source/'config.json').write_text(json.dumps(fields, default=str))
+    add_tokenizer(source)
+    return asked.changed({'model.source': str(source)})
 
 
 # One model in one process
@@ -45,7 +59,8 @@ def specimen(tmp_path_factory):
 @pytest.fixture(scope='module')
 def gemma(tmp_path_factory):
     folder = tmp_path_factory.mktemp('gemma')
-    return specimen_of(asked_for('Gemma 2', folder), folder/'case')
+    asked = family_recipe('Gemma 2', folder)
+    return specimen_of(asked.changed({'method.kind': 'lora'}), folder/'case')
 
 
 def found_in(specimen):
@@ -236,11 +251,11 @@ def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
     import llm_workbook.release.merge as merge_page
     right = merge_page._pairs
 
-    def unscaled(adapters):
+    def doubled(adapters):
         pairs, config = right(adapters)
-        return {name: (a, b, 1.0) for name, (a, b, _) in pairs.items()}, config
+        return {name: (a, b, 2 * scale) for name, (a, b, scale) in pairs.items()}, config
 
-    monkeypatch.setattr(merge_page, '_pairs', unscaled)
+    monkeypatch.setattr(merge_page, '_pairs', doubled)
     assert found_in(specimen) == ['merge']
 
 
@@ -383,7 +398,7 @@ def test_an_adapter_that_is_bypassed_ends_nothing_else(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_family_gives_no_false_alarm(family, tmp_path):
-    try: asked = asked_for(family, tmp_path)
+    try: asked = family_recipe(family, tmp_path)
     except ValueError as reason: pytest.skip(f'refused: {str(reason)[:200]}')
     found = check_invariants(asked)
     assert found.passed, found
