@@ -264,11 +264,15 @@ def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
 def checked(relations=None, **changes): return check_invariants(recipe_for(**changes), None, relations)
 
 
+WHOLE = {'sharding.loading': 'every_rank', 'sharding.offload_parameters': 'none',
+         'sharding.offload_optimizer': 'none'}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('changes', [
-    {}, {'method.kind': 'lora', 'sharding.strategy': 'ddp', 'sharding.loading': 'every_rank'},
+    {}, WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'ddp'},
     {'method.kind': 'full', 'sharding.activation_checkpointing': 'selective'},
-    {'sharding.strategy': 'none', 'sharding.loading': 'every_rank', 'cluster.processes': 1}],
+    WHOLE | {'sharding.strategy': 'none', 'cluster.processes': 1}],
     ids=['qlora', 'lora-ddp', 'full-selective', 'alone'])
 def test_a_recipe_keeps_all_relations(changes):
     found = checked(**changes)
