@@ -29,6 +29,7 @@ from .launching.preflight import preflight
 from .launching.render import render
 from .plan.estimate import estimate
 from .rehearsal.step import rehearse
+from .release.invariants import check_invariants
 from .release.try_out import try_out
 from .report import reconcile
 from .training.effective import ConfigMismatch
@@ -92,6 +93,13 @@ def _try_out(arguments):
         trial = try_out(_recipe(arguments.recipe), arguments.directory)
     _show(trial, arguments.json)
     return 0 if trial.passed else 1
+
+def _invariants(arguments):
+    with redirect_stdout(sys.stderr):
+        found = check_invariants(_recipe(arguments.recipe), arguments.directory)
+    _show(found, arguments.json)
+    return 0 if found.passed else 1
+
 def _exercises(arguments):
     if arguments.action == 'list':
         table = progress_table()
@@ -194,6 +202,7 @@ _EPILOG = """examples:
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
   llm-workbook try mine.yaml                       your model in miniature, up to its export
+  llm-workbook invariants mine.yaml                and in pairs of runs that must agree
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
   llm-workbook export runs/mine                    its metrics, for Prometheus
@@ -238,7 +247,10 @@ def _planning_verbs(verbs):
     trial = _with_recipe(verbs, 'try', _try_out,
                          'take a miniature of the model the whole way, on this machine')
     trial.add_argument('--directory', help='where its files stay; without it they are removed')
-    return [recipes, plan, rehearsal, rendering, report, trial, _exercise_verb(verbs)]
+    pairs = _with_recipe(verbs, 'invariants', _invariants,
+                         'run a miniature of the model in pairs that must agree')
+    pairs.add_argument('--directory', help='where its files stay; without it they are removed')
+    return [recipes, plan, rehearsal, rendering, report, trial, pairs, _exercise_verb(verbs)]
 
 def _exercise_verb(verbs):
     tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')
@@ -304,9 +316,8 @@ def _diagnosis_verb(verbs):
     return doctor
 
 # %% ../nbs/package/04_command.ipynb #8face952
-_VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'train', 'preflight',
-          'status', 'export', 'dashboard', 'diagnose',
-          'exercises')
+_VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants', 'train',
+          'preflight', 'status', 'export', 'dashboard', 'diagnose', 'exercises')
 
 def _parser():
     parser = argparse.ArgumentParser(

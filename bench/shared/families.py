@@ -99,10 +99,9 @@ class Case(NamedTuple):
         return self.folder/kind/f'{self.family} {self.method}'.replace(' ', '-')
 
 
-def make_base(family: str, place: Path) -> str:
-    "Write the miniature of a family, with the tokenizer of the tiny base; give its model type."
+def family_fields(family: str) -> dict:
+    "The published configuration of a family, with the tokens of the tiny base."
     from llm_workbook.model.architecture import configuration, presets
-    from llm_workbook.model.miniature import miniature
     from transformers import AutoConfig
     tiny = json.loads((asset('tiny-base')/'config.json').read_text())
     tokens = {key: tiny[key] for key in tiny if key == 'vocab_size' or key.endswith('token_id')}
@@ -110,8 +109,20 @@ def make_base(family: str, place: Path) -> str:
     if source in presets(): fields = configuration(source)[1] | tokens | changes
     else: fields = AutoConfig.for_model(source, **tokens | changes).to_dict()
     if 'text_config' in fields: fields['text_config'] |= tokens
-    miniature(fields, place)
+    return fields
+
+
+def add_tokenizer(place: Path) -> None:
+    "Put the tokenizer of the tiny base beside a configuration."
     for name in _TOKENIZER: shutil.copyfile(asset('tiny-base')/name, place/name)
+
+
+def make_base(family: str, place: Path) -> str:
+    "Write the miniature of a family, with the tokenizer of the tiny base; give its model type."
+    from llm_workbook.model.miniature import miniature
+    fields = family_fields(family)
+    miniature(fields, place)
+    add_tokenizer(place)
     return fields['model_type']
 
 

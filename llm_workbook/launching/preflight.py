@@ -37,7 +37,8 @@ from .peer_copies import copy_evidence, copy_findings, node_facts
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
 _FIRST_ROW = 'the first row, trained tokens in brackets:'
-_OFFER = 'not tried yet? try_out(recipe) takes this model in miniature the whole way'
+_OFFER = ('not tried yet? try_out(recipe) takes this model in miniature the whole way, and '
+          'check_invariants(recipe) runs it in pairs that must agree')
 
 @dataclass(frozen=True, repr=False)
 class Preflight:

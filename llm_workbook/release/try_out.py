@@ -11,17 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.recipe import Method, Recipe, shrink
+from ..config.recipe import Method, Recipe
 from ..display import html_table, nearest
 from ..model.adapters import load_adapters
 from ..model.architecture import (
@@ -32,11 +29,12 @@ from ..model.quantize import load_base, nf4_config
 from ..model.weight_files import Weights
 from .export import export
 from .merge import merged, predictions
-from ..training.classifier import class_names, class_rows
+from .small_case import (
+    LeftOut, alone_recipe, case_folder, distinct_rows, first_rows, small_recipe, without_bars)
 from ..training.data import load_rows
 from ..training.fine_tune import check_recipe, fine_tune
 from ..training.run_directory import mark_run
-from ..training.tokens import ChatFormat, answer_tokens, check_rows
+from ..training.tokens import ChatFormat, answer_tokens
 
 # %% ../../nbs/release/05_try_out.ipynb #7e060ab6
 class Station(NamedTuple):
@@ -114,10 +112,6 @@ class _Way:
     @property
     def into(self): return 'dequantised' if self.is_packed else '16-bit'
 
-# %% ../../nbs/release/05_try_out.ipynb #7e0b0abb
-class _LeftOut(Exception):
-    "There is nothing to see at this station with this recipe."
-
 # %% ../../nbs/release/05_try_out.ipynb #7e0f0abf
 def _make_model(way):
     "Write the miniature."
@@ -131,77 +125,23 @@ def _make_model(way):
         files = {entry.file for entry in weights.tensors.values()}
         return f'{kind}, {layers} layers, {weights.total_b:,} bytes in {len(files)} files'
 
-# %% ../../nbs/release/05_try_out.ipynb #7e120ab1
-_FIRST, _TRAINED, _HELD = 64, 12, 4  # Rows that are checked, trained on and held out
-
-def _first_rows(way):
-    "The first rows of the recipe, checked, and in the form in which they are written down."
-    asked = way.asked.changed({'model.source': str(way.base), 'model.revision': None})
-    if asked.model.head == 'classification':
-        names = class_names(asked)
-        rows = class_rows(asked)[0][:_FIRST]
-        return [{'text': row['text'], 'label': names[row['label']]} for row in rows]
-    rows = load_rows(asked.data, asked.seed)[0][:_FIRST]
-    tokenizer = load_tokenizer(str(way.base), template=asked.data.template)
-    check_rows(rows, tokenizer, asked.batch.length, asked.data.answers, asked.data.too_long)
-    return [{key: row[key] for key in ('messages', 'text') if key in row} for row in rows]
-
-# %% ../../nbs/release/05_try_out.ipynb #7e130ab1
-def _question(row):
-    "What makes two rows the same to a check of held-out rows."
-    return row['text'] if 'text' in row else json.dumps(row['messages'][:-1])
-
-# %% ../../nbs/release/05_try_out.ipynb #7e140ab1
-def _shortest(rows):
-    "Distinct rows, the shortest first; of several classes one after the other."
-    distinct = {_question(row): row for row in reversed(rows)}
-    ordered, seen = [], {}
-    for row in sorted(distinct.values(), key=lambda row: len(json.dumps(row))):
-        label = row.get('label')
-        seen[label] = seen.get(label, 0) + 1
-        ordered.append((seen[label], row))
-    ordered.sort(key=lambda pair: pair[0])
-    return [row for _, row in ordered]
-
 # %% ../../nbs/release/05_try_out.ipynb #7e150ab1
+_TRAINED, _HELD = 12, 4  # Rows that are trained on and held out
+
 def _take_rows(way):
     "Choose the rows, write them into files, and check the recipe that is run."
-    way.first = _first_rows(way)
-    rows = _shortest(way.first)
-    if len(rows) < _TRAINED + _HELD:
-        raise ValueError(f'{len(rows)} of the first {len(way.first)} rows differ, and '
-                         f'{_TRAINED + _HELD} are needed: bring more rows')
-    parts = {'rows': rows[:_TRAINED], 'held': rows[_TRAINED:_TRAINED + _HELD]}
-    for name, part in parts.items():
-        text = '\n'.join(map(json.dumps, part))
-        (way.folder / f'{name}.jsonl').write_text(text + '\n', encoding='utf-8')
+    way.first = first_rows(way.asked, way.base)
+    rows = distinct_rows(way.first, _TRAINED + _HELD)
     check_packing(way.asked.model, way.asked.method)
-    way.recipe = _small_recipe(way, rows[0])
+    small = small_recipe(way.asked, way.base, rows[:_TRAINED], rows[_TRAINED:_TRAINED + _HELD])
+    way.recipe = small.changed(_STEPS | {'batch.accumulation': 4 // small.cluster.ranks})
     tokenised, _ = check_recipe(way.recipe)
     text = json.dumps(rows[0], ensure_ascii=False)
     return (f'{len(way.first)} rows are accepted, {len(tokenised)} train; '
             f'the shortest: {text:.120}')
 
-# %% ../../nbs/release/05_try_out.ipynb #7e170ab1
-def _small_recipe(way, row):
-    "The recipe of the trial: three steps of four rows on two ranks."
-    form = {'data.format': 'text', 'data.text_column': 'text'}
-    if 'messages' in row: form = {'data.format': 'messages', 'data.text_column': None}
-    if 'label' in row:
-        words = class_names(way.asked)
-        form = {'data.format': 'classification', 'data.text_column': 'text',
-                'data.label_column': 'label', 'data.labels': {word: word for word in words}}
-    small = shrink(way.asked, model='own')
-    ranks = small.cluster.ranks
-    if small.method.kind == 'qlora': form['method.unpacked'] = 1.0
-    return small.changed(form | {
-        'model.source': str(way.base), 'model.revision': None,
-        'data.source': str(way.folder / 'rows.jsonl'), 'data.test': str(way.folder / 'held.jsonl'),
-        'data.prompt_column': None, 'data.completion_column': None,
-        'method.dropout': 0.0,
-        'batch.micro': 1, 'batch.accumulation': 4 // ranks,
-        'optimizer.steps': 3, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0,
-        'intervals.evaluation': 3, 'intervals.saving': 2})
+_STEPS = {'optimizer.steps': 3, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0,
+          'intervals.evaluation': 3, 'intervals.saving': 2}
 
 # %% ../../nbs/release/05_try_out.ipynb #7e1b0ab1
 _OTHER = 'Something else, please: 7?'
@@ -209,7 +149,7 @@ _OTHER = 'Something else, please: 7?'
 def _check_mask(way):
     "Compare the trained tokens of each row with those after another question."
     rows = [row for row in way.first if 'messages' in row][:_TRAINED]
-    if not rows: raise _LeftOut('no conversation: every token of a text trains, none of a review')
+    if not rows: raise LeftOut('no conversation: every token of a text trains, none of a review')
     data = way.recipe.data
     tokenizer = load_tokenizer(str(way.base), template=data.template)
     chat, count = ChatFormat(tokenizer), 0
@@ -220,7 +160,7 @@ def _check_mask(way):
         if trained != _trained_ids({'messages': turns}, chat, data.answers):
             text = tokenizer.decode([token for tokens in trained for token in tokens])
             raise ValueError('what trains depends on what the user says: of '
-                             f'{_question(row):.100} these tokens train: {text:.100}')
+                             f'{json.dumps(row):.100} these tokens train: {text:.100}')
         count += sum(map(len, trained))
     return f'{count:,} tokens of the answers of {len(rows)} rows train, whatever the user says'
 
@@ -270,7 +210,7 @@ def _take_steps(way):
 def _check_shares(way):
     "Add up what the ranks hold of each weight: a weight that is whole on both is named."
     if way.recipe.sharding.strategy not in ('fsdp2', 'zero3'):
-        raise _LeftOut(f'{way.recipe.sharding.strategy} keeps the weights whole on every rank')
+        raise LeftOut(f'{way.recipe.sharding.strategy} keeps the weights whole on every rank')
     tables = [rank['shards'].rows for rank in way.run.ranks]
     whole = []
     for rows in zip(*tables, strict=True):
@@ -285,7 +225,7 @@ def _check_shares(way):
 # %% ../../nbs/release/05_try_out.ipynb #7e290ab2
 def _check_adapters(way):
     "See that every adapter moved, and that its name leads to a module."
-    if way.is_full: raise _LeftOut('method full has no adapters')
+    if way.is_full: raise LeftOut('method full has no adapters')
     norms = way.run.ranks[0]['saved']
     model = skeleton(configuration(way.base)[1])
     modules = {name for name, _ in model.named_modules()}
@@ -301,15 +241,10 @@ def _check_adapters(way):
     return f'{len(norms)} adapters moved; the least norm of B by module: {least}'
 
 # %% ../../nbs/release/05_try_out.ipynb #7e2c0ab2
-_ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank',
-          'sharding.activation_checkpointing': 'none', 'sharding.reentrant': False,
-          'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none',
-          'batch.accumulation': 4}
-
 def _check_parity(way):
     "Train in one process, and compare losses and the first gradient."
-    if way.recipe.cluster.ranks == 1: raise _LeftOut('the recipe runs in one process')
-    alone = _train(way.recipe.changed(_ALONE), way.folder / 'alone')
+    if way.recipe.cluster.ranks == 1: raise LeftOut('the recipe runs in one process')
+    alone = _train(alone_recipe(way.recipe), way.folder / 'alone')
     first_two, first_one = way.run.metrics[0], alone.metrics[0]
     distances = {
         'first loss': (_distance(first_two['loss'], first_one['loss']), 3e-3),
@@ -393,7 +328,7 @@ def _plain_losses(way, rows):
 def _check_reload(way):
     "Compare the held-out loss of the run with that of a fresh process."
     if way.recipe.model.head != 'causal_lm':
-        raise _LeftOut('a head of classes is scored by its own page, and is not exported')
+        raise LeftOut('a head of classes is scored by its own page, and is not exported')
     _, held = check_recipe(way.recipe)
     seen = way.run.evaluations[-1]
     plain = _plain_losses(way, held)
@@ -431,8 +366,8 @@ def _check_merge(way):
 
 # %% ../../nbs/release/05_try_out.ipynb #7e380ab3
 def _only_adapted_text(way):
-    if way.is_full: raise _LeftOut('method full saves the model itself')
-    if way.recipe.model.head != 'causal_lm': raise _LeftOut('a head of classes is not merged')
+    if way.is_full: raise LeftOut('method full saves the model itself')
+    if way.recipe.model.head != 'causal_lm': raise LeftOut('a head of classes is not merged')
 
 # %% ../../nbs/release/05_try_out.ipynb #7e390ab3
 def _check_export(way):
@@ -470,35 +405,11 @@ def _visit(way, name, passed) -> Station:
     if missing: return Station(name, None, f'not reached: it needs {", ".join(missing)}')
     start = time.monotonic()
     try: outcome, what = True, action(way)
-    except _LeftOut as reason: outcome, what = None, str(reason)
+    except LeftOut as reason: outcome, what = None, str(reason)
     except Exception as error:
         outcome, what = False, ' '.join(str(error).split())[:600] or type(error).__name__
         if not isinstance(error, ValueError): what = f'{type(error).__name__}: {what}'
     return Station(name, outcome, what, time.monotonic() - start)
-
-# %% ../../nbs/release/05_try_out.ipynb #7e3d0ab3
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    "Keep transformers from drawing a bar for every file."
-    from transformers.utils import logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try: yield
-    finally:
-        if shown: logging.enable_progress_bar()
-
-# %% ../../nbs/release/05_try_out.ipynb #7e3e0ab3
-@contextmanager
-def _folder(directory) -> Iterator[Path]:
-    "The folder of a trial: one that is removed, or the one that was named."
-    if directory is None:
-        with tempfile.TemporaryDirectory() as name: yield Path(name)
-        return
-    folder = Path(directory).absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f'{folder.name!r} is not empty: name a directory of its own')
-    folder.mkdir(parents=True, exist_ok=True)
-    yield folder
 
 # %% ../../nbs/release/05_try_out.ipynb #7e3f0ab3
 def try_out(
@@ -511,7 +422,7 @@ def try_out(
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     wanted, visited, passed = _with_needs(stations), [], set()
-    with _folder(directory) as folder, _without_bars():
+    with case_folder(directory) as folder, without_bars():
         way = _Way(recipe, folder)
         for name in (bar := tqdm(wanted, desc='try_out', leave=False)):
             bar.set_postfix_str(name)
