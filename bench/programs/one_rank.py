@@ -81,7 +81,7 @@ def follower(meter):
 def by_trainer(recipe, meter) -> None:
     "Take the steps by the library's trainer."
     from llm_workbook import resolve
-    from llm_workbook.training.fine_tune import make_trainer
+    from llm_workbook.training.trainer import make_trainer
     from transformers import AutoTokenizer
     blank = recipe.cluster.ranks > 1
     with tempfile.TemporaryDirectory() as folder:

@@ -97,7 +97,7 @@ def rank(job: dict) -> dict:
     from llm_workbook.config.recipe import Recipe
     from llm_workbook.files import resolve
     from llm_workbook.parallel.backends import cpu_fsdp
-    from llm_workbook.training.fine_tune import make_trainer
+    from llm_workbook.training.trainer import make_trainer
     from transformers import AutoTokenizer
     torch.set_num_threads(1)
     began = time.monotonic()

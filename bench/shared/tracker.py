@@ -63,7 +63,7 @@ def trainer_program(recipe, foreach):
     "The library's own trainer, and its loss."
     import torch
     from llm_workbook.files import resolve
-    from llm_workbook.training.fine_tune import make_trainer
+    from llm_workbook.training.trainer import make_trainer
     from transformers import AutoTokenizer
     tokens = [1] * recipe.batch.length
     row = {'input_ids': tokens, 'labels': tokens}

@@ -30,7 +30,7 @@ from ..parallel.shard import assert_sharding
 from .recorder import Recorder, recorded
 from .timeline import Irregular
 from .zero_engine import import_zero, watch_zero, zero_engine
-from ..training.fine_tune import make_trainer, sft_config
+from ..training.trainer import make_trainer, sft_config
 from ..training.float16 import attach_scaler
 
 # %% ../../nbs/rehearsal/04_program.ipynb #0f6493be

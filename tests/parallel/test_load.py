@@ -233,7 +233,7 @@ def trained(recipe, folder):
     """Train on this rank; say losses, first gradients, shards, fingerprints at the begin and the
     end, and what was read."""
     from transformers import TrainerCallback
-    from llm_workbook.training.fine_tune import make_trainer
+    from llm_workbook.training.trainer import make_trainer
     seen = {}
     with loaded_base(recipe) as base:
         if recipe.sharding.loading == 'sharded': assert next(base.parameters()).is_meta

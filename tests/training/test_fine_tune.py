@@ -21,7 +21,7 @@ from llm_workbook.parallel import ranks
 
 from llm_workbook.parallel import shard
 from llm_workbook.training import fine_tune as training
-from llm_workbook.training import rank_run
+from llm_workbook.training import rank_run, trainer
 from llm_workbook.training.data import load_rows
 from llm_workbook.files import asset
 from llm_workbook.parallel.fresh_process import run_fresh
@@ -477,20 +477,20 @@ def test_rows_are_prepared_as_trl_prepares_them(recipe, tmp_path, monkeypatch):
     base = AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
     def prepared():
         plain = alone.changed({'method.kind': 'full'})
-        trainer = training.make_trainer(plain, tmp_path, rows, base, held=rows[:7])
-        return list(trainer.train_dataset), list(trainer.eval_dataset)
+        made = training.make_trainer(plain, tmp_path, rows, base, held=rows[:7])
+        return list(made.train_dataset), list(made.eval_dataset)
     ours = prepared()
     make = SFTTrainer.__init__
     def by_trl(self, model, args, **more):
         args.dataset_kwargs = None
         make(self, model, args, **more)
-    make_dataset = training._dataset
+    make_dataset = trainer._dataset
     monkeypatch.setattr(SFTTrainer, '__init__', by_trl)
     whole = [row | {'labels': row['input_ids']} for row in rows]  # So that none is left out here
     def uncut(some, keys, longest=None):
         table = make_dataset(whole[:len(some)], keys)
         return table.remove_columns('labels').add_column('labels', [row['labels'] for row in some])
-    monkeypatch.setattr(training, '_dataset', uncut)
+    monkeypatch.setattr(trainer, '_dataset', uncut)
     assert ours == prepared()
     assert 7 < len(ours[0]) < len(rows)
 
@@ -498,7 +498,7 @@ def test_rows_are_prepared_as_trl_prepares_them(recipe, tmp_path, monkeypatch):
 def test_rows_whose_answers_come_too_late_are_refused():
     late = {'input_ids': [5] * 9, 'labels': [-100] * 8 + [5]}
     with pytest.raises(ValueError, match='no token trains in the first 8 of any row'):
-        training._dataset([late], ('input_ids', 'labels'), 8)
+        trainer._dataset([late], ('input_ids', 'labels'), 8)
 
 
 # A kernel whose forks could use no GPU; torch's Python side says that there is one

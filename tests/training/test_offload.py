@@ -8,7 +8,8 @@ from llm_workbook.parallel.backends import fsdp_env
 from llm_workbook.parallel.ranks import notebook_ranks
 from llm_workbook.training import rank_run
 from llm_workbook.training.effective import explain_config
-from llm_workbook.training.fine_tune import check_recipe, fine_tune, sft_config, train_rank
+from llm_workbook.training.fine_tune import check_recipe, fine_tune, train_rank
+from llm_workbook.training.trainer import sft_config
 from llm_workbook.training.run_directory import RunFiles, read_metrics
 
 AWAY = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
