@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from trouble import slow_case, some_rows
 
-from llm_workbook.config.recipe import Method, Precision, Recipe, RecipeError
-from llm_workbook.files import asset
+from llm_workbook.config.recipe import Recipe
 from llm_workbook.model.adapters import add_adapters, load_adapters
 from llm_workbook.model.quantize import load_base
 from llm_workbook.release.merge import judge
@@ -36,7 +35,8 @@ WAYS = {
     'lora, selected': (FLOAT32 | {'sharding.activation_checkpointing': 'selective'}, 1e-5),
     'qlora, fsdp2': ({}, 2e-3),
     'qlora, arriving': ({'sharding.loading': 'sharded'}, 2e-3),
-    'qlora, zero3': ({'sharding.strategy': 'zero3'} | ZERO, 2e-3)}
+    # DeepSpeed computes with adapters and magnitudes in bfloat16: a row is off by up to one in 512
+    'qlora, zero3': ({'sharding.strategy': 'zero3'} | ZERO, 2e-2)}
 ways = pytest.mark.parametrize(
     'how', ['qlora, arriving', *[slow_case(how) for how in WAYS if how != 'qlora, arriving']])
 
@@ -44,7 +44,7 @@ ways = pytest.mark.parametrize(
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     "A function that trains in one way on some ranks, once; every step has the same 8 rows."
-    folder = some_rows(tmp_path_factory.mktemp('rows'), 40)
+    folder = some_rows(tmp_path_factory.mktemp('rows'), 8)
     plain = Recipe(
         name='variants', model={'source': 'tiny-base'},
         data={'source': str(folder), 'format': 'messages'},
@@ -80,8 +80,8 @@ def test_magnitudes_start_at_the_norms_and_move(trained, how):
     found = load_file(run.saved / 'adapter_model.safetensors')
     assert len(start) == 28
     for name, norms in start.items():
-        share = found[name] / norms
-        assert 0 < (share - 1).abs().max() < .1, name  # 5 steps of at most 2e-3, on norms near 1
+        # 5 steps of at most 2e-3; ZeRO writes what it computed with, in 8 bits
+        assert 0 < (found[name].float() - norms).abs().max() < 5 * 2e-3 + norms.max() / 256, name
 
 
 @ways
@@ -95,6 +95,9 @@ def test_plain_peft_computes_the_same_from_the_files(trained, how):
     with warnings.catch_warnings(action='ignore'):
         base = load_base('tiny-base', method, precision, 'cpu')
         theirs = PeftModel.from_pretrained(base, str(run.saved)).eval()
+    kinds = {type(module).__module__ for name, module in theirs.named_modules()
+             if name.endswith('lora_magnitude_vector.default')}
+    assert kinds == {'peft.tuners.lora.dora'}
     with torch.no_grad(): logits = [model(input_ids=IDS).logits.float() for model in (ours, theirs)]
     # The same products in another order: in float32, or rounded to bfloat16 in every layer
     room = 1e-3 if method.kind == 'lora' else .05
