@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.record import ROOT, record
 from bench.shared.heap import COUNTING
 from bench.shared.small_rehearsals import (
-    AGAIN, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
+    AGAIN, DORA, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
 from bench.shared.tracker import plain_program, tracked, trainer_program
 
 JOBS = [  # Shape, changes to a plain recipe
@@ -26,6 +26,8 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', QLORA | {'cluster.processes': 4}),
     ('small', FULL | {'batch.accumulation': 2}),
     ('small', LORA | {'sharding.strategy': 'ddp'}),
+    ('small', LORA | DORA),
+    ('small', QLORA | DORA | AGAIN),
 ]
 
 

@@ -30,6 +30,7 @@ PURE = BF16 | {'precision.master': 'bfloat16'}
 FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
              for strategy in ('fsdp2', 'ddp'))
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
+DORA = {'method.dora': True}
 
 
 def size(micro: int, length: int, accumulation: int = 1) -> dict:
@@ -46,13 +47,15 @@ JOBS = [
                                              | {'model.attention': 'eager'}, False),
     ('qwen', size(1, 384), False), ('moe', size(1, 512) | PURE, False),
     ('llama', size(1, 512) | LORA, False), ('wide', size(2, 1024) | LORA | FULL, False),
-    ('wide', size(1, 1024) | QLORA, False),
+    ('wide', size(1, 1024) | QLORA, False), ('wide', size(1, 512) | LORA | DORA, False),
+    ('llama', size(1, 1024) | QLORA | DORA | FULL, False),
     ('llama', size(1, 1024) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
     ('words', size(1, 256) | PURE | {'batch.loss_head': 'chunked'}, False),
     ('wide', size(1, 512) | DDP | LORA, False), ('llama', size(1, 512) | FSDP, False),
     ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
     ('wide', size(1, 512) | FSDP | BF16, False),
-    ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False)]
+    ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False),
+    ('wide', size(1, 512) | FSDP | LORA | DORA, False)]
 
 
 def recipe(changes: dict):
