@@ -45,6 +45,8 @@ CASES = {
     'fsdp2-lora-kept': ('fsdp2', 2, 'lora', 'odd-qwen3', {'sharding.reshard_after_forward': False}),
     'fsdp2-qlora': ('fsdp2', 3, 'qlora', 'odd-llama', {}),
     'fsdp2-qlora-single': ('fsdp2', 2, 'qlora', 'odd-gemma2', {'method.double_quant': False}),
+    'fsdp2-lora-dora': ('fsdp2', 3, 'lora', 'odd-qwen3', {'method.dora': True}),
+    'fsdp2-qlora-dora': ('fsdp2', 2, 'qlora', 'odd-llama', {'method.dora': True}),
     'fsdp2-qlora-tiny': ('fsdp2', 2, 'qlora', 'tiny-base', {}),
     'fsdp2-qlora-experts': ('fsdp2', 4, 'qlora', 'odd-mixtral', {}),
     # The library's trainer: accelerate cuts other units
@@ -57,6 +59,8 @@ CASES = {
     'ddp-full-8bit': ('ddp', 2, 'full', 'even-llama', {'optimizer.kind': 'adamw_8bit'}),
     'zero1-full-bf16': ('zero1', 4, 'full', 'odd-qwen3', {}),
     'zero1-full-accumulated': ('zero1', 2, 'full', 'odd-llama', {'batch.accumulation': 2}),
+    'ddp-lora-dora': ('ddp', 2, 'lora', 'odd-llama',
+                      {'method.dora': True, 'method.scaling': 'rslora'}),
     'zero1-lora': ('zero1', 2, 'lora', 'odd-llama', {}),
     'zero2-full-fp32': ('zero2', 3, 'full', 'odd-llama', _FLOAT32),
     'zero2-full-accumulated': ('zero2', 3, 'full', 'odd-llama', {'batch.accumulation': 2}),
@@ -64,6 +68,8 @@ CASES = {
     'zero3-full-bf16': ('zero3', 3, 'full', 'odd-llama', {}),
     'zero3-full-fp32': ('zero3', 2, 'full', 'odd-qwen3', _FLOAT32),
     'zero3-lora': ('zero3', 3, 'lora', 'odd-gemma2', {}),
+    'zero2-qlora-dora': ('zero2', 3, 'qlora', 'odd-llama', {'method.dora': True}),
+    'zero3-lora-dora': ('zero3', 2, 'lora', 'odd-llama', {'method.dora': True}),
     'zero3-qlora': ('zero3', 4, 'qlora', 'odd-llama', {'zero.persistence_threshold': 1000}),
 }
 _BUCKETS = {'zero.reduce_bucket': 20_000, 'zero.allgather_bucket': 20_000,

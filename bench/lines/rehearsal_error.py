@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.record import ROOT, record
 from bench.shared.heap import COUNTING
 from bench.shared.small_rehearsals import (
-    AGAIN, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
+    AGAIN, DORA, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
 from bench.shared.tracker import plain_program, tracked, trainer_program
 
 JOBS = [  # Shape, changes to a plain recipe
@@ -29,6 +29,8 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', LORA | {'batch.packing': True, 'batch.length': 512}),
     ('small', FULL | {'batch.packing': True, 'batch.micro': 2}),
     ('large', FULL | {'model.attention': 'segments'}),
+    ('small', LORA | DORA),
+    ('small', QLORA | DORA | AGAIN),
 ]
 
 

@@ -35,6 +35,7 @@ FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
 SEGMENTS = {'model.attention': 'segments'}  # `borders` in bench.shared.models: three examples
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 PACKED = {'batch.packing': True}
+DORA = {'method.dora': True}
 
 
 def size(micro: int, length: int, accumulation: int = 1) -> dict:
@@ -51,7 +52,8 @@ JOBS = [
                                              | {'model.attention': 'eager'}, False),
     ('qwen', size(1, 384), False), ('moe', size(1, 512) | PURE, False),
     ('llama', size(1, 512) | LORA, False), ('wide', size(2, 1024) | LORA | FULL, False),
-    ('wide', size(1, 1024) | QLORA, False),
+    ('wide', size(1, 1024) | QLORA, False), ('wide', size(1, 512) | LORA | DORA, False),
+    ('llama', size(1, 1024) | QLORA | DORA | FULL, False),
     ('llama', size(1, 1024) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
     ('words', size(1, 256) | PURE | {'batch.loss_head': 'chunked'}, False),
     ('wide', size(1, 512) | DDP | LORA, False), ('llama', size(1, 512) | FSDP, False),
@@ -61,7 +63,8 @@ JOBS = [
     ('llama', size(2, 512) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False),
     ('llama', size(1, 1024) | BF16 | SEGMENTS, False),
     ('window', size(1, 1024) | PURE | SEGMENTS, False),
-    ('wide', size(1, 1024) | LORA | SEGMENTS, False)]
+    ('wide', size(1, 1024) | LORA | SEGMENTS, False),
+    ('wide', size(1, 512) | FSDP | LORA | DORA, False)]
 
 
 def recipe(changes: dict):

@@ -110,7 +110,9 @@ class Method(Part):
     "What is trained: LoRA adapters on a packed base, on a 16-bit base, or everything."
     kind: Literal['qlora', 'lora', 'full'] = 'qlora'  # `full` ignores all the rest
     rank: Count = 16  # Inner size of the adapters
-    alpha: Count = 32  # Their output is scaled by alpha / rank
+    alpha: Count = 32  # Their output is scaled by it, as `scaling` says
+    scaling: Literal['lora', 'rslora'] = 'lora'  # By alpha / rank, or by alpha / √rank
+    dora: bool = False  # The length of each row of an adapted weight trains by itself
     dropout: Share = 0.0  # Share of the adapters' inputs set to zero in training
     targets: Annotated[str | tuple[str, ...],
                        BeforeValidator(_module_names)] = 'all-linear'  # Names of adapted modules

@@ -87,11 +87,18 @@ class Pair(NamedTuple):
     paths: tuple[str, ...]  # Of the layers that have it
     a: tuple[int, int]  # Shape of the first matrix: (rank, in)
     b: tuple[int, int]  # Shape of the second: (out, rank)
+    dora: bool = False  # A magnitude trains beside them
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:  # Factor -> shape, in PEFT's order
+        "List what trains: two matrices, and a number for each row under DoRA."
+        shapes = {'a': self.a, 'b': self.b}
+        return shapes | {'magnitude': self.b[:1]} if self.dora else shapes
 
     @property
     def numel(self) -> int:  # Of one pair
-        "Count the numbers in both matrices."
-        return prod(self.a) + prod(self.b)
+        "Count the numbers that train."
+        return sum(prod(shape) for shape in self.shapes.values())
 
 # %% ../../nbs/model/03_layout.ipynb #2de1a66c
 @dataclass(frozen=True)
@@ -197,6 +204,7 @@ class _Targets(NamedTuple):  # What `method.targets` means in one model
     names: set[str]  # Of modules
     fused: dict[str, int]  # Parameter of the experts -> how many old weights it joins
     rank: int
+    dora: bool
 
 def _fused(spec, targets) -> dict[str, int]:
     "Parameters of the experts that `targets` mean by old names, and how many weights each joins."
@@ -229,7 +237,7 @@ def _pair(index, unit, weight, targets) -> Pair | None:
         paths, rank = _adapted_layers(unit, weight, targets.names), targets.rank
     else: return None
     a, b = (rank, weight.shape[-1]), (weight.shape[-2], rank)
-    return Pair(index, weight.path, paths, a, b) if paths else None
+    return Pair(index, weight.path, paths, a, b, targets.dora) if paths else None
 
 # %% ../../nbs/model/03_layout.ipynb #405e2cca
 def _refuse_unknown(spec, names, pairs, known) -> None:
@@ -241,6 +249,19 @@ def _refuse_unknown(spec, names, pairs, known) -> None:
     reason = f'{spec.name} has no linear layer {hints}'
     raise RecipeError([Problem('method.targets', repr(unknown), reason)])
 
+def _refuse_for_experts(spec, method, fused) -> None:
+    "Refuse settings that PEFT does not carry out on fused parameters."
+    without = f'PEFT adapts the experts of {spec.name} without it'
+    joined = f'the joined experts of {spec.name} would be scaled by √2 more'
+    problems = [
+        ('dropout', method.dropout > 0, f'{without}; set it to 0'),
+        ('dora', method.dora, f'{without}; set it to false'),
+        ('scaling', method.scaling == 'rslora' and max(fused.values()) > 1,
+         f'{joined}; set it to lora')]
+    for field, is_wrong, reason in problems:
+        if not is_wrong: continue
+        raise RecipeError([Problem(f'method.{field}', repr(getattr(method, field)), reason)])
+
 def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     "The LoRA pairs of `method`, and a remark where PEFT leaves out what you may have meant."
     if method.kind == 'full': return (), ''
@@ -250,14 +271,12 @@ def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
     old = {name for name, _ in spec.renamed}
     wanted = modules | old if method.targets == 'all-linear' else set(method.targets)
     names = {target for target in wanted if not any(_ends(target, name) for name in old)}
-    targets = _Targets(names, _fused(spec, wanted), method.rank)
+    targets = _Targets(names, _fused(spec, wanted), method.rank, method.dora)
     candidates = [_pair(index, unit, weight, targets)
                   for index, unit in enumerate(spec.units) for weight in unit.weights]
     pairs = tuple(pair for pair in candidates if pair)
     _refuse_unknown(spec, names, pairs, modules | old)
-    if targets.fused and method.dropout:
-        reason = f'PEFT adapts the experts of {spec.name} without it; set it to 0'
-        raise RecipeError([Problem('method.dropout', repr(method.dropout), reason)])
+    if targets.fused: _refuse_for_experts(spec, method, targets.fused)
     redirected = {weight.path for weight in linear if weight.module in wanted - names}
     left = ', '.join(sorted(redirected - {pair.target for pair in pairs}))
     note = f'PEFT takes these names for the experts and leaves {left} without an adapter.'
@@ -349,7 +368,7 @@ class Stored(NamedTuple):
     trained: bool  # Whether they get a gradient
     unit: int  # Position in `ModelSpec.units`
     weight: Weight  # The weight they hold or stand beside
-    factor: str = ''  # 'a' or 'b', for a matrix of a LoRA pair
+    factor: str = ''  # 'a', 'b' or 'magnitude', for a part of a LoRA pair
 
     @property
     def numel(self) -> int:  # Of one
@@ -378,7 +397,7 @@ def layout(
             pair = pairs.get((index, weight.path))
             if pair is None: continue
             tensors += [Stored('adapters', shape, len(pair.paths), True, index, weight, factor)
-                        for factor, shape in (('a', pair.a), ('b', pair.b))]
+                        for factor, shape in pair.shapes.items()]
     return tuple(tensors)
 
 # %% ../../nbs/model/03_layout.ipynb #4129bce5

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
-from ..model.adapters import add_adapters
+from ..model.adapters import add_adapters, set_magnitudes
 from ..model.architecture import check_attention, configuration, inventory, skeleton
 from ..model import nf4
 from ..model.layout import check_packing
@@ -366,6 +366,7 @@ def load_sharded(
     model = shard_model(model, sharding, arrival.device.type)
     _finish(arrival, arrival.device)
     _check_real(model)
+    if seed is not None and method.dora: set_magnitudes(model)
     return model
 
 # %% ../../nbs/parallel/05_load.ipynb #7181600d
@@ -392,6 +393,7 @@ def loaded_base(
         model = prepare_model(accelerator, model)
         _finish(arrival, place)
         _check_real(model)
+        if recipe.method.kind != 'full' and recipe.method.dora: set_magnitudes(model)
         return model
 
     with (patch.object(accelerator_module, 'fsdp2_prepare_model', prepare_and_fill),

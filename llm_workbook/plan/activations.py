@@ -76,6 +76,7 @@ def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
         rank=method.rank,
         targets=method.targets,
         dropout=method.dropout > 0,
+        dora=method.dora,
         frozen=frozen,
         packed=method.quant if method.kind == 'qlora' else '',
         keeps=method.keep_inputs,

@@ -8,6 +8,7 @@ __all__ = ['DENSE', 'Launches', 'layer_launches', 'host_pass_s', 'wrapped_units_
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000004
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from ..model.layout import NUMBER_B, coverage, role
@@ -27,6 +28,7 @@ _EAGER = _Kernels(10, 11)  # More, if attention is written out
 _ROUTING = _Kernels(19, 24)  # More, with experts
 _ADAPTER = {4: _Kernels(6, 9), 2: _Kernels(4, 6)}  # By size of its numbers; 4: with casts
 _DROPOUT = _Kernels(1, 1)
+_DORA = _Kernels(8, 11)  # More, for norms and factors
 _UNPACK = {True: _Kernels(3, 3), False: _Kernels(1, 1)}  # By double quantisation
 _OUTSIDE = _Kernels(26, 6)  # Embedding, masks, positions and loss; norm and head come on top
 
@@ -59,6 +61,7 @@ def _parts(unit, pairs, method, precision, eager, fused) -> list[tuple[float, _K
              (adapters, _ADAPTER[NUMBER_B[precision.master]])]
     if method.kind == 'full': parts.append((len(norms), _TRAINED_NORM))
     if method.dropout > 0: parts.append((adapters, _DROPOUT))
+    if method.dora: parts.append((adapters, _DORA))
     if eager and unit.name: parts.append((1, _EAGER))
     if unit.experts: parts.append((1, _ROUTING))
     return parts
@@ -89,14 +92,14 @@ def layer_launches(
 def _launches(unit, pairs, method, precision, eager, fused) -> Launches:
     parts = _parts(unit, pairs, method, precision, eager, fused)
     sizes = [weight.numel for weight in unit.weights]
-    for pair in pairs: sizes += [pair.a[0] * pair.a[1], pair.b[0] * pair.b[1]]
+    for pair in pairs: sizes += [prod(shape) for shape in pair.shapes.values()]
     trained = sum(role(weight, method) in ('trained', 'head') for weight in unit.weights)
     return Launches(
         forward=sum(count * kernels.forward for count, kernels in parts),
         backward=sum(count * kernels.backward for count, kernels in parts),
         count=unit.count,
         outside=not unit.name,
-        trained=trained + 2 * len(pairs),
+        trained=trained + sum(len(pair.shapes) for pair in pairs),
         sizes=tuple(sizes))
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000014

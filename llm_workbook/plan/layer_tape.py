@@ -11,9 +11,10 @@ from typing import NamedTuple
 from ..config.document import Problem, RecipeError
 from ..model.architecture import Weight
 from ..model.spec import ModelSpec, Unit
+from .adapter_tape import add_adapter
 from .fused_attention import fused_attention
 from .loss_tape import fused_loss, one_pass_loss, tiled_loss
-from .tape import Tape, Tensor
+from .tape import Tape, Tensor, cast as _cast, elementwise as _map
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #443f10c6
 class Setting(NamedTuple):
@@ -29,6 +30,7 @@ class Setting(NamedTuple):
     targets: object = 'all-linear'  # Names of adapted modules
     expert_ranks: tuple = ()  # (Path of an adapted weight, inner width of its adapter), for experts
     dropout: bool = False  # Whether adapters drop inputs
+    dora: bool = False  # Whether adapters have a magnitude
     frozen: str = ''  # Of the frozen weights in float32: norms, float32 (all), or nothing
     packed: str = ''  # nf4, int8 or nothing
     keeps: bool = False  # Packed layers keep what they read
@@ -61,15 +63,6 @@ class Setting(NamedTuple):
     def trains(self) -> bool:  # And not only adapters
         "Say whether the weights themselves are trained."
         return self.kind == 'full'
-
-# %% ../../nbs/plan/03_layer_tape.ipynb #eabae5fa
-def _map(tape, name, x, element_b) -> Tensor:
-    "An elementwise operation: it saves nothing and keeps the width."
-    return tape.op(name, (x,), x.width, element_b)
-
-def _cast(tape, name, x, element_b) -> Tensor:
-    "`x` in elements of so many bytes; no operation where they have them already."
-    return x if x.element_b == element_b else _map(tape, name, x, element_b)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd39
 def _norm(tape, x, setting, heads=1, gemma=False) -> Tensor:
@@ -132,7 +125,7 @@ def _linear(tape, x, weight, setting) -> Tensor:
     if setting.trains: return _trained_linear(tape, x, weight, setting)
     product = _packed_linear if setting.packed and weight.packs else _frozen_linear
     out = product(tape, x, weight, setting)
-    return _adapter(tape, x, out, weight, setting) if has_adapter(setting, weight) else out
+    return add_adapter(tape, x, out, weight, setting) if has_adapter(setting, weight) else out
 
 def _packed_linear(tape, x, weight, setting) -> Tensor:
     "bitsandbytes computes in 16 bit and gives back the type that it was given."
@@ -168,56 +161,6 @@ def _trained_linear(tape, x, weight, setting) -> Tensor:
         saves=saves,
         work_b=work_b,
         grads_b=weight.numel * setting.grad_b)
-
-# %% ../../nbs/plan/03_layer_tape.ipynb #471bdeff
-def _adapter(tape, x, out, weight, setting) -> Tensor:
-    "What the adapter of `weight` makes of `x`, added to what the weight made, `out`."
-    name, compute_b = weight.module, setting.compute_b
-    width_out, width_in = weight.shape
-    up = _low_rank(tape, x, weight, setting)
-    up = _map(tape, f'{name}: scaled', up, up.element_b)
-    if setting.packed and weight.packs:
-        up = _cast(tape, f'{name}: 16-bit adapter', up, compute_b)
-    promoted, total_b = out, up.element_b
-    if setting.frozen: total_b = out.element_b
-    elif up.element_b != compute_b:  # A CPU kernel takes one type: there it is a copy
-        promoted = tape.op(
-            f'{name}: promoted', (out,), width_out, up.element_b,
-            view=setting.cuda)
-    total = tape.op(
-        f'{name}: sum', (promoted, up), width_out, total_b,
-        alias=True)
-    tape.hold(out)
-    tape.hold(x)
-    return _cast(tape, f'{name}: 16 bit', total, out.element_b)
-
-def _low_rank(tape, x, weight, setting) -> Tensor:
-    name, adapter_b, rank = weight.module, setting.adapter_b, setting.rank
-    width_out, width_in = weight.shape
-    x = _cast(tape, f'{name}: adapter input', x, adapter_b)
-    if setting.dropout: x = _dropped(tape, x, name, setting)
-    number_b, copies = adapter_b, ((), ())
-    if setting.frozen and setting.compute_b < adapter_b:  # Autocast
-        number_b = setting.compute_b
-        copies = [(tape.tensor(f'{name}: 16-bit adapter', rank * width, number_b, rows=1),)
-                  for width in (width_in, width_out)]
-    x = _cast(tape, f'{name}: 16-bit adapter input', x, number_b)
-    down = tape.op(
-        f'{name}: lora_A', (x,), rank, number_b,
-        saves=(x, *copies[0]) if x.needs else (x,),
-        grads_b=rank * width_in * adapter_b)
-    return tape.op(
-        f'{name}: lora_B', (down,), width_out, number_b,
-        saves=(down, *copies[1]),
-        grads_b=width_out * rank * adapter_b)
-
-def _dropped(tape, x, name, setting) -> Tensor:
-    mask_b = 1 if setting.cuda else x.element_b
-    mask = tape.tensor(f'{name}: dropout mask', x.width, mask_b)
-    return tape.op(
-        f'{name}: dropout', (x,), x.width, x.element_b,
-        saves=(mask,))
-
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #0222f36e
 def _rotated(tape, x, setting) -> Tensor:

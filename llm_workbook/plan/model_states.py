@@ -92,7 +92,7 @@ def _order(spec, method) -> tuple[int, ...]:
 def _trained_sizes(weight, pair, path, method) -> list[int]:
     if role(weight, method) in ('trained', 'head'): return [weight.numel]
     if pair is None or path not in pair.paths: return []
-    return [prod(pair.a), prod(pair.b)]
+    return [prod(shape) for shape in pair.shapes.values()]
 
 def _position(path, weight) -> int:
     if path: return int(path.rpartition('.')[2])

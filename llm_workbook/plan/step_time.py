@@ -20,7 +20,7 @@ from .activations import mask_traffic_b, needs_mask, step_sizes
 from .collectives import Collective, node_of, step_messages
 from .host_time import (
     DENSE, assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
-from .kernel_bytes import SmallKernels, small_kernels_b
+from .kernel_bytes import RowNorms, SmallKernels, row_norms, small_kernels_b
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
 _OUTPUTS = ('o_proj', 'out_proj', 'dense', 'c_proj', 'wo')  # Attention, not of the layer's input
@@ -47,8 +47,10 @@ def _adapter_flops(spec, unit, pairs) -> float:
     flops = 0.
     for pair in pairs:
         share = _routed_share(spec) if pair.target in routed else 1
-        flops += 2 * pair.numel * share * len(pair.paths) / unit.count
+        numbers = pair.a[0] * pair.a[1] + pair.b[0] * pair.b[1]
+        flops += 2 * numbers * share * len(pair.paths) / unit.count
     return flops
+
 
 def _first_flops(spec, unit, pairs) -> int:
     "Count what reads the layer's input: in the first layer of all no gradient goes there."
@@ -67,8 +69,10 @@ def _last_flops(unit, pairs, method) -> int:
     lasts = [w for w in unit.weights if w.kind == 'mlp' and w.module in _LASTS]
     if not lasts: return 0
     last = lasts[0]
-    adapters = [pair.b[0] * pair.b[1] for pair in pairs if pair.target == last.path]
-    if adapters: return 2 * sum(adapters)  # The base's product runs before theirs
+    adapters = [pair for pair in pairs if pair.target == last.path]
+    if any(pair.dora for pair in adapters): return 0  # What they make is kept
+    if adapters:  # The base's product runs before theirs
+        return 2 * sum(pair.b[0] * pair.b[1] for pair in adapters)
     if role(last, method) == 'packed': return 0
     return 2 * last.numel
 
@@ -95,6 +99,7 @@ class _Work(NamedTuple):  # What one layer does for one token in the forward pas
     last: float  # Of the product that recomputation leaves out
     again: float  # Of what selective checkpointing computes again: k, o, up of a Llama layer
     packed: int  # Packed weights, in numbers; not per token
+    norms: RowNorms  # Of DoRA; not per token
     moved: float  # Bytes that small kernels read and write
 
 # %% ../../nbs/plan/10_step_time.ipynb #7552d5ea
@@ -119,6 +124,7 @@ def _work(spec, unit, pairs, small) -> _Work:
         first=_first_flops(spec, unit, pairs), last=_last_flops(unit, pairs, method),
         again=_again_flops(spec, unit, pairs, method),
         packed=sum(weight.numel for weight, kind in roles.items() if kind == 'packed'),
+        norms=row_norms(unit, pairs),
         moved=small_kernels_b(spec, unit, pairs, small))
 
 # %% ../../nbs/plan/10_step_time.ipynb #0c1a7d3e
@@ -140,10 +146,11 @@ class _Times(NamedTuple):  # How often a pass does what a forward pass does once
     attention: float
     moved: float
     packed: float
+    norms: float
 
 # %% ../../nbs/plan/10_step_time.ipynb #1275d947
-_FORWARD = _Times(1, 1, 1, 1, 1)
-_NOTHING = _Times(0, 0, 0, 0, 0)
+_FORWARD = _Times(1, 1, 1, 1, 1, 1)
+_NOTHING = _Times(0, 0, 0, 0, 0, 0)
 
 # %% ../../nbs/plan/10_step_time.ipynb #66b2e902
 def _times(recipe, work) -> tuple[_Times, _Times]:
@@ -151,14 +158,14 @@ def _times(recipe, work) -> tuple[_Times, _Times]:
     again = _recomputed(recipe.sharding.activation_checkpointing, work)
     base = 2 if work.trained else 1
     attention = 2 if _is_eager(recipe) else 2.5
-    back = _Times(base, lora=2, attention=attention, moved=2, packed=1)
+    back = _Times(base, lora=2, attention=attention, moved=2, packed=1, norms=0)
     return _FORWARD, _Times(*(a + b for a, b in zip(back, again)))
 
 def _recomputed(checkpointing, work) -> _Times:
     if work.outside or checkpointing == 'none': return _NOTHING
     if checkpointing == 'full': return _FORWARD
     products = (work.again - work.lora) / work.base
-    return _Times(base=products, lora=1, attention=0, moved=1, packed=.5)
+    return _Times(base=products, lora=1, attention=0, moved=1, packed=.5, norms=1)
 
 # %% ../../nbs/plan/10_step_time.ipynb #29b17843
 def _keys(recipe, work) -> int:
@@ -197,6 +204,7 @@ def _pass_seconds(work, times, host_s, recipe, spec, node) -> _PassSeconds:
     matmul = _matmul_s(work, times, tokens, recipe, node)
     attention = times.attention * tokens * _attention_s(work, recipe, spec, node)
     elementwise = times.moved * tokens * _elementwise_s(work, recipe, spec, node)
+    elementwise += times.norms * work.norms.moved_b / (_STREAM * node.gpu.bandwidth_bps)
     dequantise = times.packed * _dequantise_s(work, recipe, node)
     busy_s = matmul + attention + elementwise + dequantise
     launches = (busy_s**_BLEND + host_s**_BLEND) ** (1 / _BLEND) - busy_s
@@ -294,7 +302,7 @@ class _Flops(NamedTuple):  # Of a rank in one step
 
 def _flop_counts(recipe, spec, works) -> _Flops:
     tokens = recipe.batch.micro * recipe.batch.length * recipe.batch.accumulation
-    needed, run, counted = 0., 0., 0.
+    needed, run, counted, norms = 0., 0., 0., 0.
     for work in works:
         score = work.count * _score_flops(spec)
         products = work.count * ((3 if work.trained else 2) * work.base + 3 * work.lora)
@@ -303,9 +311,13 @@ def _flop_counts(recipe, spec, works) -> _Flops:
         times = (3 if _is_eager(recipe) else 3.5) + whole  # Fused: five products backward, not four
         run += products + work.count * again + times * score * _computed_keys(recipe, work)
         counted += products + work.count * again + times * score * _keys(recipe, work)
+        norms += work.count * work.norms.flops * sum(t.norms for t in _times(recipe, work))
     reentrant = recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.reentrant
     saved = 0 if recipe.method.kind == 'full' or reentrant else works[0].first
-    return _Flops(*(tokens * (flops - saved) for flops in (needed, run, counted)))
+    norms *= recipe.batch.accumulation
+    more = 0., norms, norms
+    return _Flops(*(tokens * (flops - saved) + other
+                    for flops, other in zip((needed, run, counted), more)))
 
 def _recomputed_flops(recipe, work) -> tuple[float, int]:
     "Give what is computed again: FLOPs of products, and how often attention."

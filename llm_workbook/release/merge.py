@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from re import fullmatch
+from typing import NamedTuple
 
 from ..config.recipe import Method, Model, Precision
 from ..display import PALETTE, canvas, html_table, nearest
@@ -30,7 +31,7 @@ MERGE_TARGETS = {'16-bit': 'the 16-bit base',
 
 _CONFIG = 'adapter_config.json'
 _TENSORS = 'adapter_model.safetensors'
-_BEYOND_PLAIN = ('use_dora', 'fan_in_fan_out', 'modules_to_save',
+_BEYOND_PLAIN = ('fan_in_fan_out', 'modules_to_save',
                  'lora_bias', 'trainable_token_indices', 'layer_replication', 'use_qalora')
 _PLAIN_STARTS = True, False, None, 'gaussian', 'orthogonal', 'eva'  # PiSSA's changes the base
 
@@ -67,23 +68,34 @@ def _odd_patterns(config):
         return ['rank_pattern'] * bool(ranks) + ['alpha_pattern'] * bool(alphas)
     return [key for key in ranks if alphas[key] / ranks[key] != scale]
 
+class _Pair(NamedTuple):
+    "What adapters do to one weight."
+    a: object  # (rank, in)
+    b: object  # (out, rank)
+    scale: float  # Of their product
+    magnitude: object = None  # (out,) under DoRA: the lengths of the rows of the sum
+
 def _pairs(adapters):
-    "Give weight -> (A, B, scale), and peft's configuration."
+    "Give weight -> pair, and peft's configuration."
     folder, config, tensors = _adapter_files(adapters)
-    pattern = r'base_model\.model\.(.+)\.lora_([AB])\.weight'
+    pattern = r'base_model\.model\.(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)'
     matches = {name: fullmatch(pattern, name) for name in tensors}
     _check_plain(folder, config, matches)
     moved(tensors)
-    sides = {match.groups(): tensors[name] for name, match in matches.items()}
+    parts = {match.groups(): tensors[name] for name, match in matches.items()}
     rank = config['r']
     scale = config['lora_alpha'] / (math.sqrt(rank) if config.get('use_rslora') else rank)
+    wanted = {'A.weight', 'B.weight'} | ({'magnitude_vector'} if config.get('use_dora') else set())
     pairs = {}
-    for target in dict.fromkeys(target for target, _ in sides):
-        if (target, 'A') not in sides or (target, 'B') not in sides:
-            raise ValueError(f'{folder.name!r}: {target} has one half of its pair only; '
-                             'save the adapters again')
-        pairs[f'{target}.weight'] = sides[target, 'A'], sides[target, 'B'], scale
+    for target in dict.fromkeys(target for target, _ in parts):
+        own = {part: tensor for (name, part), tensor in parts.items() if name == target}
+        if own.keys() != wanted:
+            raise ValueError(f'{folder.name!r}: {target} has {", ".join(sorted(own))} and should '
+                             f'have {", ".join(sorted(wanted))}: save the adapters again')
+        magnitude = own.get('magnitude_vector')
+        pairs[f'{target}.weight'] = _Pair(own['A.weight'], own['B.weight'], scale, magnitude)
     return pairs, config
+
 
 # %% ../../nbs/release/02_merge.ipynb #fa3110e2
 def _origins(model, weights) -> dict:
@@ -101,7 +113,7 @@ def _adapted(target, pair, found):
     "Find the parameter that a pair serves: a weight, or a fused one of the experts' module."
     if target in found: return found[target]
     module = target.removesuffix('.weight').replace('.base_layer', '')
-    (a, b, _), sizes = pair, None
+    a, b, sizes = pair.a, pair.b, None
     for origin in found.values():
         if origin.name.rpartition('.')[0] != module or len(origin.shape) != 3: continue
         experts, *sizes = origin.shape
@@ -120,7 +132,7 @@ def _on_disk(pairs, found, weights) -> dict:
 
 def _parts_of(origin, pair, weights) -> dict:
     "Divide a pair among the tensors on disk that make its parameter, row by row."
-    a, b, scale = pair
+    a, b, magnitude = pair.a, pair.b, pair.magnitude
     experts = origin.shape[0] if len(origin.shape) == 3 else 1
     rows, columns = origin.shape[-2:]
     a = a.reshape(experts, -1, columns)
@@ -133,7 +145,9 @@ def _parts_of(origin, pair, weights) -> dict:
                              'matrix: serve the base with its adapters beside it, or merge '
                              'them with peft')
         expert, row = divmod(begin, rows)
-        parts[piece] = a[expert], b[row:row + shape[0], :, expert], scale
+        end = row + shape[0]
+        lengths = None if magnitude is None else magnitude[row:end]
+        parts[piece] = _Pair(a[expert], b[row:end, :, expert], pair.scale, lengths)
         begin += shape[0]
     return parts
 
@@ -158,10 +172,11 @@ def _fits(name, tensors, pairs, packed):
                          'adapters of another base, or a checkpoint whose names are not those '
                          'of its modules')
     wrong = []
-    for weight, (a, b, _) in pairs.items():
-        (rows, b_rank), (a_rank, columns) = b.shape, a.shape
+    for weight, pair in pairs.items():
+        (rows, b_rank), (a_rank, columns) = pair.b.shape, pair.a.shape
         shape = tensors[weight].shape
-        if shape == (rows, columns) and b_rank == a_rank: continue
+        has_lengths = pair.magnitude is None or pair.magnitude.shape == (rows,)
+        if shape == (rows, columns) and b_rank == a_rank and has_lengths: continue
         wrong.append(f'{weight} is {shape}, its adapter {rows} x {columns}, '
                      f'ranks {b_rank} and {a_rank}')
     if wrong:
@@ -236,7 +251,7 @@ class Merge:
         self.into = into
         self.method = method or Method()
         self.dtype = _compute_dtype(precision or Precision())  # Of what is not packed
-        pairs = _checked_pairs(base, adapters, into, self.method)  # Weight -> (A, B, scale)
+        pairs = _checked_pairs(base, adapters, into, self.method)
         checked = _checked_base(base, revision, into, self.method, pairs)
         self.weights, self.pairs, self.packed, self.places, self.float32_modules = checked
 
@@ -303,9 +318,12 @@ def _merged_weight(merge, name):
     if merge.into == 'dequantised' and name in merge.packed:
         weight = _dequantised(weight, merge.method)
     if name not in merge.pairs: return weight
-    a, b, scale = merge.pairs[name]
-    total = b.float() @ a.float()  # The one float32 matrix: what follows is done in place
-    return total.mul_(scale).add_(weight).to(weight.dtype)
+    pair = merge.pairs[name]
+    total = pair.b.float() @ pair.a.float()  # The one float32 matrix: what follows is done in place
+    total.mul_(pair.scale).add_(weight)
+    if pair.magnitude is not None:
+        total.mul_((pair.magnitude.float() / total.norm(dim=1)).view(-1, 1))
+    return total.to(weight.dtype)
 
 # %% ../../nbs/release/02_merge.ipynb #40100289
 def _put(model, name, parts, place):

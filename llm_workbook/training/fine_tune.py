@@ -63,8 +63,9 @@ def check_recipe(
                          'name a transformers model')
     _check_length(recipe)
     if recipe.method.kind != 'full':
-        check_targets(recipe.model.source, recipe.method.targets, recipe.model.revision,
-                      recipe.method.dropout)
+        method = recipe.method
+        check_targets(recipe.model.source, method.targets, recipe.model.revision,
+                      method.dropout, method.scaling, method.dora)
     check_base(recipe)
     check_packed(recipe)
     train, held = _read_rows(recipe)

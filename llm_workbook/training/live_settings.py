@@ -9,7 +9,7 @@ __all__ = ['Reading', 'read_settings']
 import os
 import socket
 from functools import partial
-from math import prod
+from math import isclose, prod, sqrt
 from typing import NamedTuple
 
 from ..model.architecture import in_modules, in_tower, towers
@@ -420,6 +420,19 @@ def _lora(live, name):
     by_adapter = [(_joined(layer), getattr(layer, name)) for layer in live.lora.values()]
     return _one(value // joined for joined, values in by_adapter for value in values.values())
 
+def _scaling(live):
+    "By what the output of every adapter is scaled, as its layer does it."
+    found = []
+    for layer in live.lora.values():
+        for name, scale in layer.scaling.items():
+            alpha, rank = layer.lora_alpha[name], layer.r[name]
+            said, wanted = 'lora', alpha / rank
+            if layer.use_rslora[name]: said, wanted = 'rslora', alpha / sqrt(rank)
+            found.append(said if isclose(scale, wanted) else scale)
+    return _one(found)
+
+def _dora(live): return _one(bool(layer.lora_magnitude_vector) for layer in live.lora.values())
+
 def _joined(layer):
     "How many old matrices an adapter serves: PEFT multiplies its rank and its scale by that."
     return 2 if getattr(layer, 'parameter_name', '') == 'gate_up_proj' else 1
@@ -492,6 +505,8 @@ _READERS = {  # Setting -> the object that says it, and how to read it there
     'method.storage': ('packed layers', _storage),
     'method.rank': ('LoRA layers', partial(_lora, name='r')),
     'method.alpha': ('LoRA layers', partial(_lora, name='lora_alpha')),
+    'method.scaling': ('LoRA layers', _scaling),
+    'method.dora': ('LoRA layers', _dora),
     'method.dropout': ('LoRA layers', _dropout),
     'method.targets': ('LoRA layers', _targets),
     'precision.compute': ('packed layers, FSDP units, engine, autocast or weights', _compute),

@@ -13,9 +13,11 @@ from .run_directory import RunFiles
 
 # %% ../../nbs/training/14_reach.ipynb #8f060ab6
 def _kind(name):
-    "The module that an adapter belongs to, as in q_proj."
+    "The module that an adapter belongs to, as in q_proj; magnitudes of DoRA are a kind apart."
+    is_magnitude = '.lora_magnitude_vector.' in name
     for mark in ('.lora_', '.modules_to_save'): name = name.split(mark)[0]
-    return name.replace('.base_layer', '').removesuffix('.weight').rpartition('.')[2]
+    module = name.replace('.base_layer', '').removesuffix('.weight').rpartition('.')[2]
+    return f'{module} magnitude' if is_magnitude else module
 
 # %% ../../nbs/training/14_reach.ipynb #8f070ab7
 def _has_gradient(parameter):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..checkpoint.sharded_files import unwrapped_parameters
 from ..config.recipe import Recipe
-from ..model.adapters import add_adapters, cast_adapters
+from ..model.adapters import add_adapters, cast_adapters, set_magnitudes
 from ..model.architecture import load_tokenizer
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
@@ -199,7 +199,9 @@ def make_trainer(
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
     trainer.held = _tokens_alone(trainer.eval_dataset or ())
-    if adapted: cast_adapters(trainer.model)
+    if adapted:
+        cast_adapters(trainer.model)
+        set_magnitudes(trainer.model)  # TRL has rounded those of a packed model
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
     return trainer

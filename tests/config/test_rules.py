@@ -151,6 +151,26 @@ def test_optimizers_on_sharded_tensors(kind, words):
     else: assert all(after < before for before, after in run_ranks(run, 2, timeout_s=120))
 
 
+@repeats('dora-without-dropout')
+def test_dora_with_dropout_keeps_a_copy_of_the_weight():
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    def kept(dropout):
+        base = torch.nn.Sequential(torch.nn.Linear(96, 160, bias=False, dtype=torch.bfloat16))
+        config = LoraConfig(r=4, use_dora=True, lora_dropout=dropout, target_modules=['0'])
+        model = get_peft_model(base, config).train()
+        shapes = []
+        def keep(tensor):
+            shapes.append((tuple(tensor.shape), tensor.dtype))
+            return tensor
+        x = torch.randn(7, 96, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor): model(x * 1)
+        return [kind for shape, kind in shapes if {*shape} == {96, 160}]
+    assert kept(0.) == [torch.bfloat16], 'the weight itself'
+    assert kept(.1) == [torch.bfloat16, torch.float32]
+
+
 @repeats('int8-does-not-shard')
 def test_int8_under_fsdp2():
     def run(sharded):

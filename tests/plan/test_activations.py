@@ -29,6 +29,7 @@ BF16 = {'precision.compute': 'bfloat16'}
 PURE = {'precision.compute': 'bfloat16', 'precision.master': 'bfloat16'}
 FULL, EAGER = {'sharding.activation_checkpointing': 'full'}, {'model.attention': 'eager'}
 LORA, QLORA = {'method.kind': 'lora'}, {'method.kind': 'qlora'}
+DORA = {'method.dora': True}
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +93,10 @@ def hooked(base, made, **borders) -> int:
                 LORA | BF16, LORA | PURE, LORA | BF16 | FULL, LORA | BF16 | EAGER,
                 LORA | {'method.dropout': 0.1}, LORA | BF16 | {'method.dropout': 0.1},
                 LORA | BF16 | {'method.targets': ('q_proj', 'v_proj')}, QLORA | BF16,
-                QLORA | BF16 | FULL, QLORA | PURE)],
-        *[(k, c) for k in ('qwen2', 'mistral', 'qwen3', 'phi3') for c in ({}, PURE, LORA | BF16)],
+                QLORA | BF16 | FULL, QLORA | PURE, LORA | DORA, LORA | BF16 | DORA,
+                LORA | PURE | DORA, LORA | BF16 | FULL | DORA, QLORA | BF16 | DORA)],
+        *[(k, c) for k in ('qwen2', 'mistral', 'qwen3', 'phi3')
+          for c in ({}, PURE, LORA | BF16, LORA | BF16 | DORA)],
         *[(k, c) for k in ('gemma3_text', 'mixtral') for c in ({}, PURE)]],
     ids=str)
 def test_the_inventory_is_what_autograd_keeps(kind, changes):

@@ -158,6 +158,8 @@ EXPERTS = draft('mixtral-8x7b', '8x-a100-80')
 @pytest.mark.parametrize('recipe, changes, words', [
     (ONE, {'method.targets': ['qkv_proj']}, r"method.targets = \['qkv_proj'\]: .*did you mean"),
     (EXPERTS, {'method.dropout': .1}, 'method.dropout = 0.1: .*set it to 0'),
+    (EXPERTS, {'method.dora': True}, 'method.dora = True: .*set it to false'),
+    (EXPERTS, {'method.scaling': 'rslora'}, "method.scaling = 'rslora': .*set it to lora"),
     (EXPERTS, {'method.targets': ['w1']}, r"method.targets = \['w1'\]: w1 and w3 are one"),
     (ONE, {'model.source': 'llama-3.1-9b'}, "model.source = 'llama-3.1-9b': .*did you mean"),
     (ONE, {'cluster.processes': 2, 'sharding.strategy': 'ddp'},

@@ -211,10 +211,12 @@ def counted(recipe, config) -> int:
 
 
 @pytest.mark.parametrize('again', ['none', 'selective', 'full'])
-@pytest.mark.parametrize('kind', ['full', 'lora'])
+@pytest.mark.parametrize('kind', ['full', 'lora', 'dora'])
 @pytest.mark.parametrize('name', MODELS)
 def test_flops_are_those_that_torch_counts(name, kind, again):
-    recipe = SMALL.changed({'method.kind': kind, 'sharding.activation_checkpointing': again})
+    recipe = SMALL.changed({'method.kind': 'full' if kind == 'full' else 'lora',
+                            'method.dora': kind == 'dora',
+                            'sharding.activation_checkpointing': again})
     made = estimate_step(recipe, spec=spec(MODELS[name]))
     assert made.flops_counted == counted(recipe, MODELS[name])
     # Written out, attention runs the scores that nothing needs

@@ -12,7 +12,7 @@ import torch
 from llm_workbook.model.adapters import add_adapters, load_adapters, save_adapters
 from llm_workbook.files import asset
 from llm_workbook.release.merge import Gate, Merge, gate, merged, predictions
-from llm_workbook.model.quantize import fingerprint, load_nf4
+from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
 from llm_workbook.config.recipe import Method, Precision
 
 ROWS = [
@@ -69,7 +69,7 @@ def test_into_dequantised_starts_from_what_bitsandbytes_gives_back(adapters, dou
     merge = Merge('tiny-base', adapters, 'dequantised', method)
     assert merge.changed == sorted(merge.packed, key=list(merge.weights.tensors).index)
     assert len(merge.changed) == 28
-    for name, (a, b, scale) in merge.pairs.items():
+    for name, (a, b, scale, _) in merge.pairs.items():
         layer = packed.get_submodule(name.removesuffix('.weight'))
         seen = F.dequantize_4bit(layer.weight.data, layer.quant_state)
         assert torch.equal(ours.get_parameter(name), (seen.float() + scale * (b @ a)).bfloat16())
@@ -111,6 +111,65 @@ def test_rank_stabilised_adapters_are_scaled_as_peft_does(tampered):
     assert all(torch.equal(theirs[n], ours[n]) for n in theirs)
 
 
+@pytest.fixture(scope='module')
+def dora(tmp_path_factory):
+    "Adapters of DoRA with the scale of rsLoRA, whose magnitudes have moved by up to a fifth."
+    torch.manual_seed(0)
+    method = Method(kind='lora', dora=True, scaling='rslora', targets=('q_proj', 'down_proj'))
+    model = add_adapters(load_base('tiny-base', method, device='cpu'), method)
+    for name, p in model.named_parameters():
+        if 'lora_B' in name: torch.nn.init.normal_(p, std=0.01)
+        if 'magnitude' in name: p.data *= 0.8 + 0.4 * torch.rand(len(p))
+    folder = tmp_path_factory.mktemp('dora') / 'adapters'
+    save_adapters(model, folder)
+    return folder
+
+
+def test_magnitudes_are_merged_as_peft_does(dora):
+    """Both add and divide in float32, in another order, and round to bfloat16 once: a number may
+    fall to the other side of a tie, one part in 128 of it."""
+    loaded = load_adapters('tiny-base', dora, Method(kind='lora'), device='cpu')
+    theirs = loaded.merge_and_unload().state_dict()
+    ours = merged('tiny-base', dora, '16-bit').state_dict()
+    for name in theirs:
+        apart = (ours[name].float() - theirs[name].float()).abs()
+        assert (apart <= theirs[name].float().abs() / 128).all(), name
+    plain = load_base('tiny-base', Method(kind='lora'), device='cpu').state_dict()
+    changed = {name for name in ours if not torch.equal(ours[name], plain[name])}
+    assert {name.split('.')[-2] for name in changed} == {'q_proj', 'down_proj'}
+
+
+def test_a_merged_layer_computes_what_its_adapter_computes(dora):
+    """Of a float32 base nothing is rounded: 256 to 768 products in float32, 24 bits, in another
+    order stay within 768 / 2 ** 24 of the sum of their sizes."""
+    precision, rows = Precision(compute='float32'), torch.randn(5, 768)
+    method = Method(kind='lora')
+    adapted = load_adapters('tiny-base', dora, method, precision, 'cpu').get_base_model()
+    whole = merged('tiny-base', dora, '16-bit', method, precision)
+    for name in ('model.layers.0.self_attn.q_proj', 'model.layers.3.mlp.down_proj'):
+        weight = whole.get_parameter(f'{name}.weight')
+        x = rows[:, :weight.shape[1]]
+        with torch.no_grad(): apart = (adapted.get_submodule(name)(x) - x @ weight.T).abs()
+        assert (apart <= 4 * 768 / 2**24 * (x.abs() @ weight.abs().T)).all(), name
+
+
+@pytest.mark.parametrize('into', ['dequantised', 'nf4'])
+def test_a_packed_base_takes_magnitudes_too(dora, into):
+    "Every row of the merged weight has the length that was trained, but for rounding or packing."
+    layer = merged('tiny-base', dora, into).get_submodule('model.layers.1.self_attn.q_proj')
+    from safetensors.torch import load_file
+    tensors = load_file(dora/'adapter_model.safetensors')
+    name = 'base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector'
+    weight = layer.weight
+    if into == 'nf4':
+        from bitsandbytes.functional import dequantize_4bit
+        weight = dequantize_4bit(weight.data, layer.quant_state)
+    share = weight.float().norm(dim=1) / tensors[name]
+    assert share.shape == (256,)
+    # bfloat16 rounds by one part in 512 at most; four bits leave a tenth of a weight, at random
+    assert (share - 1).abs().max() < (1/512 if into == 'dequantised' else .05)
+
+
 def test_float32_is_written_in_float32(adapters):
     ours = merged(
         'tiny-base', adapters, '16-bit', Method(kind='lora'), Precision(compute='float32'))
@@ -122,7 +181,7 @@ def test_float32_is_written_in_float32(adapters):
 @pytest.mark.parametrize(
     'fields, words',
     [
-        ({'use_dora': True}, r'more than plain LoRA \(use_dora\)'),
+        ({'use_dora': True}, 'should have A.weight, B.weight, magnitude_vector'),
         ({'bias': 'all'}, 'more than plain LoRA'),
         # The base changed
         ({'init_lora_weights': 'pissa'}, 'init_lora_weights'),
@@ -171,7 +230,7 @@ def test_half_a_pair_and_other_shapes_are_refused(tampered):
     file = folder / 'adapter_model.safetensors'
     tensors = load_file(file)
     save_file({n: t for n, t in tensors.items() if 'layers.3.mlp.up_proj.lora_A' not in n}, file)
-    with pytest.raises(ValueError, match='one half of its pair'): merged('tiny-base', folder)
+    with pytest.raises(ValueError, match='has B.weight and should have A.weight, B.weight'): merged('tiny-base', folder)
     save_file(
         {
             n: t[:-1].contiguous() if 'layers.1.self_attn.q_proj.lora_B' in n else t
