@@ -92,11 +92,12 @@ class RunLog:
         recipe: Recipe,  # Its `intervals.logging` and `optimizer.steps` are read
         step: int,  # That is done
         values: dict,  # `loss`, and what else the line is to hold
+        last: bool = False,  # Whether the run ends here, before its last step
     ) -> None:
         "Take down a step; write a line where one is due."
         self.losses.append(values['loss'])
         is_due = step % recipe.intervals.logging == 0 or step in (1, recipe.optimizer.steps)
-        if not is_due: return
+        if not is_due and not last: return
         mean = sum(self.losses) / len(self.losses)
         self.losses.clear()
         row = {'step': step, 'seconds': self.seconds} | values | {'loss': mean}
@@ -130,10 +131,11 @@ _log = logging.getLogger(__name__)
 def tell_stage(
     directory: str | Path,  # Of the run
     stage: str,  # One of `STAGES`
+    reason: str = '',  # Why, where that is not plain
 ) -> None:
     "Let rank 0 say what the run does now; a disk that does not take it ends nothing."
     if rank_and_world()[0]: return
-    try: mark_stage(directory, stage)
+    try: mark_stage(directory, stage, reason)
     except OSError as error: _log.warning('the stage %r is not written down: %s', stage, error)
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
@@ -154,6 +156,9 @@ class RankRun:
         self.votes = None  # Of all ranks, once they have met; a rehearsal has nobody to meet
         self.watch = None  # The hang watch, while there is one
         self.scaler = None  # Of the loss, where float16 needs one
+        self.ended = ''  # Why it ends before its last step
+        self.best_step = None  # Whose checkpoint stays, where the best weights are the result
+        self.restored = None  # The step whose weights are the result, if not the last
 
     def meet(self,
         start: Start,  # Where this rank would begin
@@ -194,7 +199,7 @@ class RankRun:
         values: dict,  # `loss`, and what else a metrics line is to hold
     ) -> None:
         "Take down a step: in the metrics of the run, and in those of this rank."
-        self.log.note_step(recipe, step, values)
+        self.log.note_step(recipe, step, values, last=bool(self.ended))
         self.metrics.end_step(step, values)
 
     def beat(self) -> None:
@@ -211,7 +216,7 @@ class RankRun:
         "Wait for the save that is under way; then older checkpoints may go."
         with self.paused():
             finish_saving()
-            if self.rank == 0: prune(self.files.directory, kept)
+            if self.rank == 0: prune(self.files.directory, kept, spared=self.best_step)
 
     def finish(self,
         preempted: int | None,  # Committed step at which all were told to stop; None at the end

@@ -16,6 +16,7 @@ from ..model.architecture import load_tokenizer
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import mixed_precision, set_fsdp, zero_config
 from .conversation import row_places
+from .early_stopping import note_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
 from .rank_run import check_shards, payload_digest
@@ -97,6 +98,7 @@ def _callback(trainer, recipe):
             if not _is_due(state, recipe.intervals.evaluation): return
             with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
             run.log.note_evaluation(state.global_step, values)
+            if note_best(run, recipe, state.global_step): control.should_training_stop = True
 
     return Metrics()
 
@@ -122,15 +124,38 @@ def _confirm(trainer, recipe, loader):
     confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
     trainer.reach = make_reach(recipe, model, run.start.step)
     run.metrics.begin(recipe, model, trainer.optimizer)
+    note_best(run, recipe, run.start.step)  # A run that goes on may have been at its end
 
 # %% ../../nbs/training/12a_trainer.ipynb #ec5d8ebf
 def _evaluate(trainer, batch_size):
     "Give the mean loss over the tokens of all held-out rows; a collective."
+    groups, sums = _by_source(trainer), {}
+    for name, rows in groups.items(): sums[name] = _sums_of_ranks(trainer, rows, batch_size)
+    loss, tokens = (sum(values) for values in zip(*sums.values()))
+    values = _means(loss, tokens, len(trainer.held))
+    if len(groups) == 1: return values
+    parts = {name: _means(*sums[name], len(rows)) for name, rows in groups.items()}
+    return values | {'sources': parts}
+
+def _by_source(trainer):
+    "Group the held-out rows by the source of a mix, in the order in which they come."
+    groups = {}
+    for row, name in zip(trainer.held, trainer.held_sources, strict=True):
+        groups.setdefault(name, []).append(row)
+    return groups
+
+def _means(loss, tokens, rows):
+    "Give mean loss and perplexity of so many tokens with this sum of losses."
+    mean = loss / max(tokens, 1)
+    perplexity = math.exp(min(mean, 700.0))  # The exponential of more is no float
+    return {'loss': mean, 'perplexity': perplexity, 'rows': rows, 'tokens': tokens}
+
+def _sums_of_ranks(trainer, rows, batch_size):
+    "Add up losses and tokens of `rows` over all ranks."
     votes = trainer.run.votes or Votes()
-    rows = _rows_of_rank(trainer.held, votes.rank, votes.ranks)
-    gathered = votes.gather(_sum_losses(trainer, rows, batch_size))
-    loss, tokens = (sum(values) for values in zip(*gathered))
-    return {'loss': loss / max(tokens, 1), 'rows': len(trainer.held), 'tokens': tokens}
+    mine = _rows_of_rank(rows, votes.rank, votes.ranks)
+    gathered = votes.gather(_sum_losses(trainer, mine, batch_size))
+    return [sum(values) for values in zip(*gathered)]
 
 def _rows_of_rank(rows, rank, ranks):
     "Share rows out in turn; blank rows fill up the last turn."
@@ -190,7 +215,9 @@ def make_trainer(
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
-    trainer.held = _tokens_alone(trainer.eval_dataset or ())
+    judged = trainer.eval_dataset or ()
+    trainer.held = _tokens_alone(judged)
+    trainer.held_sources = [held[row['row']].get('source') for row in judged]
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
