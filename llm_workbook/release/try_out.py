@@ -35,6 +35,7 @@ from .merge import merged, predictions
 from ..training.classifier import class_names, class_rows
 from ..training.data import load_rows
 from ..training.fine_tune import check_recipe, fine_tune
+from ..training.mix import mix_rows
 from ..training.run_directory import mark_run
 from ..training.tokens import ChatFormat, answer_tokens, check_rows
 
@@ -141,7 +142,7 @@ def _first_rows(way):
         names = class_names(asked)
         rows = class_rows(asked)[0][:_FIRST]
         return [{'text': row['text'], 'label': names[row['label']]} for row in rows]
-    rows = load_rows(asked.data, asked.seed)[0][:_FIRST]
+    rows = mix_rows(asked, load_rows(asked.data, asked.seed)[0])[:_FIRST]
     tokenizer = load_tokenizer(str(way.base), template=asked.data.template)
     check_rows(rows, tokenizer, asked.batch.length, asked.data.answers, asked.data.too_long)
     return [{key: row[key] for key in ('messages', 'text') if key in row} for row in rows]
@@ -197,7 +198,7 @@ def _small_recipe(way, row):
     return small.changed(form | {
         'model.source': str(way.base), 'model.revision': None,
         'data.source': str(way.folder / 'rows.jsonl'), 'data.test': str(way.folder / 'held.jsonl'),
-        'data.prompt_column': None, 'data.completion_column': None,
+        'data.prompt_column': None, 'data.completion_column': None, 'data.mix': None,
         'method.dropout': 0.0,
         'batch.micro': 1, 'batch.accumulation': 4 // ranks,
         'optimizer.steps': 3, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0,
