@@ -1,4 +1,4 @@
-"""One training step, or one evaluation, for real, in a process whose allocator is counted by glibc itself.
+"""One training step, or one evaluation, in a process whose allocator is counted by glibc itself.
 
 The caller starts this program with the variables of `heap.COUNTING`, so that every tensor is an
 mmapped block, and gives a job as JSON: a transformers config, a recipe, and what a recipe does not

@@ -92,10 +92,10 @@ class MixSource(Part):
     test: str | None = None  # Held-out file, or split on the Hub; None: `test_share` of its rows
     test_share: Share | None = None  # Held-out share of its rows
     format: _Format | None = None  # How its rows become conversations
-    prompt_column: _Column = None  # Its columns
-    completion_column: _Column = None
-    text_column: _Column = None
-    label_column: _Column = None
+    prompt_column: _Column = None  # Of its questions; None: as in `data`, as are the next three
+    completion_column: _Column = None  # Of its answers
+    text_column: _Column = None  # Of its texts
+    label_column: _Column = None  # Of its classes
     question: str | None = None  # Asked above each of its texts
     labels: _Labels = ()  # Its labels -> words; the words are those of `data.labels`
 

@@ -366,10 +366,10 @@ def _has_test_file(source, places):
 def source_names(
     data: Data,  # The `data` part of a recipe
 ) -> list[str]:  # One for each source of the mix
-    "Name each source by the last part of its path; by all of it where two would be called alike."
-    paths = [origin.source for origin in data.origins]
-    names = [Path(path).name for path in paths]
-    return names if len(set(names)) == len(names) else paths
+    "Name each source by the last part of its path, with a number where two would be alike."
+    names = [Path(origin.source).name for origin in data.origins]
+    if len(set(names)) == len(names): return names
+    return [f'{number}-{name}' for number, name in enumerate(names, 1)]
 
 def _load_mix(data, seed, on_bad):
     "Read each source, then hold out every row with a prompt that any of them holds out."

@@ -49,7 +49,7 @@ def note_best(
     best, reason = on_every_rank(ask)[0]
     if every.keep == 'best': run.best_step = best
     if reason and step < recipe.optimizer.steps:
-        run.ended = reason
+        run.ended, run.log.ends = reason, True
         run.log.announce(f'the run ends after step {step:,}: {reason}')
     return run.ended
 

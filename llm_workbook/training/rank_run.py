@@ -65,6 +65,7 @@ class RunLog:
     ):
         self.files, self.rank = files, rank
         self.losses = []  # Of the steps since the last line
+        self.ends = False  # Whether this step is the last, though not of the recipe
         self._printed = 0, 0.0  # Step and seconds of the last printed line
         self._began_s = time.monotonic()
 
@@ -92,12 +93,11 @@ class RunLog:
         recipe: Recipe,  # Its `intervals.logging` and `optimizer.steps` are read
         step: int,  # That is done
         values: dict,  # `loss`, and what else the line is to hold
-        last: bool = False,  # Whether the run ends here, before its last step
     ) -> None:
         "Take down a step; write a line where one is due."
         self.losses.append(values['loss'])
         is_due = step % recipe.intervals.logging == 0 or step in (1, recipe.optimizer.steps)
-        if not is_due and not last: return
+        if not is_due and not self.ends: return
         mean = sum(self.losses) / len(self.losses)
         self.losses.clear()
         row = {'step': step, 'seconds': self.seconds} | values | {'loss': mean}
@@ -157,8 +157,7 @@ class RankRun:
         self.watch = None  # The hang watch, while there is one
         self.scaler = None  # Of the loss, where float16 needs one
         self.ended = ''  # Why it ends before its last step
-        self.best_step = None  # Whose checkpoint stays, where the best weights are the result
-        self.restored = None  # The step whose weights are the result, if not the last
+        self.best_step = self.restored = None  # Whose checkpoint stays, and whose weights are back
 
     def meet(self,
         start: Start,  # Where this rank would begin
@@ -199,7 +198,7 @@ class RankRun:
         values: dict,  # `loss`, and what else a metrics line is to hold
     ) -> None:
         "Take down a step: in the metrics of the run, and in those of this rank."
-        self.log.note_step(recipe, step, values, last=bool(self.ended))
+        self.log.note_step(recipe, step, values)
         self.metrics.end_step(step, values)
 
     def beat(self) -> None:

@@ -95,10 +95,8 @@ def _callback(trainer, recipe):
             run.note_step(recipe, state.global_step, values)
 
         def on_step_end(self, args, state, control, **objects):
-            if not _is_due(state, recipe.intervals.evaluation): return
-            with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
-            run.log.note_evaluation(state.global_step, values)
-            if note_best(run, recipe, state.global_step): control.should_training_stop = True
+            if _is_due(state, recipe.intervals.evaluation) and _ends(trainer, recipe, state):
+                control.should_training_stop = True
 
     return Metrics()
 
@@ -117,6 +115,13 @@ def _is_due(state, every):
     "Whether held-out rows are judged after this step."
     last = state.global_step == state.max_steps
     return every and (last or state.global_step % every == 0)
+
+def _ends(trainer, recipe, state):
+    "Judge the held-out rows; say whether the run ends with that."
+    run = trainer.run
+    with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
+    run.log.note_evaluation(state.global_step, values)
+    return note_best(run, recipe, state.global_step)
 
 def _confirm(trainer, recipe, loader):
     "Compare what is in force with the recipe, and begin to watch the adapters."
@@ -215,9 +220,7 @@ def make_trainer(
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
-    judged = trainer.eval_dataset or ()
-    trainer.held = _tokens_alone(judged)
-    trainer.held_sources = [held[row['row']].get('source') for row in judged]
+    trainer.held, trainer.held_sources = _held_rows(trainer.eval_dataset or (), held)
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
@@ -256,5 +259,7 @@ def _dataset(rows, keys, longest=None):
                                     'raise batch.length, or bring shorter questions')
     return datasets.Dataset.from_list(table)
 
-def _tokens_alone(rows):
-    return [{key: row[key] for key in ('input_ids', 'labels') if key in row} for row in rows]
+def _held_rows(judged, held):
+    "Give the tokens of held-out rows alone, and the source of each; None where nothing is mixed."
+    tokens = [{key: row[key] for key in ('input_ids', 'labels') if key in row} for row in judged]
+    return tokens, [held[row['row']].get('source') for row in judged]

@@ -20,9 +20,10 @@ def run(tmp_path_factory):
     pairs = [{'prompt': f'What follows {n}?', 'completion': str(n + 1)} for n in range(10)]
     for name in 'ab':
         (folder/name).mkdir()
-        text = '\n'.join(json.dumps(pair | {'prompt': f'{name}: {pair["prompt"]}'}) for pair in pairs)
-        (folder/name/'train.jsonl').write_text(text)
-    mix = [{'source': str(folder/name/'train.jsonl'), 'weight': n} for n, name in enumerate('ab', 1)]
+        rows = [pair | {'prompt': f'{name}: {pair["prompt"]}'} for pair in pairs]
+        (folder/name/'train.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    mix = [
+        {'source': str(folder/name/'train.jsonl'), 'weight': n} for n, name in enumerate('ab', 1)]
     changes = {'data.source': None, 'data.mix': mix, 'data.format': 'auto', 'data.test_share': 0.2}
     return fine_tune(recipe.changed(changes), folder/'run')
 

@@ -59,8 +59,9 @@ def test_it_ends_two_evaluations_after_the_best_and_keeps_the_best(
 
 
 def test_the_last_weights_are_kept_unless_the_best_are_asked_for(recipe, given, tmp_path):
-    run = fine_tune(recipe.changed({'intervals.keep': 'last', 'intervals.saving': 0}), tmp_path/'run')
-    short = fine_tune(recipe.changed({'optimizer.steps': 4, 'intervals.keep': 'last'}), tmp_path/'b')
+    last = recipe.changed({'intervals.keep': 'last', 'intervals.saving': 0})
+    run = fine_tune(last, tmp_path/'run')
+    short = fine_tune(last.changed({'optimizer.steps': 4}), tmp_path/'short')
     assert run_state(run.directory)['step'] == 4
     assert are_equal(weights(run.saved), weights(short.saved))
 

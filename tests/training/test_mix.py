@@ -30,7 +30,8 @@ def recipe(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def whole(recipe, tmp_path_factory): return fine_tune(recipe, tmp_path_factory.mktemp('whole')/'run')
+def whole(recipe, tmp_path_factory):
+    return fine_tune(recipe, tmp_path_factory.mktemp('whole')/'run')
 
 
 def names(rows): return [row['source'] for row in rows]
@@ -65,8 +66,9 @@ def test_the_held_out_loss_is_told_by_source(recipe, whole):
 def test_one_rank_trains_on_the_same_and_judges_the_same(recipe, whole, tmp_path):
     alone = fine_tune(recipe.changed(ALONE), tmp_path/'run')
     for name, part in whole.evaluations[0]['sources'].items():
-        assert alone.evaluations[0]['sources'][name]['tokens'] == part['tokens']
-        assert alone.evaluations[0]['sources'][name]['loss'] == pytest.approx(part['loss'], rel=1e-4)
+        other = alone.evaluations[0]['sources'][name]
+        assert other['tokens'] == part['tokens']
+        assert other['loss'] == pytest.approx(part['loss'], rel=1e-4)
     assert [row['loss'] for row in alone.metrics] == pytest.approx(
         [row['loss'] for row in whole.metrics], rel=1e-4)
 
