@@ -66,6 +66,13 @@ JOBS = [
     ('wide', size(1, 1024) | LORA | SEGMENTS, False),
     ('wide', size(1, 512) | FSDP | LORA | DORA, False)]
 
+JUDGES = {'intervals.evaluation': 1, 'batch.loss_head': 'chunked'}
+JUDGED = [  # Shape and changes: evaluations, which are far smaller than their steps
+    ('llama', size(2, 512)), ('words', size(1, 1024)), ('wide', size(2, 1024) | LORA),
+    ('wide', size(2, 1024) | QLORA | FULL), ('moe', size(1, 1024) | PURE),
+    ('llama', size(2, 1024) | BF16), ('llama', size(4, 1024) | FSDP | BF16),
+    ('wide', size(2, 2048) | FSDP | QLORA)]
+
 
 def recipe(changes: dict):
     "A plain full fine-tune in float32 on one CPU process, with `changes`."
@@ -131,6 +138,23 @@ def row(job: tuple, saw: dict) -> dict:
             **{key: saw[key] for key in kept}}
 
 
+def judged(shape: str, changes: dict) -> dict:
+    "One row for an evaluation: what a process saw, and what was predicted beside what it holds."
+    from llm_workbook import evaluation_lines, spec
+    changes = changes | JUDGES
+    saw = real(shape, changes)
+    if saw['built_b'] >= saw['peak_b']:
+        raise RuntimeError(f'{shape}, {changes}: building the model took more than an evaluation')
+    sums = {}
+    for line in evaluation_lines(recipe(changes), spec(SHAPES[shape])):
+        if line.instant: sums[line.instant] = sums.get(line.instant, 0) + line.size_b
+    instant = max(sums, key=sums.get)
+    ours_b = saw['held_b'] + sums[instant]
+    return {'shape': shape, 'changes': changes, 'instant': instant, 'predicted_b': ours_b,
+            'error': round(100 * (ours_b / saw['peak_b'] - 1), 3), 'held_b': saw['held_b'],
+            'peak_b': saw['peak_b'], 'seconds': saw['seconds']}
+
+
 def compare(shape: str, changes: dict, foreach: bool = False) -> dict:
     "Run one job and predict it."
     return row((shape, changes, foreach), real(shape, changes, foreach))
@@ -142,4 +166,6 @@ def measure() -> dict:
                     for many in (False, True))
     with ThreadPoolExecutor(2) as pool: seen = list(pool.map(lambda job: real(*job), alone))
     rows = [row(job, saw) for job, saw in zip(alone, seen)] + [compare(*job) for job in pairs]
-    return record('step_peak_error', [abs(r['error']) for r in rows], '%', goal=2, rows=rows)
+    evaluations = [judged(*job) for job in JUDGED]
+    errors = [abs(row['error']) for row in rows + evaluations]
+    return record('step_peak_error', errors, '%', goal=2, rows=rows, evaluations=evaluations)

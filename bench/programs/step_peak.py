@@ -1,4 +1,4 @@
-"""One training step for real, in a process whose allocator is counted by glibc itself.
+"""One training step, or one evaluation, in a process whose allocator is counted by glibc itself.
 
 The caller starts this program with the variables of `heap.COUNTING`, so that every tensor is an
 mmapped block, and gives a job as JSON: a transformers config, a recipe, and what a recipe does not
@@ -11,7 +11,7 @@ import time
 import warnings
 
 from bench.shared.heap import held_b, highest_b, mapped_b
-from bench.shared.models import fuse, pack, step
+from bench.shared.models import fuse, judge, pack, step
 
 
 def build(job: dict, recipe):
@@ -55,7 +55,8 @@ def rank(job: dict) -> dict:
         model, optimizer = accelerator.prepare(model, optimizer)
         built, highest, ready = highest_b(), [], time.monotonic() - began
         for _ in range(2):
-            step(model, optimizer, accelerator, job['config']['vocab_size'], recipe)
+            if recipe.intervals.evaluation: judge(model, job['config']['vocab_size'], recipe)
+            else: step(model, optimizer, accelerator, job['config']['vocab_size'], recipe)
             highest.append(highest_b())
         held = held_b(model, optimizer)
         other = mapped_b() - held

@@ -127,6 +127,21 @@ def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
     optimizer.zero_grad()
 
 
+def judge(model, vocab: int, recipe) -> None:
+    "Judge rows as a run judges those that are held out: without gradients, and the loss in tiles."
+    import torch
+    from llm_workbook.checkpoint.sharded_files import unwrapped_parameters
+    model.eval()
+    with torch.no_grad():
+        ids = torch.randint(0, vocab, (recipe.batch.micro, recipe.batch.length))
+        mask = torch.ones_like(ids)
+        output = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+        float(output.log_probs.sum())
+    del output
+    model.train()
+    unwrapped_parameters(model)
+
+
 def pack(model, recipe, device: str = 'cpu') -> None:
     "Put an NF4 layer in the place of every linear layer but the head, one by one, on `device`."
     import bitsandbytes as bnb

@@ -449,6 +449,7 @@ def prune(
     directory: str | Path,  # Where checkpoints go
     keep: int,  # How many valid ones stay, from 1
     trust: bool = False,  # As for `check_checkpoint`
+    spared: int | None = None,  # Step of one that stays too, however old
 ) -> list[Path]:  # What was deleted
     "Delete all but the newest `keep` valid checkpoints, and older interrupted saves."
     if type(keep) is not int or keep < 1:
@@ -457,7 +458,8 @@ def prune(
     valid, deleted = checkpoints.valid, []
     interrupted = [found for found in checkpoints.found
                    if found.state == 'interrupted' and valid and found.step < valid[0].step]
-    for found in sorted(valid[keep:] + interrupted, key=lambda found: found.step):
+    old = [found for found in valid[keep:] if found.step != spared]
+    for found in sorted(old + interrupted, key=lambda found: found.step):
         try: _delete(found.folder)
         except OSError as error: _log.warning('%s is not deleted: %s', found.folder.name, error)
         else: deleted.append(found.folder)

@@ -144,8 +144,10 @@ class _Loader(yaml.SafeLoader):
 
 # %% ../../nbs/config/01_document.ipynb #3589dcdf
 def _lines(node, parents=()) -> dict[tuple, int]:
-    "Walk a composed YAML tree: path of each field -> its line."
+    "Walk a composed YAML tree: path of each field -> its line; items of a list count from 0."
     lines = {}
+    for number, item in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
+        lines |= _lines(item, (*parents, str(number)))
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         path, line = (*parents, str(key.value)), key.start_mark.line + 1
         if key.tag == f'{_YAML}merge':

@@ -185,11 +185,13 @@ def _cached_commit(name, revision, kind):
 def _sources(recipe, directory):
     "Name of what the run reads -> what it leads to here."
     data, model = recipe.data, recipe.model
-    sources = {
-        f'data.source {data.source}': describe_source(data.source, kind='datasets'),
-        f'model.source {model.source}': describe_source(model.source, model.revision)}
-    if data.test and not _on_hub(data.source):
-        sources[f'data.test {data.test}'] = describe_source(data.test)
+    sources = {}
+    for origin in data.origins:
+        described = describe_source(origin.source, kind='datasets')
+        sources[f'data.source {origin.source}'] = described
+        if origin.test and not _on_hub(origin.source):
+            sources[f'data.test {origin.test}'] = describe_source(origin.test)
+    sources[f'model.source {model.source}'] = describe_source(model.source, model.revision)
     packaged = [file.stem for file in asset('templates').iterdir()]
     if data.template and data.template not in packaged:
         sources[f'data.template {data.template}'] = describe_source(data.template)

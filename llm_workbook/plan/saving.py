@@ -58,7 +58,8 @@ _MOST_CHECKPOINTS = 3  # Two whole ones, and one being written
 def _checkpoints(rank, lasting, first, writes) -> Iterator[Line]:
     saving, optimizer = rank.intervals, rank.optimizer
     if not saving.saving: return
-    count = min(_MOST_CHECKPOINTS, optimizer.steps // saving.saving)
+    most = _MOST_CHECKPOINTS + (saving.keep == 'best')  # The best one stays, however old
+    count = min(most, optimizer.steps // saving.saving)
     if not count: return
     if saving.checkpoint == 'sharded': yield from _sharded_checkpoints(rank, lasting, writes, count)
     else: yield from _whole_checkpoints(rank, first, count)

@@ -69,7 +69,7 @@ _GROWING = {  # Axis -> values in the order in which the memory of a plan can on
     'sharding.activation_checkpointing': ('full', 'selective', 'none'),
     'batch.micro': range(1, 2**16)}
 
-_WORK = ('model.source', 'data.source', 'batch.length', 'optimizer.steps')
+_WORK = ('model.source', 'data.source', 'data.mix', 'batch.length', 'optimizer.steps')
 
 def _usual_axes(base) -> dict[str, list]:
     cluster = base.cluster

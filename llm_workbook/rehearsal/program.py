@@ -178,6 +178,7 @@ class RecordedStep(NamedTuple):
     layers: int  # Of the model that ran
     build_s: float  # Seconds until the step began: model, trainer, sharding, optimizer states
     step_s: float  # Seconds of the step
+    judged: tuple[int, int] | None = None  # An evaluation after it: first event, one after its last
 
 def record_step(
     recipe: Recipe,  # As `rehearsable` gives it
@@ -185,6 +186,7 @@ def record_step(
     rank: int = 0,  # Which rank to be
     gpu: bool = False,  # Whether to count as GPUs do
     joined: bool = False,  # Whether packed rows lie one behind the other, and need no mask
+    judges: bool = False,  # Whether held-out rows are judged after the step
 ) -> RecordedStep:  # Its last step, with optimizer states already there
     "Run the trainer of `recipe` as one of its ranks, the others being pretended."
     zero = recipe.sharding.strategy.startswith('zero')
@@ -202,11 +204,12 @@ def record_step(
         stack.enter_context(_adapted_libraries(recipe, gpu))
         if zero: stack.enter_context(zero_engine(recorder))
         trainer = _trainer(recipe, folder, _base(recipe, model), joined)
-        marks = _mark_step(trainer, recorder, recipe)
+        marks = _mark_step(trainer, recorder, recipe, judges)
         trainer.train()
     build_s, step_s = marks.built_s - started, marks.ended_s - marks.built_s
     ran = layers or _depth(recipe)
-    return RecordedStep(recorder, marks.begin, marks.end, ran, build_s, step_s)
+    return RecordedStep(
+        recorder, marks.begin, marks.end, ran, build_s, step_s, getattr(marks, 'judged', None))
 
 # %% ../../nbs/rehearsal/04_program.ipynb #0a40a574
 def _variables(recipe):
@@ -524,7 +527,7 @@ def _plain_trainer(recipe, folder, row, model):
     return trainer
 
 # %% ../../nbs/rehearsal/04_program.ipynb #94654a9c
-def _mark_step(trainer, recorder, recipe):
+def _mark_step(trainer, recorder, recipe, judges=False):
     "Give the optimizer its states before the step; mark where that begins and ends."
     from transformers import TrainerCallback
     sharding, ranks = recipe.sharding, recipe.cluster.ranks
@@ -550,6 +553,9 @@ def _mark_step(trainer, recorder, recipe):
         def on_log(self, args, state, control, logs=None, **more):
             if 'loss' in (logs or {}): self.on_step_end(args, state)  # Reading it belongs to it
 
+        def on_train_end(self, args, state, control, **more):
+            if judges: marks.judged = _judge(trainer, recorder, recipe)
+
     trainer.add_callback(Marking())
     return marks
 
@@ -561,3 +567,17 @@ def _make_states(optimizer):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+# %% ../../nbs/rehearsal/04_program.ipynb #f6ce49eb
+def _judge(trainer, recorder, recipe):
+    "Judge one batch of held-out rows; say with which events that began and ended."
+    import torch
+    first, model = len(recorder.events), trainer.model_wrapped
+    in_tiles = recipe.model.head == 'causal_lm' and recipe.batch.loss_head == 'chunked'
+    options = {'fused_lm_head': True} if in_tiles else {}
+    model.eval()
+    with torch.no_grad():
+        batch = next(iter(trainer.get_train_dataloader()))
+        output = model(**trainer._prepare_inputs(batch), use_cache=False, **options)
+        (output.log_probs if in_tiles else output.logits).sum()
+    return first, len(recorder.events)

@@ -31,11 +31,17 @@ class Rehearsal:
     seconds: float  # That it took
     step_s: float  # Of them, those of the steps; the rest builds models, trainers and shards
     notes: tuple  # What is not as it will be
+    evaluation: Timeline | None = None  # Of held-out rows that are judged after the step
 
     @property
     def peak_b(self) -> int:  # Bytes on the GPU
         "Give the most that the step holds."
         return self.timeline.peak.size_b
+
+    @property
+    def evaluation_b(self) -> int | None:  # Bytes on the GPU; None where no row is judged
+        "Give the most that an evaluation holds."
+        return self.evaluation.peak.size_b if self.evaluation else None
 
     @property
     def held_b(self) -> int:  # Bytes on the GPU
@@ -116,29 +122,47 @@ def rehearse(
         raise ValueError(f'rank = {rank!r} must be from 0 to {recipe.cluster.ranks - 1}')
     gpu = recipe.cluster.device == 'cuda'
     joined = recipe.batch.packing and joins_rows(recipe.model.attention)
-    steps_s = []
+    judges, steps_s = _judges(recipe, notes), []
 
     def run(layers):
-        step = record_step(changed, layers, rank, gpu, joined)
+        step = record_step(changed, layers, rank, gpu, joined, judges)
         steps_s.append(step.step_s)
-        return Timeline(tuple(spans(step.recorder, step.begin, step.end)), step.layers)
+        return _timelines(step)
 
     depths = None
     if not exact and changed.sharding.strategy not in _IN_BUCKETS:
         depths = shallow_depths(find_spec(changed.model.source, changed.model.revision))
     try:
-        if depths: timeline = extrapolated(run(depths[0]), run(depths[1]), depths[2])
-        else: timeline = run(None)
+        if depths: timelines = _deepened(run(depths[0]), run(depths[1]), depths[2])
+        else: timelines = run(None)
     except Irregular as error:
         depths = None
-        timeline = run(None)
+        timelines = run(None)
         notes.append(f'every layer ran: {error}')
+    timeline, evaluation = timelines
     if recipe.batch.accumulation > 3:
         timeline = _repeated(timeline, recipe.batch.accumulation)
     ran = depths[:2] if depths else (timeline.layers,)
     seconds = time.monotonic() - began
     return Rehearsal(
-        recipe, timeline, rank, not depths, ran, seconds, sum(steps_s), tuple(notes))
+        recipe, timeline, rank, not depths, ran, seconds, sum(steps_s), tuple(notes), evaluation)
+
+# %% ../../nbs/rehearsal/05_step.ipynb #cc16fce4
+def _judges(recipe, notes):
+    "Whether held-out rows are judged too; a note where they are and cannot be rehearsed."
+    if not recipe.intervals.evaluation: return False
+    if not recipe.sharding.strategy.startswith('zero'): return True
+    notes.append("an evaluation by DeepSpeed's engine is not rehearsed")
+    return False
+
+def _timelines(step):
+    "The timelines of a step, and of the evaluation after it; None where there was none."
+    parts = (step.begin, step.end), step.judged
+    return [part and Timeline(tuple(spans(step.recorder, *part)), step.layers) for part in parts]
+
+def _deepened(short, long, layers):
+    "The same of a model with so many layers."
+    return [few and extrapolated(few, more, layers) for few, more in zip(short, long)]
 
 # %% ../../nbs/rehearsal/05_step.ipynb #2e6c0eab
 def _repeated(timeline, micro_batches):

@@ -29,6 +29,7 @@ from ..model.half_matmul import torch_half_matmul
 from ..model.quantize import nf4_config
 from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
 from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
+from .model_card import card_head, without_paths
 from ..training.data import load_rows
 from ..training.run_directory import recipe_facts
 from ..training.tokens import end_tokens
@@ -211,17 +212,6 @@ def _license(place):
     card = Path(place) / 'README.md'
     return ModelCard.load(card).data.license if card.is_file() else None
 
-_PATHS = 'model.source', 'data.source', 'data.test', 'data.template', 'cluster.hardware'
-
-def _without_paths(recipe):
-    "Give the recipe without the paths of this machine: each is cut to its last part."
-    facts = recipe.facts()
-    changes = {}
-    for field in _PATHS:
-        value = facts[field]
-        if value and Path(value).expanduser().exists(): changes[field] = Path(value).name
-    return recipe.changed(changes)
-
 def _data(recipe):
     "Give training rows, held-out rows, and a sentence for the card with the hash of the first."
     try: rows, held_out = load_rows(recipe.data, recipe.seed)
@@ -231,21 +221,11 @@ def _data(recipe):
     return rows, held_out, f'{len(rows):,} rows, SHA-256 `{digest}` (JSON lines, sorted keys)'
 
 # %% ../../nbs/release/03_export.ipynb #8e778a40
-def _hub_name(source):
-    "Give a source that is a name on the Hub, and None for all others."
-    try: place = resolve(source)
-    except ValueError: return None
-    return place if isinstance(place, str) else None
-
 def _front_matter(recipe, into, license):
     "The part of the card for programs."
-    from huggingface_hub import ModelCardData
-    tags = ['llm-workbook', recipe.method.kind, 'merged']
+    tags = [recipe.method.kind, 'merged']
     if into == 'nf4': tags += ['4-bit', 'bitsandbytes']
-    return ModelCardData(
-        base_model=_hub_name(recipe.model.source), datasets=_hub_name(recipe.data.source),
-        license=license, tags=tags, library_name='transformers',
-        pipeline_tag='text-generation').to_yaml()
+    return card_head(recipe, tags, 'transformers', license)
 
 def _gate_text(facts):
     if facts.get('gate') is False: return 'none was run; whoever exported this skipped it'
@@ -258,17 +238,19 @@ def _proof_text(proof):
             f'by {proof["difference"]:.2g} at most')
 
 # %% ../../nbs/release/03_export.ipynb #c0a53004
+def _sources(data): return ', '.join(origin.source for origin in data.origins)
+
 def _card(recipe, into, facts, data, proof):
     "The text of README.md."
     from huggingface_hub import ModelCard
     license = facts.get('license') or _license(resolve(recipe.model.source))
-    shown = _without_paths(recipe)
+    shown = without_paths(recipe)
     revision = recipe.model.revision or 'not pinned'
     base = f'{shown.model.source}, revision {revision}; license {license or "not known"}'
     judged = facts.get('gate')
     if judged and judged.base: base += f'; packed, digest `{judged.base}`'
     points = [f'- Base: {base}',
-              f'- Data: {shown.data.source}, {data}',
+              f'- Data: {_sources(shown.data)}, {data}',
               f'- Gate: {_gate_text(facts)}',
               f'- Proof: {_proof_text(proof)}']
     points += [f'- {name}: {value}' for name, value in (facts.get('metrics') or {}).items()]

@@ -16,6 +16,7 @@ from ..config.recipe import Recipe, shrink
 from ..model.architecture import load_tokenizer
 from ..training.classifier import class_names, class_rows
 from ..training.data import load_rows
+from ..training.mix import mix_rows
 from ..training.tokens import check_rows
 
 # %% ../../nbs/release/04a_small_case.ipynb #a3168207
@@ -32,7 +33,7 @@ def first_rows(
         rows = class_rows(own)[0][:FIRST_ROWS]
         return [{'text': row['text'], 'label': names[row['label']]} for row in rows]
     data = own.data
-    rows = load_rows(data, own.seed)[0][:FIRST_ROWS]
+    rows = mix_rows(own, load_rows(data, own.seed)[0])[:FIRST_ROWS]
     tokenizer = load_tokenizer(str(base), template=data.template)
     check_rows(rows, tokenizer, own.batch.length, data.answers, data.too_long)
     return [{key: row[key] for key in ('messages', 'text') if key in row} for row in rows]
@@ -75,7 +76,7 @@ def small_recipe(
     packed = {'method.unpacked': 1.0} if small.method.kind == 'qlora' else {}
     return small.changed(files | packed | _form(recipe, rows[0]) | {
         'model.source': str(base), 'model.revision': None,
-        'data.prompt_column': None, 'data.completion_column': None,
+        'data.prompt_column': None, 'data.completion_column': None, 'data.mix': None,
         'method.dropout': 0.0, 'batch.micro': 1})
 
 def _form(recipe, row) -> dict:

@@ -21,6 +21,7 @@ from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
 from .conversation import DataRow
 from .data import load_rows
+from .mix import mix_rows
 from .run_directory import RunFiles
 from .tokens import assistant_mask, check_rows
 
@@ -75,13 +76,14 @@ def class_rows(
     if absent:
         raise ValueError(f'no row to train on is {", ".join(absent)}: '
                          'correct data.labels, or bring such rows')
-    return train, test
+    return mix_rows(recipe, train), test
 
 def _class_row(recipe, names, row):
     "Take the text out of the question, and the number of the class out of the answer."
     question, answer = row['messages'][0], row['messages'][-1]
     text = question['content'].removeprefix(f'{recipe.data.question}\n')
-    return DataRow({'text': text, 'label': names.index(answer['content'])}, row.place)
+    made = DataRow({'text': text, 'label': names.index(answer['content'])}, row.place)
+    return made | {'source': row['source']} if 'source' in row else made
 
 # %% ../../nbs/training/10_classifier.ipynb #0a3dde48
 def token_rows(
@@ -227,6 +229,22 @@ class ClassScores:
         return right / self.rows
 
     @property
+    def precision(self) -> dict[str, float | None]:  # Class -> 0 to 1; None if it is never said
+        "Of the rows that were given a class, tell the share that is of it."
+        return self._right_shares([sum(column) for column in zip(*self.counts)])
+
+    @property
+    def recall(self) -> dict[str, float | None]:  # Class -> 0 to 1; None for one without rows
+        "Of the rows of a class, tell the share that was given it."
+        return self._right_shares([sum(row) for row in self.counts])
+
+    def _right_shares(self, totals):
+        shares = {}
+        for i, (name, total) in enumerate(zip(self.names, totals)):
+            shares[name] = self.counts[i][i] / total if total else None
+        return shares
+
+    @property
     def f1(self) -> dict[str, float | None]:  # Class -> 0 to 1; None for one that does not occur
         "Give the F1 of each class."
         scores = {}
@@ -248,6 +266,7 @@ class ClassScores:
         return {
             'rows': self.rows, 'loss': self.loss, 'accuracy': self.accuracy,
             'macro_f1': self.macro_f1, 'f1': self.f1,
+            'precision': self.precision, 'recall': self.recall,
             'counts': [list(row) for row in self.counts]}
 
     def __repr__(self):
@@ -256,11 +275,13 @@ class ClassScores:
         return f'{self.rows} rows: accuracy {self.accuracy:.1%}, {f1}, mean loss {self.loss:.3f}'
 
     def _repr_html_(self):
-        f1 = self.f1
         rows = []
         for name, counts in zip(self.names, self.counts):
-            rows.append((f'is {name}', *counts, f'{f1[name] or 0:.3f}'))
-        heads = '', *(f'said {name}' for name in self.names), 'F1'
+            shares = [scores[name] for scores in (self.precision, self.recall, self.f1)]
+            texts = ['' if share is None else f'{share:.3f}' for share in shares]
+            rows.append((f'is {name}', *counts, sum(counts), *texts))
+        said = [f'said {name}' for name in self.names]
+        heads = '', *said, 'rows', 'precision', 'recall', 'F1'
         return f'<p>{self!r}</p>' + html_table(heads, rows)
 
 # %% ../../nbs/training/10_classifier.ipynb #aa54b97a

@@ -31,10 +31,12 @@ from ..parallel.load import check_base, loaded_base
 from ..parallel.ranks import free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
 from .data import load_rows
+from .early_stopping import restore_best
 from .effective import check_launcher
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
+from .mix import mix_rows
 from .packed_attention import check_packed
 from .packed_rows import fill_bins
 from .rank_run import (
@@ -124,7 +126,7 @@ def _read_rows(recipe):
     train = _tokenised(recipe, train, tokenizer, 'training rows')
     if recipe.intervals.evaluation:
         held = _tokenised(recipe, held, tokenizer, 'held-out rows')
-    return train, held
+    return mix_rows(recipe, train), held
 
 def _tokenised(recipe, rows, tokenizer, name):
     "Add tokens and labels to each row; one row for each sequence that trains."
@@ -170,6 +172,8 @@ def _train(recipe, directory, rows, start, step_timeout_s, held):
             trainer.payload = payload_digest(recipe, trainer.model)
         preempted = guarded_train(trainer, directory, start, step_timeout_s)
         if preempted is not None: return {'preempted': preempted}  # A scheduler may not wait longer
+        trained = trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler
+        restore_best(trainer.run, recipe, trainer.state.global_step, trained)
         payload = check_payload(recipe, trainer.model, trainer.payload)
         saved = save_result(trainer, directory)
     return {'shards': trainer.shards, 'payload': payload, 'memory': memory, 'saved': saved,

@@ -23,6 +23,7 @@ from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
 from .conversation import row_places
+from .early_stopping import note_best, restore_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
 from .memory_trace import memory_trace
@@ -299,6 +300,7 @@ def _begin(loop):
     if run.start.checkpoint is None: return
     facts = load_step(run, run.start.checkpoint, _trained(loop))
     loop.step, loop.tokens = facts['step'], facts['tokens']
+    note_best(run, recipe, loop.step)
 
 # %% ../../nbs/training/11_loop.ipynb #1b78fb26
 class _Judge:
@@ -334,19 +336,22 @@ def _train(loop, judge, preemption):
     steps, stop = recipe.optimizer.steps, False
     loop.run.log.announce(f'base loaded and checked; step {loop.step + 1:,} begins')
     loop.run.metrics.begin(recipe, loop.model_wrapped, loop.optimizer)
-    while loop.step < steps and not stop:
+    while loop.step < steps and not stop and not loop.run.ended:
         loop.run.metrics.clock.mark('data')
         window = next(windows)
         loop.run.metrics.clock.mark('other')
         values = train_step(loop, window)
         loop.run.note_step(recipe, loop.step, values)
         loop.run.beat()
-        if every.evaluation and loop.step % every.evaluation == 0: judge.judge()
+        if every.evaluation and loop.step % every.evaluation == 0:
+            judge.judge()
+            note_best(loop.run, recipe, loop.step)
         stop = preemption.agreed()
         save_now = every.saving and loop.step % every.saving == 0
         if stop or save_now: _save(loop)
-    if stop and loop.step < steps: return loop.step
+    if stop and loop.step < steps and not loop.run.ended: return loop.step
     judge.judge()
+    note_best(loop.run, recipe, loop.step)
     return None
 
 # %% ../../nbs/training/11_loop.ipynb #edfcb4fa
@@ -383,6 +388,7 @@ def train_loop(
             run.finish(preempted)
         if preempted is not None: return {'preempted': preempted}
         payload = check_payload(recipe, loop.model, loop.payload)
+        restore_best(run, recipe, loop.step, _trained(loop))
         saved = save_result(loop, directory, loop.step)
     return {'shards': loop.shards, 'payload': payload, 'memory': memory, 'saved': saved,
             'scores': judge.scores.to_dict() if judge.scores else None,

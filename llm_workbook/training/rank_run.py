@@ -66,6 +66,7 @@ class RunLog:
     ):
         self.files, self.rank = files, rank
         self.losses = []  # Of the steps since the last line
+        self.ends = False  # Whether this step is the last, though not of the recipe
         self._printed = 0, 0.0  # Step and seconds of the last printed line
         self._began_s = time.monotonic()
 
@@ -97,7 +98,7 @@ class RunLog:
         "Take down a step; write a line where one is due."
         self.losses.append(values['loss'])
         is_due = step % recipe.intervals.logging == 0 or step in (1, recipe.optimizer.steps)
-        if not is_due: return
+        if not is_due and not self.ends: return
         mean = sum(self.losses) / len(self.losses)
         self.losses.clear()
         row = {'step': step, 'seconds': self.seconds} | values | {'loss': mean}
@@ -131,10 +132,11 @@ _log = logging.getLogger(__name__)
 def tell_stage(
     directory: str | Path,  # Of the run
     stage: str,  # One of `STAGES`
+    reason: str = '',  # Why, where that is not plain
 ) -> None:
     "Let rank 0 say what the run does now; a disk that does not take it ends nothing."
     if rank_and_world()[0]: return
-    try: mark_stage(directory, stage)
+    try: mark_stage(directory, stage, reason)
     except OSError as error: _log.warning('the stage %r is not written down: %s', stage, error)
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
@@ -155,6 +157,8 @@ class RankRun:
         self.votes = None  # Of all ranks, once they have met; a rehearsal has nobody to meet
         self.watch = None  # The hang watch, while there is one
         self.scaler = None  # Of the loss, where float16 needs one
+        self.ended = ''  # Why it ends before its last step
+        self.best_step = self.restored = None  # Whose checkpoint stays, and whose weights are back
 
     def meet(self,
         start: Start,  # Where this rank would begin
@@ -212,7 +216,7 @@ class RankRun:
         "Wait for the save that is under way; then older checkpoints may go."
         with self.paused():
             finish_saving()
-            if self.rank == 0: prune(self.files.directory, kept)
+            if self.rank == 0: prune(self.files.directory, kept, spared=self.best_step)
 
     def finish(self,
         preempted: int | None,  # Committed step at which all were told to stop; None at the end

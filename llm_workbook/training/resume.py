@@ -186,7 +186,7 @@ def guarded_train(
 
 # %% ../../nbs/training/07_resume.ipynb #91d1219e
 class _NoStepLeft(Exception):
-    "The checkpoint that the run goes on from is that of its last step."
+    "The checkpoint that the run goes on from is that of its last step, or of its early end."
 
 def _train(trainer):
     "Train; until the first pass over the rows begins, the hang watch counts nothing."
@@ -203,7 +203,7 @@ def _callback(trainer, preemption):
     class Boundary(TrainerCallback):
         def on_epoch_begin(self, args, state, control, **objects):
             trainer.loading.close()  # The base is here, and its hash is taken
-            if state.global_step >= state.max_steps: raise _NoStepLeft
+            if state.global_step >= state.max_steps or trainer.run.ended: raise _NoStepLeft
 
         def on_pre_optimizer_step(self, args, state, control, **objects):
             trainer.run.metrics.note_gradients()
@@ -213,7 +213,8 @@ def _callback(trainer, preemption):
             trainer.run.beat()
             if not preemption.agreed(): return
             control.should_save = True
-            if state.global_step >= state.max_steps: return  # Only the result is to be saved
+            if state.global_step >= state.max_steps or trainer.run.ended:
+                return  # Only the result is to be saved
             trainer.preempted = state.global_step
             control.should_training_stop = True
 
@@ -229,22 +230,28 @@ def save_result(
     if not hasattr(trainer, 'run') or isinstance(trainer, type):
         name = type(trainer).__name__
         raise ValueError(f'{name} has nothing to save: pass a `resumable` trainer')
-    files = RunFiles(directory)
+    files, run = RunFiles(directory), trainer.run
     if step is None:
         step = trainer.state.global_step
-    if trainer.run.facts['method'] == 'full':
-        saved = _save_model(trainer, files, step)
+    if run.facts['method'] == 'full':
+        saved = _save_model(trainer, files, run.restored or step)
     else:
         with _whole_tensors(trainer.model):
             saved = save_adapters(trainer.model, files.adapters)
-    if trainer.run.rank == 0:
+    if run.rank == 0:
         if files.adapters.is_dir():  # The chat template in force goes with the adapters
             trainer.processing_class.save_pretrained(files.adapters)
             write_certificate(directory, saved, getattr(trainer, 'reach', None),
                               getattr(trainer, 'payload', None))
-        mark_run(directory, 'finished', step)
-        tell_stage(directory, 'ended')
+        reason = _reason(run)
+        mark_run(directory, 'finished', step, reason)
+        tell_stage(directory, 'ended', reason)
     return saved
+
+def _reason(run):
+    "Say why a run ended early, and of which step its result is; '' for the usual end."
+    kept = f'the result is that of step {run.restored}' if run.restored else ''
+    return '; '.join(filter(None, (run.ended, kept)))
 
 def _whole_tensors(model):
     "Gather the tensors that train while the block lasts, which only ZeRO-3 needs."

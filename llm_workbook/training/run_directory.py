@@ -69,14 +69,15 @@ class RunFiles:
 # %% ../../nbs/training/05_run_directory.ipynb #0c13fe6f
 def run_state(
     directory: str | Path,  # Of a run, or where one may begin
-) -> dict:  # `state`: 'none', 'running', 'preempted' or 'finished'; `step`: the last one marked
+) -> dict:  # `state`: 'none', 'running', 'preempted' or 'finished'; `step`: the last; `reason`
     "Read how far a run says it is; one that was killed still says that it is running."
     file = RunFiles(directory).state
     if not file.exists(): return {'state': 'none', 'step': 0}
     try:
         mark = json.loads(file.read_text())
-        return {'state': mark['state'], 'step': int(mark['step'])}
-    except (ValueError, KeyError, TypeError) as error:
+        why = {'reason': str(mark['reason'])} if mark.get('reason') else {}
+        return {'state': mark['state'], 'step': int(mark['step'])} | why
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{file.parent.name}/{file.name} is broken ({error!r}): '
                          'delete it; the checkpoints say how far the run is') from None
 
@@ -87,11 +88,13 @@ def mark_run(
     directory: str | Path,  # Of a run
     state: str,  # 'running', 'preempted' or 'finished'
     step: int,  # How many are done, and committed or saved
+    reason: str = '',  # Why it ended before its last step, or with other weights than the last
 ) -> None:
     "Write down how far a run is; one rank does it."
     if state not in _STATES:
         raise ValueError(f'{state!r} is none of {", ".join(_STATES)}')
-    text = json.dumps({'state': state, 'step': step}) + '\n'
+    why = {'reason': reason} if reason else {}
+    text = json.dumps({'state': state, 'step': step} | why) + '\n'
     _publish(RunFiles(directory).state, text)
 
 def _publish(file, text):
@@ -136,12 +139,14 @@ STAGES = 'importing', 'loading', 'training', 'evaluating', 'saving', 'ended'
 def mark_stage(
     directory: str | Path,  # Of a run
     stage: str,  # One of `STAGES`
+    reason: str = '',  # Why, where that is not plain
 ) -> None:
     "Write down what a run does now; one rank does it."
     if stage not in STAGES:
         raise ValueError(f'{stage!r} is none of {", ".join(STAGES)}')
     file = RunFiles(directory).stage
-    text = json.dumps({'stage': stage, 'since': round(time.time(), 3)}) + '\n'
+    mark = {'stage': stage, 'since': round(time.time(), 3)} | ({'reason': reason} if reason else {})
+    text = json.dumps(mark) + '\n'
     with disk_errors(file, len(text)):
         file.parent.mkdir(exist_ok=True)  # Not the run's own: it may have been removed
         publish(file, text)
@@ -153,7 +158,8 @@ def run_stage(
     file = RunFiles(directory).stage
     try:
         mark = json.loads(file.read_text())
-        return {'stage': str(mark['stage']), 'since': float(mark['since'])}
+        why = {'reason': str(mark['reason'])} if 'reason' in mark else {}
+        return {'stage': str(mark['stage']), 'since': float(mark['since'])} | why
     except (FileNotFoundError, ValueError, KeyError, TypeError): return None
 
 # %% ../../nbs/training/05_run_directory.ipynb #ad76e91c
@@ -329,7 +335,9 @@ CHANGEABLE = {
     'sharding.loading': 'how the base is read',
     'intervals.logging': 'at which steps a loss is written',
     'intervals.evaluation': 'at which steps held-out rows are judged',
+    'intervals.patience': 'after how many evaluations without a lower loss the run ends',
     'intervals.saving': 'at which steps a checkpoint is saved',
+    'intervals.keep': 'which weights are the result',
     'intervals.session_h': 'after how many hours a start ends',
     'optimizer.steps': f'the last step, not before the one that is committed; {_CONSTANT}',
     'optimizer.warmup': f'a share of the steps: halve it when you double them; {_CONSTANT}',
@@ -344,7 +352,7 @@ def _refuse_another(files, run, recipe, resume):
                          'continue it with resume=True, name another directory, or delete it')
     if files.recipe.exists():
         _refuse_changes(Recipe.load(files.recipe), recipe, 'this run began')
-    if state == 'finished' and step < recipe.optimizer.steps:
+    if state == 'finished' and step < recipe.optimizer.steps and 'reason' not in run:
         raise ValueError(f'{name!r} finished at step {step}: a finished run takes no more steps, '
                          'only one that was stopped does. Name another directory')
 
@@ -486,7 +494,8 @@ def run_status(
         code = 0
     if run['state'] == 'preempted' and (commits or run['step'] == 0):
         code = EXIT_PREEMPTED
-    state = f"{run['state']} at step {run['step']}" + ', but no result is there' * missing
+    why = f' ({run["reason"]})' if 'reason' in run else ''
+    state = f"{run['state']} at step {run['step']}{why}" + ', but no result is there' * missing
     return code, f'{state}; {newest}; {_holder(directory)}'
 
 

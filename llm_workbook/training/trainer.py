@@ -17,6 +17,7 @@ from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import mixed_precision, set_fsdp, zero_config
 from .conversation import row_places
+from .early_stopping import note_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
 from .packed_rows import PackedCollator, joins_rows, pack_rows
@@ -96,9 +97,8 @@ def _callback(trainer, recipe):
             run.note_step(recipe, state.global_step, values)
 
         def on_step_end(self, args, state, control, **objects):
-            if not _is_due(state, recipe.intervals.evaluation): return
-            with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
-            run.log.note_evaluation(state.global_step, values)
+            if _is_due(state, recipe.intervals.evaluation) and _ends(trainer, recipe, state):
+                control.should_training_stop = True
 
     return Metrics()
 
@@ -118,22 +118,55 @@ def _is_due(state, every):
     last = state.global_step == state.max_steps
     return every and (last or state.global_step % every == 0)
 
+def _ends(trainer, recipe, state):
+    "Judge the held-out rows; say whether the run ends with that."
+    run = trainer.run
+    with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
+    run.log.note_evaluation(state.global_step, values)
+    return note_best(run, recipe, state.global_step)
+
 def _confirm(trainer, recipe, loader):
     "Compare what is in force with the recipe, and begin to watch the adapters."
     run, model = trainer.run, trainer.model_wrapped
     confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
     trainer.reach = make_reach(recipe, model, run.start.step)
     run.metrics.begin(recipe, model, trainer.optimizer)
+    note_best(run, recipe, run.start.step)  # A run that goes on may have been at its end
 
 # %% ../../nbs/training/12a_trainer.ipynb #ec5d8ebf
 def _evaluate(trainer, batch_size):
     "Give the mean loss over the tokens of all held-out rows; a collective."
+    groups, sums = _by_source(trainer), {}
+    for name, rows in groups.items(): sums[name] = _sums_of_ranks(trainer, rows, batch_size)
+    loss, tokens = (sum(values) for values in zip(*sums.values()))
+    values = _means(loss, tokens, _examples(trainer.held))
+    if len(groups) == 1: return values
+    parts = {name: _means(*sums[name], _examples(rows)) for name, rows in groups.items()}
+    return values | {'sources': parts}
+
+def _examples(rows):
+    "Count the held-out rows that were read; a packed row holds several."
+    return sum(len(row.get('rows', [row])) for row in rows)
+
+def _by_source(trainer):
+    "Group the held-out rows by the source of a mix, in the order in which they come."
+    groups = {}
+    for row, name in zip(trainer.held, trainer.held_sources, strict=True):
+        groups.setdefault(name, []).append(row)
+    return groups
+
+def _means(loss, tokens, rows):
+    "Give mean loss and perplexity of so many tokens with this sum of losses."
+    mean = loss / max(tokens, 1)
+    perplexity = math.exp(min(mean, 700.0))  # The exponential of more is no float
+    return {'loss': mean, 'perplexity': perplexity, 'rows': rows, 'tokens': tokens}
+
+def _sums_of_ranks(trainer, rows, batch_size):
+    "Add up losses and tokens of `rows` over all ranks."
     votes = trainer.run.votes or Votes()
-    rows = _rows_of_rank(trainer.held, votes.rank, votes.ranks)
-    gathered = votes.gather(_sum_losses(trainer, rows, batch_size))
-    loss, tokens = (sum(values) for values in zip(*gathered))
-    examples = sum(len(row.get('rows', [row])) for row in trainer.held)
-    return {'loss': loss / max(tokens, 1), 'rows': examples, 'tokens': tokens}
+    mine = _rows_of_rank(rows, votes.rank, votes.ranks)
+    gathered = votes.gather(_sum_losses(trainer, mine, batch_size))
+    return [sum(values) for values in zip(*gathered)]
 
 def _rows_of_rank(rows, rank, ranks):
     "Share rows out in turn; blank rows fill up the last turn."
@@ -192,13 +225,14 @@ def make_trainer(
     trainer = resumable(SFTTrainer)(
         model, args, _collator(recipe, args, tokenizer, model),
         train_dataset=_dataset(rows, keys, recipe, longest),
-        eval_dataset=_dataset(held, keys, recipe, longest), processing_class=tokenizer)
+        eval_dataset=_dataset(held, keys, recipe, longest, by_source=True),
+        processing_class=tokenizer)
     _set_head(trainer.model, recipe)
     set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
-    trainer.held = _tokens_alone(trainer.eval_dataset or ())
+    trainer.held, trainer.held_sources = _held_rows(trainer.eval_dataset or (), held)
     if adapted:
         cast_adapters(trainer.model)
         set_magnitudes(trainer.model)  # TRL has rounded those of a packed model
@@ -229,7 +263,7 @@ def _row_kind(rows, held, packs):
     raise ValueError(f'no trainable row in {rows[:1]!r:.60}: '
                      'pass rows of messages, text, or input_ids and labels')
 
-def _dataset(rows, keys, recipe, longest=None):
+def _dataset(rows, keys, recipe, longest=None, by_source=False):
     """Number rows, pack them if `recipe` says so, and make a dataset; None where there are none.
 
     Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does. Rows of
@@ -245,8 +279,18 @@ def _dataset(rows, keys, recipe, longest=None):
             table.append(values | {'row': number})
     if not table: raise ValueError(f'no token trains in the first {longest} of any row: '
                                     'raise batch.length, or bring shorter questions')
-    if recipe.batch.packing: table = pack_rows(table, recipe.batch.length, recipe.seed)
+    if recipe.batch.packing: table = _packed(table, rows if by_source else None, recipe)
     return datasets.Dataset.from_list(table)
+
+def _packed(table, held, recipe):
+    "Pack rows; of `held` rows each source by itself, because their losses are told apart."
+    groups = {}
+    for row in table:
+        name = held[row['row']].get('source') if held else None
+        groups.setdefault(name, []).append(row)
+    packed = []
+    for group in groups.values(): packed += pack_rows(group, recipe.batch.length, recipe.seed)
+    return packed
 
 def _collator(recipe, args, tokenizer, model):
     "The collator of packed rows, which tells of its pad token as TRL's does; None leaves TRL's."
@@ -256,6 +300,9 @@ def _collator(recipe, args, tokenizer, model):
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = pad
     return PackedCollator(pad, joins_rows(recipe.model.attention), args.pad_to_multiple_of or 1)
 
-def _tokens_alone(rows):
+def _held_rows(judged, held):
+    "Give the tokens of held-out rows alone, and the source of each; None where nothing is mixed."
     keys = 'input_ids', 'labels', 'position_ids', 'rows'
-    return [{key: row[key] for key in keys if key in row} for row in rows]
+    tokens = [{key: row[key] for key in keys if key in row} for row in judged]
+    firsts = [row['rows'][0] if 'rows' in row else row['row'] for row in judged]
+    return tokens, [held[number].get('source') for number in firsts]
