@@ -20,11 +20,12 @@ from .conversation import row_places
 from .early_stopping import note_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
-from .packed_rows import PackedCollator, joins_rows, pack_rows
 from .rank_run import check_shards, payload_digest
 from .reach import make_reach
 from .resume import resumable
 from .run_directory import rate_schedule, recipe_facts
+from .trainer_rows import (
+    held_tokens, packed_collator, row_kind, trainer_table)
 from .watchdog import Votes
 
 # %% ../../nbs/training/12a_trainer.ipynb #c6f8a257
@@ -194,8 +195,6 @@ def _sum_losses(trainer, rows, batch_size):
     return loss, tokens
 
 # %% ../../nbs/training/12a_trainer.ipynb #5356cf0a
-_ROW_KINDS = ('input_ids', 'labels'), ('messages',), ('text',)  # The first that a row has counts
-
 def make_trainer(
     recipe: 'Recipe',  # The same on every rank
     directory: 'str | Path',  # Where the metrics go
@@ -208,31 +207,26 @@ def make_trainer(
     import datasets
     from transformers import PrinterCallback
     from trl import SFTTrainer
-    keys = _row_kind(rows, held, recipe.batch.packing)
+    keys = row_kind(rows, held, recipe.batch.packing)
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     datasets.disable_progress_bars()
-    args = sft_config(recipe, directory)
-    args._n_gpu = min(args.n_gpu, 1)  # One process alone would compute on all GPUs that it sees
-    args.assistant_only_loss = keys == ('messages',)
-    args.router_aux_loss_coef = _router_loss(model)
-    prepared = keys == ('input_ids', 'labels')
-    args.dataset_kwargs = {'skip_prepare_dataset': prepared}
-    longest = recipe.batch.length if prepared else None
+    args = _trl_settings(recipe, directory, keys, model)
+    longest = recipe.batch.length if 'labels' in keys else None
     adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method, recipe.seed)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = resumable(SFTTrainer)(
-        model, args, _collator(recipe, args, tokenizer, model),
-        train_dataset=_dataset(rows, keys, recipe, longest),
-        eval_dataset=_dataset(held, keys, recipe, longest, by_source=True),
+        model, args, packed_collator(recipe, tokenizer, model, args.pad_to_multiple_of or 1),
+        train_dataset=trainer_table(rows, keys, recipe, longest),
+        eval_dataset=trainer_table(held, keys, recipe, longest, by_source=True),
         processing_class=tokenizer)
     _set_head(trainer.model, recipe)
     set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
-    trainer.held, trainer.held_sources = _held_rows(trainer.eval_dataset or (), held)
+    trainer.held, trainer.held_sources = held_tokens(trainer.eval_dataset or (), held)
     if adapted:
         cast_adapters(trainer.model)
         set_magnitudes(trainer.model)  # TRL has rounded those of a packed model
@@ -241,6 +235,15 @@ def make_trainer(
     return trainer
 
 # %% ../../nbs/training/12a_trainer.ipynb #1dcddc2e
+def _trl_settings(recipe, directory, keys, model):
+    "The settings of TRL for rows of one kind."
+    args = sft_config(recipe, directory)
+    args._n_gpu = min(args.n_gpu, 1)  # One process alone would compute on all GPUs that it sees
+    args.assistant_only_loss = keys == ('messages',)
+    args.router_aux_loss_coef = _router_loss(model)
+    args.dataset_kwargs = {'skip_prepare_dataset': 'labels' in keys}
+    return args
+
 def _router_loss(model):
     "Give 0 where TRL could not compute the loss of routers: Llama 4 has none of its own either."
     config = model.config.get_text_config()
@@ -251,58 +254,3 @@ def _set_head(model, recipe):
     "Let the head score tokens once where the recipe says so; TRL's tiles are there already."
     if recipe.batch.loss_head != 'one_pass': return
     add_one_pass_head(model.get_base_model() if hasattr(model, 'get_base_model') else model)
-
-def _row_kind(rows, held, packs):
-    "Find the keys that all rows have; the first row of each list stands for the others."
-    firsts = [group[0] for group in (rows, held) if group]
-    for keys in _ROW_KINDS[:1 if packs else None] if rows else ():
-        if all(set(keys) <= row.keys() for row in firsts): return keys
-    if packs and rows:
-        raise ValueError('only rows with input_ids and labels are packed: pass those of '
-                         '`check_recipe`, or set batch.packing to false')
-    raise ValueError(f'no trainable row in {rows[:1]!r:.60}: '
-                     'pass rows of messages, text, or input_ids and labels')
-
-def _dataset(rows, keys, recipe, longest=None, by_source=False):
-    """Number rows, pack them if `recipe` says so, and make a dataset; None where there are none.
-
-    Cut tokens after `longest`; then leave out rows in which no token trains, as TRL does. Rows of
-    `check_recipe` are cut already, and one that would lose the end of an answer is refused there.
-    """
-    import datasets
-    if not rows: return None
-    table = []
-    for number, row in enumerate(rows):
-        values = {key: row[key] if isinstance(row[key], str) else list(row[key])[:longest]
-                  for key in keys}
-        if any(label != -100 for label in values.get('labels', [0])):
-            table.append(values | {'row': number})
-    if not table: raise ValueError(f'no token trains in the first {longest} of any row: '
-                                    'raise batch.length, or bring shorter questions')
-    if recipe.batch.packing: table = _packed(table, rows if by_source else None, recipe)
-    return datasets.Dataset.from_list(table)
-
-def _packed(table, held, recipe):
-    "Pack rows; of `held` rows each source by itself, because their losses are told apart."
-    groups = {}
-    for row in table:
-        name = held[row['row']].get('source') if held else None
-        groups.setdefault(name, []).append(row)
-    packed = []
-    for group in groups.values(): packed += pack_rows(group, recipe.batch.length, recipe.seed)
-    return packed
-
-def _collator(recipe, args, tokenizer, model):
-    "The collator of packed rows, which tells of its pad token as TRL's does; None leaves TRL's."
-    if not recipe.batch.packing: return None
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    pad = tokenizer.pad_token_id
-    model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = pad
-    return PackedCollator(pad, joins_rows(recipe.model.attention), args.pad_to_multiple_of or 1)
-
-def _held_rows(judged, held):
-    "Give the tokens of held-out rows alone, and the source of each; None where nothing is mixed."
-    keys = 'input_ids', 'labels', 'position_ids', 'rows'
-    tokens = [{key: row[key] for key in keys if key in row} for row in judged]
-    firsts = [row['rows'][0] if 'rows' in row else row['row'] for row in judged]
-    return tokens, [held[number].get('source') for number in firsts]

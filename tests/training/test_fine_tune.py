@@ -483,21 +483,15 @@ def test_rows_are_prepared_as_trl_prepares_them(recipe, tmp_path, monkeypatch):
     def by_trl(self, model, args, **more):
         args.dataset_kwargs = None
         make(self, model, args, **more)
-    make_dataset = trainer._dataset
+    make_table = trainer.trainer_table
     monkeypatch.setattr(SFTTrainer, '__init__', by_trl)
     whole = [row | {'labels': row['input_ids']} for row in rows]  # So that none is left out here
-    def uncut(some, keys, longest=None):
-        table = make_dataset(whole[:len(some)], keys)
+    def uncut(some, keys, recipe, longest=None, by_source=False):
+        table = make_table(whole[:len(some)], keys, recipe)
         return table.remove_columns('labels').add_column('labels', [row['labels'] for row in some])
-    monkeypatch.setattr(trainer, '_dataset', uncut)
+    monkeypatch.setattr(trainer, 'trainer_table', uncut)
     assert ours == prepared()
     assert 7 < len(ours[0]) < len(rows)
-
-
-def test_rows_whose_answers_come_too_late_are_refused():
-    late = {'input_ids': [5] * 9, 'labels': [-100] * 8 + [5]}
-    with pytest.raises(ValueError, match='no token trains in the first 8 of any row'):
-        trainer._dataset([late], ('input_ids', 'labels'), 8)
 
 
 # A kernel whose forks could use no GPU; torch's Python side says that there is one
