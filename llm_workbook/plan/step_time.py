@@ -185,6 +185,8 @@ def _seen_keys(recipe, work) -> float:
 
 def _is_eager(recipe) -> bool: return recipe.model.attention == 'eager'
 
+_ONE_EXAMPLE = 'a packed row counts as one example: attention within several computes fewer scores'
+
 # %% ../../nbs/plan/10_step_time.ipynb #ad78d8a8
 def _score_flops(spec) -> int:
     "Count the FLOPs of attention for one token and one key."
@@ -372,8 +374,6 @@ class StepTime:
 def _sum_of(parts, names) -> float: return sum(s for name, s in parts if name in names)
 
 # %% ../../nbs/plan/10_step_time.ipynb #d672f3b3
-_ONE_EXAMPLE = 'a packed row counts as one example: attention within several computes fewer scores'
-
 @dataclass(frozen=True, repr=False)
 class StepEstimate(StepTime):
     "One optimizer step on a machine, on every rank alike: speed, cost, and use of the GPUs."
