@@ -16,6 +16,7 @@ from bench.shared.small_rehearsals import (
     AGAIN, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
 from bench.shared.tracker import plain_program, tracked, trainer_program
 
+ONE_PASS = {'batch.loss_head': 'one_pass'}
 JOBS = [  # Shape, changes to a plain recipe
     ('small', FULL),
     ('large', FULL | AGAIN),
@@ -26,6 +27,8 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', QLORA | {'cluster.processes': 4}),
     ('small', FULL | {'batch.accumulation': 2}),
     ('small', LORA | {'sharding.strategy': 'ddp'}),
+    ('small', FULL | ONE_PASS),
+    ('large', LORA | AGAIN | ONE_PASS),
 ]
 
 

@@ -134,7 +134,7 @@ class _Scorer:
         tile.copy_(p)
 
 # %% ../../nbs/model/12_loss_head.ipynb #10550017
-PART_NUMBERS = 2**22  # Of a head or its gradient, which a CPU copies or sums at once
+PART_NUMBERS = 2**20  # Of a head or its gradient, which a CPU copies or sums at once
 
 # %% ../../nbs/model/12_loss_head.ipynb #10550018
 def _is_wide(tensor):
@@ -156,15 +156,17 @@ def _multiply(a, b, out):
     else: torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 # %% ../../nbs/model/12_loss_head.ipynb #1055001a
-def _add_product(total, a, b):
-    "Add `a @ b` to a sum in float32."
+def _add_product(total, tile, hidden):
+    "Add `tile.t() @ hidden` to a sum in float32."
     import torch
-    if a.dtype == torch.float32: total.addmm_(a, b)
-    elif _place(total.device) != 'cpu': torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if tile.dtype == torch.float32: total.addmm_(tile.t(), hidden)
+    elif _place(total.device) != 'cpu':
+        torch.addmm(total, tile.t(), hidden, out_dtype=torch.float32, out=total)
     else:
-        if _is_wide(a): b = b.float()
-        for part in _steps(len(a), max(1, PART_NUMBERS // b.shape[1])):
-            total[part].add_(a[part].to(b.dtype) @ b)
+        if _is_wide(tile): hidden = hidden.float()
+        for part in _steps(len(total), max(1, PART_NUMBERS // total.shape[1])):
+            slopes = tile[:, part].to(hidden.dtype).contiguous()  # As torch's kernel takes it
+            total[part].add_(slopes.t() @ hidden)
 
 # %% ../../nbs/model/12_loss_head.ipynb #1055001b
 class _Gradients:
@@ -183,7 +185,7 @@ class _Gradients:
         "Take in a tile of gradients, which belongs to `rows` of `hidden`."
         import torch
         if self.hidden is not None: _multiply(tile, weight, self.hidden[rows])
-        if self.weight is not None: _add_product(self.weight, tile.t(), hidden[rows])
+        if self.weight is not None: _add_product(self.weight, tile, hidden[rows])
         if self.bias is not None: self.bias += tile.sum(0, dtype=torch.float32)
 
 # %% ../../nbs/model/12_loss_head.ipynb #1055001d
