@@ -16,6 +16,7 @@ from bench.shared.small_rehearsals import (
     AGAIN, DORA, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
 from bench.shared.tracker import plain_program, tracked, trainer_program
 
+ONE_PASS = {'batch.loss_head': 'one_pass'}
 JOBS = [  # Shape, changes to a plain recipe
     ('small', FULL),
     ('large', FULL | AGAIN),
@@ -31,6 +32,8 @@ JOBS = [  # Shape, changes to a plain recipe
     ('large', FULL | {'model.attention': 'segments'}),
     ('small', LORA | DORA),
     ('small', QLORA | DORA | AGAIN),
+    ('small', FULL | ONE_PASS),
+    ('large', LORA | AGAIN | ONE_PASS),
 ]
 
 

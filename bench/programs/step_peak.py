@@ -29,7 +29,7 @@ def build(job: dict, recipe):
     model = AutoModelForCausalLM.from_config(config, dtype=dtype,
                                              attn_implementation=recipe.model.attention)
     if recipe.method.kind == 'qlora': pack(model, recipe)
-    if recipe.batch.loss_head == 'chunked': fuse(model)
+    if recipe.batch.loss_head != 'full': fuse(model, recipe.batch.loss_head)
     if recipe.sharding.activation_checkpointing == 'full' and recipe.sharding.strategy != 'fsdp2':
         model.gradient_checkpointing_enable({'use_reentrant': recipe.sharding.reentrant})
     if not full: model = add_adapters(model, recipe.method, dtype=recipe.precision.master)

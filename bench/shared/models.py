@@ -87,10 +87,12 @@ def rows(recipe, vocab: int, steps: int) -> list[dict]:
     return [{'input_ids': row, 'labels': row} for row in ids]
 
 
-def fuse(model) -> None:
-    "Give `model` the head and loss that TRL's SFTTrainer uses."
+def fuse(model, head: str = 'chunked') -> None:
+    "Give `model` the head and loss that TRL's SFTTrainer uses, or those of one pass."
+    from llm_workbook.model.loss_head import add_one_pass_head
     from trl.trainer.utils import add_fused_lm_head
-    add_fused_lm_head(model, outputs=('log_probs', 'entropy', 'is_top1'))
+    add_head = add_one_pass_head if head == 'one_pass' else add_fused_lm_head
+    add_head(model, outputs=('log_probs', 'entropy', 'is_top1'))
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
 

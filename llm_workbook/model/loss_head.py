@@ -134,7 +134,7 @@ class _Scorer:
         tile.copy_(p)
 
 # %% ../../nbs/model/12_loss_head.ipynb #10550017
-PART_NUMBERS = 2**22  # Of a head or its gradient, which a CPU copies or sums at once
+PART_NUMBERS = 2**20  # Of a head or its gradient, which a CPU copies or sums at once
 
 # %% ../../nbs/model/12_loss_head.ipynb #10550018
 def _is_wide(tensor):
@@ -156,17 +156,19 @@ def _multiply(a, b, out):
     else: torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 # %% ../../nbs/model/12_loss_head.ipynb #1055001a
-def _add_product(total, a, b):
-    "Add `a @ b` to a sum in float32."
+def _add_product(total, tile, hidden):
+    "Add `tile.t() @ hidden` to a sum in float32."
     import torch
-    if a.dtype == torch.float32: total.addmm_(a, b)
-    elif _place(total.device) != 'cpu': torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if tile.dtype == torch.float32: total.addmm_(tile.t(), hidden)
+    elif _place(total.device) != 'cpu':
+        torch.addmm(total, tile.t(), hidden, out_dtype=torch.float32, out=total)
     else:
-        if _is_wide(a): b = b.float()
-        for part in _steps(len(a), max(1, PART_NUMBERS // b.shape[1])):
-            total[part].add_(a[part].to(b.dtype) @ b)
+        if _is_wide(tile): hidden = hidden.float()
+        for part in _steps(len(total), max(1, PART_NUMBERS // total.shape[1])):
+            slopes = tile[:, part].to(hidden.dtype).contiguous()  # As torch's kernel takes it
+            total[part].add_(slopes.t() @ hidden)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055001b
+# %% ../../nbs/model/12_loss_head.ipynb #1055001c
 class _Gradients:
     "Of minus the sum of all log-probabilities: by hidden states, head and bias, where they train."
     def __init__(self, hidden, weight, bias, needs):
@@ -183,10 +185,10 @@ class _Gradients:
         "Take in a tile of gradients, which belongs to `rows` of `hidden`."
         import torch
         if self.hidden is not None: _multiply(tile, weight, self.hidden[rows])
-        if self.weight is not None: _add_product(self.weight, tile.t(), hidden[rows])
+        if self.weight is not None: _add_product(self.weight, tile, hidden[rows])
         if self.bias is not None: self.bias += tile.sum(0, dtype=torch.float32)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055001d
+# %% ../../nbs/model/12_loss_head.ipynb #1055001e
 def _walk(tensors, targets, scores, scorer, gradients):
     "Score all tokens, tile by tile, and make gradients where they are wanted."
     hidden, weight, bias = tensors
@@ -204,7 +206,7 @@ def _walk(tensors, targets, scores, scorer, gradients):
             if gradients: scorer.write_gradient(tile[lines], targets[where], gradients.unit)
         if gradients: gradients.add(part, tile, hidden, weight)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055001f
+# %% ../../nbs/model/12_loss_head.ipynb #10550020
 @cache
 def _one_pass():
     "The function of autograd; its base is torch's, which is imported late."
@@ -237,21 +239,21 @@ def _one_pass():
             return *[x if x is None else x.to(dtype) for x, dtype in made], None, None
     return OnePass
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550020
+# %% ../../nbs/model/12_loss_head.ipynb #10550021
 class _Asked(NamedTuple):  # How tokens are scored
     dtype: object  # Of the products
     learns: bool  # Whether a backward pass may follow
     logits: LogitMap
     outputs: tuple
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550021
+# %% ../../nbs/model/12_loss_head.ipynb #10550022
 def _remember(ctx, gradients, asked, inputs):
     "Keep for the backward pass what it scales."
     ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
     ctx.factor = -asked.logits.scale / gradients.unit
     ctx.dtypes = [x if x is None else x.dtype for x in inputs]
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550022
+# %% ../../nbs/model/12_loss_head.ipynb #10550023
 def _shared(factors):
     "The one number that all tokens weigh; 1 where there is no token."
     import torch
@@ -262,10 +264,10 @@ def _shared(factors):
                          'that trains is made for equal weights: set batch.loss_head to chunked')
     return factors[0]
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550024
+# %% ../../nbs/model/12_loss_head.ipynb #10550025
 _OUTPUTS = 'log_probs', 'entropy', 'is_top1'
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550025
+# %% ../../nbs/model/12_loss_head.ipynb #10550026
 def token_scores(
     hidden: 'Tensor',  # Last hidden states, (tokens, width)
     weight: 'Tensor',  # Of the output head, (words, width)
@@ -288,7 +290,7 @@ def token_scores(
     with torch.autocast(device, enabled=False):
         return TokenScores(*_one_pass().apply(hidden, weight, bias, targets, asked))
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550035
+# %% ../../nbs/model/12_loss_head.ipynb #10550036
 def _whole(parameter):
     "Gather a head that FSDP2 has left sharded; a gradient goes back to the parts."
     import torch
@@ -304,7 +306,7 @@ def _whole(parameter):
     whole.register_hook(mean)
     return whole
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550036
+# %% ../../nbs/model/12_loss_head.ipynb #10550037
 def _head_of(model):
     "Weight and bias of the output head; refuse one that computes more than their product."
     head = model.get_output_embeddings()
@@ -314,7 +316,7 @@ def _head_of(model):
     if head is None: raise ValueError(f'{type(model).__name__} has no output head')
     return head.weight, getattr(head, 'bias', None)
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550037
+# %% ../../nbs/model/12_loss_head.ipynb #10550038
 def _score_model(model, hidden, targets, head):
     "Score the tokens of `hidden` that train; the others are zero in every score."
     from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -331,7 +333,7 @@ def _score_model(model, hidden, targets, head):
         spread.append(score)
     return TokenScores(*spread), mask
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550038
+# %% ../../nbs/model/12_loss_head.ipynb #10550039
 def _balance(text, states, options):
     "The loss that balances experts, where the routers were asked for it."
     if not options.get('output_router_logits'): return None
@@ -339,18 +341,18 @@ def _balance(text, states, options):
     return load_balancing_loss_func(states.router_logits, text.num_experts,
                                     text.num_experts_per_tok, options.get('attention_mask'))
 
-# %% ../../nbs/model/12_loss_head.ipynb #10550039
+# %% ../../nbs/model/12_loss_head.ipynb #1055003a
 class _Labels(NamedTuple):  # As TRL names them
     labels: 'Tensor | None'  # Of each token itself
     shift_labels: 'Tensor | None'  # Of the token after it
     num_items_in_batch: 'Tensor | int | None'  # Tokens of a step, over which the loss is a mean
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055003a
+# %% ../../nbs/model/12_loss_head.ipynb #1055003b
 class _Head(NamedTuple):
     logits: LogitMap
     outputs: tuple
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055003b
+# %% ../../nbs/model/12_loss_head.ipynb #1055003c
 def _answer(model, head, given, args, options) -> 'FusedCausalLMOutput':
     "Run the backbone of a model and score labels."
     from trl.trainer.utils import FusedCausalLMOutput
@@ -367,7 +369,7 @@ def _answer(model, head, given, args, options) -> 'FusedCausalLMOutput':
     if balance is not None: loss = loss + getattr(text, 'router_aux_loss_coef', 0.0) * balance
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores._asdict())
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055003c
+# %% ../../nbs/model/12_loss_head.ipynb #1055003d
 def add_one_pass_head(
     model: 'PreTrainedModel',  # A causal language model, not yet wrapped; its forward is changed
     outputs: tuple[str, ...] = _OUTPUTS,  # As for `token_scores`
@@ -388,7 +390,7 @@ def add_one_pass_head(
     forward.loss_head = 'one_pass'
     model.forward = MethodType(forward, model)
 
-# %% ../../nbs/model/12_loss_head.ipynb #1055003e
+# %% ../../nbs/model/12_loss_head.ipynb #1055003f
 def loss_head_of(
     model: 'PreTrainedModel',  # As it trains, without DDP, DeepSpeed and PEFT around it
 ) -> str:  # 'one_pass', 'chunked' (TRL's tiles) or 'full'

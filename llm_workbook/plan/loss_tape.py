@@ -54,10 +54,12 @@ def one_pass_loss(
     compute_b, hidden = setting.compute_b, x.width
     place = 'cuda' if setting.cuda else 'cpu'
     weight = hidden * vocab
-    tile_b = min(setting.rows, tile_rows(vocab, compute_b, place)) * vocab * compute_b
+    rows = min(setting.rows, tile_rows(vocab, compute_b, place))
+    tile_b = rows * vocab * compute_b
     block_b = min(setting.rows, block_rows(vocab, place)) * vocab * 4
-    sums = setting.trains and compute_b == 2 and not setting.cuda
-    part_b = min(PART_NUMBERS, weight) * compute_b if sums else 0
+    part_b = 0
+    if setting.trains and compute_b == 2 and not setting.cuda:  # Copied, multiplied, and added
+        part_b = compute_b * min(PART_NUMBERS // hidden, vocab) * (rows + max(rows, hidden))
     fore_b = x.size_b + tile_b + 2 * block_b + max(block_b, part_b)
     if x.element_b > compute_b: fore_b += compute_b * setting.rows * hidden
     if setting.casts: fore_b += compute_b * weight  # A copy of the head

@@ -324,9 +324,11 @@ def _tiles_of_gpus():
     "Tiles of the one-pass head as large as on a GPU, and its products."
     with (
         patch.object(loss_head, '_place', lambda device: 'cuda'),
-        patch.object(loss_head, '_add_product', _add_product),
+        patch.object(loss_head, '_add_product', _add_slopes),
     ):
         yield
+
+def _add_slopes(total, tile, hidden): _add_product(total, tile.t(), hidden)
 
 def _add_product(total, a, b):
     "On a GPU the product is added as it is made: here it goes into the sum's own memory."

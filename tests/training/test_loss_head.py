@@ -5,9 +5,11 @@ import os
 import pytest
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
+from bench.shared.small_rehearsals import recipe as rehearsed_recipe
 from trouble import fine_tune, slow_case, small_recipe
 
 from llm_workbook.config.recipe import planned_only
+from llm_workbook.plan.ledger import memory
 from llm_workbook.training.effective import explain_config
 
 LORA, QLORA = {'method.kind': 'lora'}, {'method.kind': 'qlora', 'precision.compute': 'bfloat16'}
@@ -19,7 +21,8 @@ ZERO = {'zero.reduce_bucket': 1_000_000, 'zero.persistence_threshold': 1000,
         'zero.prefetch_bucket': 1_000_000}
 AGAIN = {'sharding.activation_checkpointing': 'full'}
 WAYS = {
-    'fsdp2, full': {'batch.accumulation': 2, 'intervals.evaluation': 3}, 'fsdp2, lora': LORA | AGAIN,
+    'fsdp2, full': {'batch.accumulation': 2, 'intervals.evaluation': 3},
+    'fsdp2, lora': LORA | AGAIN,
     'fsdp2, qlora': QLORA | {'batch.micro': 2}, 'fsdp2, bf16': BF16 | AGAIN,
     'fsdp2, fp16': HALF, 'fsdp2, lora, fp16': LORA | HALF, 'ddp, bf16': DDP | BF16,
     'ddp, lora': DDP | LORA, 'one, full': ONE, 'one, qlora': ONE | QLORA,
@@ -27,6 +30,8 @@ WAYS = {
     'zero3, full': ZERO | {'sharding.strategy': 'zero3'},
     'zero3, qlora': ZERO | QLORA | {'sharding.strategy': 'zero3'},
 }
+GPU = {'cluster.device': 'cuda', 'cluster.hardware': '8x-h100'}
+FULL = {'method.kind': 'full'}
 ERROR = {'float32': 1e-4, 'bfloat16': 2e-2, 'float16': 5e-3}  # Relative, of losses and norms
 
 
@@ -49,3 +54,20 @@ def test_one_pass_trains_what_tiles_train(tmp_path, way):
         assert ours == pytest.approx(theirs, rel=error)
     assert held[1] == pytest.approx(held[0], rel=error)
     assert len(held[1]) == (1 if 'intervals.evaluation' in WAYS[way] else 0)
+
+
+@pytest.mark.parametrize('changes', [
+    FULL, slow_case(LORA | AGAIN), slow_case(QLORA), slow_case(FULL | AGAIN | GPU),
+    slow_case(FULL | DDP), slow_case(FULL | {'batch.accumulation': 2})],
+    ids=['full', 'lora', 'qlora', 'gpu', 'ddp', 'accumulated'])
+def test_what_one_pass_takes_is_what_is_planned(tmp_path, changes):
+    "A rehearsal plays what ranks do: bench/lines/rehearsal_error.py measures some."
+    from llm_workbook import rehearse
+    peaks = {}
+    for head in 'chunked', 'one_pass':
+        recipe = rehearsed_recipe(
+            'quick', changes | {'batch.length': 512, 'batch.loss_head': head}, tmp_path)
+        peaks[head] = rehearse(recipe, exact=True).peak_b
+        planned_b = memory(recipe).total('step', level='allocated')
+        assert planned_b == pytest.approx(peaks[head], rel=.02 if head == 'chunked' else .01)
+    if changes.get('cluster.device') != 'cuda': assert peaks['one_pass'] < .8 * peaks['chunked']
