@@ -155,8 +155,6 @@ def _sum_losses(trainer, rows, batch_size):
     return loss, tokens
 
 # %% ../../nbs/training/12a_trainer.ipynb #5356cf0a
-_ROW_KINDS = ('input_ids', 'labels'), ('messages',), ('text',)  # The first that a row has counts
-
 def make_trainer(
     recipe: 'Recipe',  # The same on every rank
     directory: 'str | Path',  # Where the metrics go
@@ -199,6 +197,8 @@ def make_trainer(
     return trainer
 
 # %% ../../nbs/training/12a_trainer.ipynb #1dcddc2e
+_ROW_KINDS = ('input_ids', 'labels'), ('messages',), ('text',)  # The first that a row has counts
+
 def _router_loss(model):
     "Give 0 where TRL could not compute the loss of routers: Llama 4 has none of its own either."
     config = model.config.get_text_config()

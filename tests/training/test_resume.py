@@ -42,6 +42,9 @@ SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'zero2': (PLAIN | {'sharding.strategy': 'zero2'}, 1e-6),
     'one process, qlora': (ALONE, 0),
     'fsdp2, arriving': ({'sharding.loading': 'sharded'}, 1e-6),
+    'fsdp2, dora': (PLAIN | {'method.dropout': 0.0, 'method.dora': True,
+                             'method.scaling': 'rslora'}, 1e-6),
+    'zero3, dora': (PLAIN | ZERO | {'method.dropout': 0.0, 'method.dora': True}, 1e-6),
 }
 
 
