@@ -183,7 +183,8 @@ def _own_dora():
         def update_layer(self, *, lora_B, **others):  # `set_magnitudes` takes the norms
             self.weight = torch.nn.Parameter(lora_B.new_zeros(len(lora_B)))
 
-        def forward(self, x, *, lora_A, lora_B, scaling, base_layer, base_result, **others):
+        def forward(self, x, *, scaling, base_layer, base_result, **pair):
+            lora_A, lora_B = pair['lora_A'], pair['lora_B']
             with torch.no_grad():
                 a, b = lora_A.weight, lora_B.weight
                 norms = _row_norms(base_layer, self.fan_in_fan_out, a, b, scaling)

@@ -1,5 +1,5 @@
-"""Which modules a target means, before any weight is loaded, as PEFT reads it; and what differs from
-PEFT's own layers of DoRA."""
+"""Which modules a target means, before any weight is loaded, as PEFT reads it; and what differs
+from PEFT's own layers of DoRA."""
 import pytest
 
 from llm_workbook.config.recipe import Method

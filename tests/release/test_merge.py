@@ -230,7 +230,8 @@ def test_half_a_pair_and_other_shapes_are_refused(tampered):
     file = folder / 'adapter_model.safetensors'
     tensors = load_file(file)
     save_file({n: t for n, t in tensors.items() if 'layers.3.mlp.up_proj.lora_A' not in n}, file)
-    with pytest.raises(ValueError, match='has B.weight and should have A.weight, B.weight'): merged('tiny-base', folder)
+    words = 'has B.weight and should have A.weight, B.weight'
+    with pytest.raises(ValueError, match=words): merged('tiny-base', folder)
     save_file(
         {
             n: t[:-1].contiguous() if 'layers.1.self_attn.q_proj.lora_B' in n else t

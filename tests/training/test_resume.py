@@ -45,6 +45,9 @@ SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'one process, qlora': (ALONE, 0),
     'fsdp2, arriving': ({'sharding.loading': 'sharded'}, 1e-6),
     'fsdp2, packed': (WHOLE | {'batch.packing': True}, 1e-6),
+    'fsdp2, dora': (PLAIN | {'method.dropout': 0.0, 'method.dora': True,
+                             'method.scaling': 'rslora'}, 1e-6),
+    'zero3, dora': (PLAIN | ZERO | {'method.dropout': 0.0, 'method.dora': True}, 1e-6),
 }
 
 
