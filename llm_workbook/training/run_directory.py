@@ -337,7 +337,6 @@ CHANGEABLE = {
     'intervals.evaluation': 'at which steps held-out rows are judged',
     'intervals.patience': 'after how many evaluations without a lower loss the run ends',
     'intervals.saving': 'at which steps a checkpoint is saved',
-    'intervals.keep': 'which weights are the result',
     'intervals.session_h': 'after how many hours a start ends',
     'optimizer.steps': f'the last step, not before the one that is committed; {_CONSTANT}',
     'optimizer.warmup': f'a share of the steps: halve it when you double them; {_CONSTANT}',

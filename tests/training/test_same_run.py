@@ -159,6 +159,7 @@ FREE = {
     'sharding.loading': {'sharding.loading': 'sharded'},
     'intervals.logging': {'intervals.logging': 2},
     'intervals.evaluation': {'intervals.evaluation': 2},
+    'intervals.patience': {'intervals.patience': 2, 'intervals.evaluation': 2},
     'intervals.saving': {'intervals.saving': 2},
     'intervals.session_h': {'intervals.session_h': 11.0},
     'optimizer.steps': {'optimizer.steps': 16, 'optimizer.warmup': 0.125},
