@@ -57,7 +57,8 @@ FACE = tuple("""
     Recipe Model Data Method Precision Cluster Sharding Zero Batch Optimizer Intervals RecipeError
     node shrink shrinkage asset
     draft estimate search recipes rehearse rehearse_load reconcile
-    check_recipe try_out check_invariants fine_tune launch submit preflight render sbatch explain_config
+    check_recipe try_out check_invariants fine_tune launch submit
+    preflight render sbatch explain_config
     run_ranks notebook_ranks shard_model assert_sharding diagnose
     load_base load_sharded add_adapters load_adapters save_checkpoint load_checkpoint
     export answers load_chat PlannerPanel Console ChatPanel

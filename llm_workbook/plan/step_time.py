@@ -51,7 +51,6 @@ def _adapter_flops(spec, unit, pairs) -> float:
         flops += 2 * numbers * share * len(pair.paths) / unit.count
     return flops
 
-
 def _first_flops(spec, unit, pairs) -> int:
     "Count what reads the layer's input: in the first layer of all no gradient goes there."
     readers = [weight for weight in unit.weights
@@ -66,13 +65,12 @@ def _first_flops(spec, unit, pairs) -> int:
 def _last_flops(unit, pairs, method) -> int:
     "Count the last product of a layer, which recomputation need not repeat."
     if unit.experts or any('post_feedforward' in weight.name for weight in unit.weights): return 0
-    lasts = [w for w in unit.weights if w.kind == 'mlp' and w.module in _LASTS]
-    if not lasts: return 0
-    last = lasts[0]
+    last = next((w for w in unit.weights if w.kind == 'mlp' and w.module in _LASTS), None)
+    if last is None: return 0
     adapters = [pair for pair in pairs if pair.target == last.path]
     if any(pair.dora for pair in adapters): return 0  # What they make is kept
-    if adapters:  # The base's product runs before theirs
-        return 2 * sum(pair.b[0] * pair.b[1] for pair in adapters)
+    # The base's product runs before theirs
+    if adapters: return 2 * sum(pair.b[0] * pair.b[1] for pair in adapters)
     if role(last, method) == 'packed': return 0
     return 2 * last.numel
 
@@ -124,8 +122,7 @@ def _work(spec, unit, pairs, small) -> _Work:
         first=_first_flops(spec, unit, pairs), last=_last_flops(unit, pairs, method),
         again=_again_flops(spec, unit, pairs, method),
         packed=sum(weight.numel for weight, kind in roles.items() if kind == 'packed'),
-        norms=row_norms(unit, pairs),
-        moved=small_kernels_b(spec, unit, pairs, small))
+        norms=row_norms(unit, pairs), moved=small_kernels_b(spec, unit, pairs, small))
 
 # %% ../../nbs/plan/10_step_time.ipynb #0c1a7d3e
 # Chosen by the calibration rows of bench/published.yaml, but for two that papers give

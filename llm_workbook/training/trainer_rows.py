@@ -34,11 +34,7 @@ def trainer_table(
     longest: int | None = None,  # Tokens to keep of each row; None keeps all
     by_source: bool = False,  # Whether rows of different sources are packed apart
 ) -> 'Dataset | None':  # With the number of each row; None where there are no rows
-    """Number rows, pack them if `recipe` says so, and make them a dataset.
-
-    Rows in which no token trains are left out, as TRL does. Rows of `check_recipe` are cut
-    already, and one that would lose the end of an answer is refused there.
-    """
+    "Number rows, pack them if `recipe` says so, and make them a dataset."
     import datasets
     if not rows: return None
     table = []

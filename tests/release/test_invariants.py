@@ -237,9 +237,9 @@ def test_an_adapter_that_is_left_out_is_found(monkeypatch, tmp_path):
     from peft.tuners.lora import LoraModel
     right = LoraModel._create_and_replace
 
-    def all_but_one(self, config, name, target, target_name, parent, current_key, **options):
+    def all_but_one(*args, current_key, **options):
         if current_key.endswith('layers.1.mlp.up_proj'): return
-        right(self, config, name, target, target_name, parent, current_key, **options)
+        right(*args, current_key=current_key, **options)
 
     monkeypatch.setattr(LoraModel, '_create_and_replace', all_but_one)
     found = specimen_of(recipe_for(**{'method.kind': 'lora'}), tmp_path)
@@ -261,7 +261,8 @@ def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
 
 # Runs
 
-def checked(relations=None, **changes): return check_invariants(recipe_for(**changes), None, relations)
+def checked(relations=None, **changes):
+    return check_invariants(recipe_for(**changes), None, relations)
 
 
 WHOLE = {'sharding.loading': 'every_rank', 'sharding.offload_parameters': 'none',
