@@ -1,5 +1,6 @@
 """`model.attention: segments`: packed examples train as if each were alone, however the model is
 trained; and the families of the bench are told apart."""
+import json
 import os
 
 import pytest
@@ -15,7 +16,7 @@ from llm_workbook.config.recipe import Method, Precision, Recipe
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.architecture import configuration, presets
 from llm_workbook.model.quantize import load_base
-from llm_workbook.model.recompute import recompute_selectively
+from llm_workbook.model.recompute import _Selection, recompute_selectively
 from llm_workbook.model.segment_check import segments_fail
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 from llm_workbook.parallel.ranks import run_ranks
@@ -108,6 +109,13 @@ def test_bfloat16_is_as_near_as_another_order_of_its_sums(kind):
     assert off(ours, theirs) < 1.5 * off(rounding, theirs)
 
 
+def test_selective_checkpointing_keeps_what_the_kernel_of_gpus_gives():
+    import torch.nn.attention.varlen  # noqa: F401
+    from torch.utils.checkpoint import CheckpointPolicy
+    kernel = torch.ops.torch_attn._varlen_attn.default
+    assert _Selection().policy(None, kernel) == CheckpointPolicy.MUST_SAVE
+
+
 # On ranks
 
 def sharded_gradients(attention: str) -> list:
@@ -157,12 +165,21 @@ WIDE = {'model_type': 'mistral', 'hidden_size': 256, 'intermediate_size': 512,
         'vocab_size': 1000, 'sliding_window': 256}
 
 
-@pytest.mark.parametrize('device', ['cpu', 'cuda'])
-@pytest.mark.parametrize('changes', [
-    {}, {'batch.packing': True, 'batch.micro': 2}, {'precision.master': 'bfloat16'}], ids=str)
-def test_plan_and_rehearsal_agree(tmp_path, device, changes):
-    import json
-    (tmp_path/'config.json').write_text(json.dumps(WIDE))
+LATENT = {'model_type': 'deepseek_v2', 'hidden_size': 256, 'intermediate_size': 512,
+          'num_hidden_layers': 4, 'num_attention_heads': 8, 'num_key_value_heads': 8,
+          'kv_lora_rank': 64, 'q_lora_rank': None, 'qk_nope_head_dim': 48,
+          'qk_rope_head_dim': 16, 'v_head_dim': 48, 'n_routed_experts': 4,
+          'first_k_dense_replace': 4, 'moe_intermediate_size': 128, 'vocab_size': 1000}
+
+
+@pytest.mark.parametrize('model, device, changes', [
+    (WIDE, 'cpu', {}), (WIDE, 'cuda', {}), (WIDE, 'cpu', {'precision.master': 'bfloat16'}),
+    (WIDE, 'cpu', {'batch.packing': True, 'batch.micro': 2}),
+    (WIDE, 'cuda', {'batch.packing': True, 'batch.micro': 2}), (LATENT, 'cpu', {}),
+    (LATENT, 'cpu', {'precision.master': 'bfloat16'})],
+    ids=lambda value: value.get('model_type', str(value)) if isinstance(value, dict) else value)
+def test_plan_and_rehearsal_agree(tmp_path, model, device, changes):
+    (tmp_path/'config.json').write_text(json.dumps(model))
     recipe = Recipe(
         name='segments', model={'source': str(tmp_path), 'attention': 'segments'},
         data={'source': 'sample-conversations'}, method={'kind': 'full'},
