@@ -411,7 +411,8 @@ def test_a_leak_counts_where_a_recipe_packs(packs, monkeypatch):
 # Families
 
 NO_QLORA = 'Gemma 3n', 'GPT-2', 'Falcon'  # Refused before a weight is loaded
-PARTLY = 'Qwen 3 Next', 'DeepSeek V2', 'DeepSeek V3', 'GLM 4.5'  # peft 0.21 adapts no dense layer
+PARTLY = (  # Here peft 0.21 puts no adapter on dense layers and shared experts
+    'Qwen 3 Next', 'DeepSeek V2', 'DeepSeek V3', 'GLM 4.5', 'ERNIE 4.5 MoE')
 
 
 @pytest.mark.slow
