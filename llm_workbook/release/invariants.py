@@ -349,10 +349,10 @@ _RUNS = {'accumulation': ('one', 'wide'), 'ranks': ('one', 'two', 'three'),
          'resume': ('one', 'cut'), 'reported loss': ('whole',), 'schedule': ('one', 'two')}
 
 # %% ../../nbs/release/07_invariants.ipynb #fc6a7c96
-_NEEDS = {'accumulation': ('miniature', 'adapters', 'padding'),
-          'ranks': ('miniature', 'adapters'), 'resume': ('miniature', 'adapters'),
-          'reported loss': ('miniature', 'adapters', 'loss head', 'accumulation'),
-          'schedule': ('miniature', 'adapters')}
+_NEEDS = {'accumulation': ('miniature', 'reach', 'padding'),
+          'ranks': ('miniature', 'reach'), 'resume': ('miniature', 'reach'),
+          'reported loss': ('miniature', 'reach', 'loss head', 'accumulation'),
+          'schedule': ('miniature', 'reach')}
 
 # %% ../../nbs/release/07_invariants.ipynb #085a4d81
 _NAMES = ['miniature', *RELATIONS, *_BETWEEN_RUNS]

@@ -230,7 +230,7 @@ def test_an_adapter_that_is_bypassed_is_found(monkeypatch, specimen):
         return down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
     monkeypatch.setattr(LlamaMLP, 'forward', forward)
-    assert found_in(specimen) == ['adapters', 'merge']
+    assert found_in(specimen) == ['reach', 'merge']
 
 
 def test_an_adapter_that_is_left_out_is_found(monkeypatch, tmp_path):
@@ -244,7 +244,7 @@ def test_an_adapter_that_is_left_out_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(LoraModel, '_create_and_replace', all_but_one)
     found = specimen_of(recipe_for(**{'method.kind': 'lora'}), tmp_path)
     assert found_in(found) == ['adapters']
-    assert 'layers.1.mlp.up_proj has no adapter' in RELATIONS['adapters'](found).compared
+    assert 'layers.1.mlp.up_proj has none' in RELATIONS['adapters'](found).compared
 
 
 def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
@@ -280,7 +280,7 @@ def test_a_recipe_keeps_all_relations(changes):
     assert found.passed, found
     left_out = {one.name for one in found.relations if one.passed is None}
     expected = set()
-    if changes.get('method.kind') == 'full': expected = {'adapters', 'merge'}
+    if changes.get('method.kind') == 'full': expected = {'adapters', 'reach', 'merge'}
     if changes.get('sharding.strategy') == 'none': expected = {'ranks'}
     assert left_out == expected, found
 
@@ -394,8 +394,8 @@ def test_an_adapter_that_is_bypassed_ends_nothing_else(monkeypatch):
 
     monkeypatch.setattr(LlamaMLP, 'forward', forward)
     found = checked()
-    assert 'adapters' in broken(found) and not {*broken(found)} & {*BETWEEN_RUNS}, found
-    assert found.relations[-1].what == 'not reached: it needs adapters'
+    assert 'reach' in broken(found) and not {*broken(found)} & {*BETWEEN_RUNS}, found
+    assert found.relations[-1].what == 'not reached: it needs reach'
 
 
 @pytest.mark.slow
@@ -412,6 +412,8 @@ def test_a_leak_counts_where_a_recipe_packs(packs, monkeypatch):
 # Families
 
 NO_QLORA = 'Gemma 3n', 'GPT-2', 'Falcon'  # Refused before a weight is loaded
+PARTLY = (  # Here peft 0.21 puts no adapter on dense layers and shared experts
+    'Qwen 3 Next', 'DeepSeek V2', 'DeepSeek V3', 'GLM 4.5', 'ERNIE 4.5 MoE')
 
 
 @pytest.mark.slow
@@ -420,7 +422,7 @@ def test_a_family_gives_no_false_alarm(family, tmp_path):
     asked = family_recipe(family, tmp_path)
     if family in NO_QLORA: asked = asked.changed({'method.kind': 'lora'})
     found = check_invariants(asked)
-    assert found.passed, found
+    assert broken(found) == (['adapters'] if family in PARTLY else []), found
 
 
 # What it refuses
