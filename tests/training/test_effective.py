@@ -203,6 +203,8 @@ def alone(recipe):
         ({'method.rank': 8}, 'method.rank: asked 8, found 16'),
         ({'method.alpha': 8}, 'method.alpha: asked 8, found 32'),
         ({'method.dropout': 0.1}, 'method.dropout: asked 0.1, found 0.0'),
+        ({'method.scaling': 'rslora'}, "method.scaling: asked 'rslora', found 'lora'"),
+        ({'method.dora': True}, 'method.dora: asked True, found False'),
         (
             {'method.targets': ('q_proj',)},
             r"method.targets: asked \['q_proj'\], found \['down_proj'"),
@@ -225,6 +227,7 @@ def test_one_layer_of_many_is_seen(alone, tmp_path):
     asked, made = alone
     layer = made[0].base_model.model.model.layers[1].mlp.up_proj
     for name, spoil in {
+        'method.scaling': lambda: layer.scaling.update(default=4.0),
         'method.alpha': lambda: layer.lora_alpha.update(default=64),
         'precision.compute': lambda: setattr(
             layer.base_layer, 'compute_dtype', __import__('torch').float32),

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from llm_workbook.config.recipe import Method, Recipe, shrink
+from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.load import load_sharded
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.training.fine_tune import fine_tune
@@ -39,6 +41,17 @@ def test_one_adapter_without_a_gradient_is_noted_and_a_kind_without_is_refused()
         assert [name for name in late if 'layers.1.mlp.down_proj.lora_B' in name] == late != []
     for error in run_ranks(watched, 2, (range(4),), timeout_s=120):
         assert '4 adapters, all of down_proj, had no gradient in 1 steps' in error
+
+
+def test_magnitudes_without_a_gradient_are_refused_as_a_kind_of_their_own():
+    method = Method(kind='lora', rank=4, dora=True, targets=('q_proj', 'v_proj'))
+    model = add_adapters(load_base('tiny-base', method, device='cpu'), method)
+    model(input_ids=ROWS, labels=ROWS).loss.backward()
+    assert Reach(model, 1).note(Votes()) is None
+    for name, parameter in model.named_parameters():
+        if 'v_proj.lora_magnitude' in name: parameter.grad = None
+    words = '4 adapters, all of v_proj magnitude, had no gradient'
+    with pytest.raises(RuntimeError, match=words): Reach(model, 1).note(Votes())
 
 
 @pytest.mark.parametrize('steps, known', [(0, None), (1, None), (2, [])])
