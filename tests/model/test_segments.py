@@ -11,8 +11,9 @@ import transformers
 from bench.shared.families import FAMILIES
 from trouble import fine_tune, losses, slow_case, small_recipe
 
-from llm_workbook import rehearse
-from llm_workbook.config.recipe import Method, Precision, Recipe
+from llm_workbook import draft, estimate, rehearse
+from llm_workbook.config.document import RecipeError
+from llm_workbook.config.recipe import Method, Precision, Recipe, broken
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.architecture import configuration, presets
 from llm_workbook.model.quantize import load_base
@@ -189,6 +190,24 @@ def test_plan_and_rehearsal_agree(tmp_path, model, device, changes):
     planned_b = memory(recipe).total('step', level='allocated')
     assert abs(planned_b / played.peak_b - 1) < .01
     assert any('one example for segments' in note for note in played.notes)
+
+
+def test_the_plan_says_what_it_takes_packed_rows_for():
+    packed = {'batch.packing': True, 'cluster.device': 'cuda', 'batch.length': 4096}
+    recipe = draft('llama-3.2-1b', '2x-rtx-3090').changed(packed | SEGMENTS)
+    assert 'packing-needs-a-mask' not in {rule.id for rule in broken(recipe.facts(), 'warn')}
+    step = estimate(recipe).step
+    assert any('counts as one example' in note for note in step.notes)
+    plain = estimate(recipe.changed({'batch.packing': False})).step
+    assert not any('counts as one example' in note for note in plain.notes)
+    assert dict(step.parts)['attention'] == dict(plain.parts)['attention']
+    by_mask = recipe.changed({'model.attention': 'sdpa'})
+    assert memory(recipe).total('step') < memory(by_mask).total('step')
+
+
+def test_the_plan_refuses_what_a_class_does_not_have():
+    recipe = draft('gemma-2-9b', '8x-h100').changed(SEGMENTS)
+    with pytest.raises(RecipeError, match='model-has-no-segments'): estimate(recipe)
 
 
 # Families
