@@ -344,7 +344,7 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
     assert files(run) == BEGUN
 
 
-@pytest.mark.parametrize('module, name', [(loading, '_read'), (training, 'payload_digest')])
+@pytest.mark.parametrize('module, name', [(loading, '_read'), (trainer, 'payload_digest')])
 def test_a_slow_disk_before_the_first_step_is_no_hang(
     recipe, tmp_path, monkeypatch, module, name
 ):
