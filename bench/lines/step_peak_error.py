@@ -56,7 +56,7 @@ JOBS = [
     ('llama', size(1, 1024) | QLORA | DORA | FULL, False),
     ('llama', size(1, 1024) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
     ('words', size(1, 256) | PURE | {'batch.loss_head': 'chunked'}, False),
-    ('words', size(1, 512) | {'batch.loss_head': 'one_pass'}, False),
+    ('words', size(1, 512) | PURE | {'batch.loss_head': 'one_pass'}, False),
     ('words', size(1, 512) | LORA | FULL | {'batch.loss_head': 'one_pass'}, False),
     ('wide', size(1, 512) | DDP | LORA, False), ('llama', size(1, 512) | FSDP, False),
     ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
