@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RELATIONS', 'Comparison', 'explained', 'Specimen', 'logits', 'gradients', 'apart', 'make_specimen', 'whole_answers',
-           'no_question', 'padding', 'packing', 'caching', 'checkpointing', 'loss_head', 'full_loss', 'adapters',
-           'reach', 'merging']
+           'no_question', 'padding', 'packing', 'cache', 'checkpointing', 'loss_head', 'full_loss', 'adapters', 'reach',
+           'merging']
 
 # %% ../../nbs/release/06_relations.ipynb #9c30d123
 import re
@@ -295,10 +295,12 @@ def padding(
     specimen: Specimen,  # Of rows of unequal length
 ) -> Comparison:  # Of loss and gradient
     "Compare rows in one batch, filled up further and further, with the same rows one by one."
+    if getattr(specimen.model.config.get_text_config(), 'index_topk', None):
+        raise LeftOut('an indexer chooses tokens, and may choose others in a longer row')
     wanted = gradients(specimen, specimen.singles())
     batch = specimen.batch(specimen.examples)
     pad = specimen.tokenizer.pad_token_id or 0
-    worst, right_alone = 0.0, _looks_at_fill(specimen.model)
+    worst, right_alone = 0.0, _is_recurrent(specimen.model)
     for side, amount in _FILLS:
         if side == 'left' and right_alone: continue
         given = gradients(specimen, [_filled(batch, amount, side, pad)])
@@ -309,18 +311,12 @@ def padding(
     return Comparison(what, worst, *explained(specimen.rounding['gradient']))
 
 # %% ../../nbs/release/06_relations.ipynb #ed290b0f
-def _looks_at_fill(model):
-    "Whether fill on the left is seen: by a state, or by an indexer that chooses tokens."
-    indexer = getattr(model.config.get_text_config(), 'index_topk', None)
-    return bool(indexer) or _is_recurrent(model)
-
-# %% ../../nbs/release/06_relations.ipynb #7e12da45
 def _is_recurrent(model):
     "Whether a model hands a state from token to token, beside its attention."
     base = model.get_base_model() if hasattr(model, 'get_base_model') else model
     return bool(getattr(base, '_is_stateful', False))
 
-# %% ../../nbs/release/06_relations.ipynb #a7bd5c9c
+# %% ../../nbs/release/06_relations.ipynb #79fc0147
 def packing(
     specimen: Specimen,  # With attention alone
 ) -> Comparison:  # Of logits
@@ -337,8 +333,8 @@ def packing(
     distance = apart(together, torch.cat(alone, dim=1))
     return Comparison(what, distance, *explained(specimen.rounding['logits']))
 
-# %% ../../nbs/release/06_relations.ipynb #0ad17fba
-def caching(
+# %% ../../nbs/release/06_relations.ipynb #4b4154fa
+def cache(
     specimen: Specimen,  # Any
 ) -> Comparison:  # Of logits
     "Compare a forward pass that fills a cache with one that has none."
@@ -346,7 +342,7 @@ def caching(
     what = 'logits of a row: use_cache=True; use_cache=False'
     return Comparison(what, distance, *explained(specimen.rounding['logits']))
 
-# %% ../../nbs/release/06_relations.ipynb #3dd97972
+# %% ../../nbs/release/06_relations.ipynb #bcdf058e
 class _Dropping:
     "Lets parts of layers drop a tenth of their output, and counts how often they run."
     def __init__(self, layers):
@@ -363,13 +359,13 @@ class _Dropping:
     def remove(self):
         for hook in self.hooks: hook.remove()
 
-# %% ../../nbs/release/06_relations.ipynb #1aa96b9a
+# %% ../../nbs/release/06_relations.ipynb #3dd97972
 def _seeded_gradients(specimen):
     import torch
     torch.manual_seed(7)
     return gradients(specimen, [specimen.batch(specimen.examples)])
 
-# %% ../../nbs/release/06_relations.ipynb #071759b2
+# %% ../../nbs/release/06_relations.ipynb #1aa96b9a
 def _recomputed(specimen, base, kind):
     "Loss and gradient with one kind of checkpointing."
     reentrant = specimen.recipe.sharding.reentrant
@@ -380,7 +376,7 @@ def _recomputed(specimen, base, kind):
     try: return _seeded_gradients(specimen)
     finally: base.activation_checkpointing_disable()
 
-# %% ../../nbs/release/06_relations.ipynb #e7ddf044
+# %% ../../nbs/release/06_relations.ipynb #071759b2
 def checkpointing(
     specimen: Specimen,  # Its layers are given hooks for a while
 ) -> Comparison:  # Of loss and gradient
@@ -402,7 +398,7 @@ def checkpointing(
     what = 'loss and gradient under dropout: activations kept; recomputed in full; selectively'
     return Comparison(what, worst, *explained(specimen.rounding['gradient']))
 
-# %% ../../nbs/release/06_relations.ipynb #46dfb2d8
+# %% ../../nbs/release/06_relations.ipynb #0fff128e
 def loss_head(
     specimen: Specimen,  # With the loss head of its recipe
 ) -> Comparison:  # Of loss and gradient
@@ -438,14 +434,14 @@ def full_loss(
     total = cross_entropy(found.flatten(0, 1), batch['labels'][:, 1:].flatten(), reduction='sum')
     return total / specimen.items
 
-# %% ../../nbs/release/06_relations.ipynb #01c2b332
+# %% ../../nbs/release/06_relations.ipynb #d8c7da79
 def _adapted(model):
     "Paths of the modules that have an adapter."
     from peft.tuners.lora import LoraLayer
     return {path for path, module in model.get_base_model().named_modules()
             if isinstance(module, LoraLayer)}
 
-# %% ../../nbs/release/06_relations.ipynb #94dae282
+# %% ../../nbs/release/06_relations.ipynb #01c2b332
 def _unmoved(model):
     "Names of adapters without a gradient; experts of one layer count as one."
     moves = {}
@@ -456,7 +452,7 @@ def _unmoved(model):
         moves[place] = moves.get(place, False) or has_gradient
     return [name for name, has_gradient in moves.items() if not has_gradient], len(moves)
 
-# %% ../../nbs/release/06_relations.ipynb #4f636aff
+# %% ../../nbs/release/06_relations.ipynb #94dae282
 def adapters(
     specimen: Specimen,  # Of method lora or qlora
 ) -> Comparison:  # Counts modules
@@ -469,7 +465,7 @@ def adapters(
     if bare: what += f'; {bare[0]} has none'
     return Comparison(what, len(bare), 0, _COUNTED_MODULES)
 
-# %% ../../nbs/release/06_relations.ipynb #0c93b775
+# %% ../../nbs/release/06_relations.ipynb #4f636aff
 _COUNTED_MODULES = 'modules are counted, nothing is rounded'
 
 def reach(
@@ -483,7 +479,7 @@ def reach(
     if unmoved: what += f'; {unmoved[0]} has none'
     return Comparison(what, len(unmoved), 0, _COUNTED_MODULES)
 
-# %% ../../nbs/release/06_relations.ipynb #357175e1
+# %% ../../nbs/release/06_relations.ipynb #18fe7d23
 def merging(
     specimen: Specimen,  # Of method lora or qlora
 ) -> Comparison:  # Of logits
@@ -502,7 +498,7 @@ def merging(
     what = 'logits of a row: adapters beside the base; merged into it'
     return Comparison(what, distance, *explained(specimen.rounding['logits']))
 
-# %% ../../nbs/release/06_relations.ipynb #a2bb65df
+# %% ../../nbs/release/06_relations.ipynb #357175e1
 _BLOCK = 64  # Numbers that share a scale in NF4
 
 def _only_whole_blocks(model):
@@ -513,13 +509,13 @@ def _only_whole_blocks(model):
             raise LeftOut(f'packed rows of {module.in_features} numbers in this miniature: '
                           'bitsandbytes reads their blocks otherwise on a CPU than it packed them')
 
-# %% ../../nbs/release/06_relations.ipynb #8098be3b
+# %% ../../nbs/release/06_relations.ipynb #89f46f2b
 RELATIONS = {
     'whole answers': whole_answers,
     'no question': no_question,
     'padding': padding,
     'packing': packing,
-    'cache': caching,
+    'cache': cache,
     'checkpointing': checkpointing,
     'loss head': loss_head,
     'adapters': adapters,
