@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RELATIONS', 'Comparison', 'explained', 'Specimen', 'logits', 'gradients', 'apart', 'make_specimen', 'whole_answers',
-           'no_question', 'padding', 'packing', 'cache', 'checkpointing', 'loss_head', 'full_loss', 'adapters', 'reach',
-           'merging']
+           'no_question', 'padding', 'packing', 'caching', 'checkpointing', 'loss_head', 'full_loss', 'adapters',
+           'reach', 'merging']
 
 # %% ../../nbs/release/06_relations.ipynb #9c30d123
 import re
@@ -334,7 +334,7 @@ def packing(
     return Comparison(what, distance, *explained(specimen.rounding['logits']))
 
 # %% ../../nbs/release/06_relations.ipynb #4b4154fa
-def cache(
+def caching(
     specimen: Specimen,  # Any
 ) -> Comparison:  # Of logits
     "Compare a forward pass that fills a cache with one that has none."
@@ -515,7 +515,7 @@ RELATIONS = {
     'no question': no_question,
     'padding': padding,
     'packing': packing,
-    'cache': cache,
+    'cache': caching,
     'checkpointing': checkpointing,
     'loss head': loss_head,
     'adapters': adapters,
