@@ -253,7 +253,8 @@ def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
 
     def doubled(adapters):
         pairs, config = right(adapters)
-        return {name: (a, b, 2 * scale) for name, (a, b, scale) in pairs.items()}, config
+        wrong = {name: pair._replace(scale=2 * pair.scale) for name, pair in pairs.items()}
+        return wrong, config
 
     monkeypatch.setattr(merge_page, '_pairs', doubled)
     assert found_in(specimen) == ['merge']
