@@ -480,9 +480,9 @@ def test_rows_are_prepared_as_trl_prepares_them(recipe, tmp_path, monkeypatch):
         return list(made.train_dataset), list(made.eval_dataset)
     ours = prepared()
     make = SFTTrainer.__init__
-    def by_trl(self, model, args, **more):
+    def by_trl(self, model, args, *more, **options):
         args.dataset_kwargs = None
-        make(self, model, args, **more)
+        make(self, model, args, *more, **options)
     make_table = trainer.trainer_table
     monkeypatch.setattr(SFTTrainer, '__init__', by_trl)
     whole = [row | {'labels': row['input_ids']} for row in rows]  # So that none is left out here

@@ -5,7 +5,7 @@ Every step takes all rows, packed or not, so that a step has the same examples i
 import pytest
 from trouble import fine_tune, slow_case, small_recipe
 
-from llm_workbook.training import trainer as trainers
+from llm_workbook.training import trainer_rows
 from llm_workbook.training.fine_tune import check_recipe
 from llm_workbook.training.packed_rows import fill_bins, pack_rows
 from llm_workbook.training.run_directory import RunFiles, read_metrics
@@ -87,7 +87,7 @@ def test_a_run_in_which_rows_see_each_other_is_another_run(
         packed = pack_rows(*arguments)
         for row in packed: row['position_ids'] = list(range(len(row['input_ids'])))
         return packed
-    monkeypatch.setattr(trainers, 'pack_rows', running_on)
+    monkeypatch.setattr(trainer_rows, 'pack_rows', running_on)
     leaky = run(parts(recipe.changed(ALONE | {'intervals.evaluation': 0})), tmp_path)
     first, true = leaky.metrics[0], unpacked.metrics[0]
     assert abs(first['loss'] / true['loss'] - 1) > 20 * LOSS

@@ -130,9 +130,9 @@ def test_a_late_rank_computes_and_the_others_wait_for_it(
 def test_stages_come_in_their_order(small, tmp_path, monkeypatch):
     told = tmp_path/'told'
     mark_stage = rank_run.mark_stage
-    def note(directory, stage):
+    def note(directory, stage, *reason):
         with told.open('a') as file: file.write(f'{stage}\n')
-        mark_stage(directory, stage)
+        mark_stage(directory, stage, *reason)
     monkeypatch.setattr(rank_run, 'mark_stage', note)
     recipe = small.changed(ALONE | {'intervals.saving': 3, 'intervals.evaluation': 3,
                                     'data.test_share': .2})
