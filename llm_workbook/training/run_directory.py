@@ -484,6 +484,7 @@ def run_status(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> tuple[int, str]:  # 0 finished, 75 preempted and committed, 1 all else; the same in words
     "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
+    holder = _holder(directory)  # First: a process writes its last state before it lets go
     run, directory = run_state(directory), Path(directory)
     commits = survey(directory).valid if directory.is_dir() else []
     newest = f'newest committed step: {commits[0].step}' if commits else 'no step is committed'
@@ -495,7 +496,7 @@ def run_status(
         code = EXIT_PREEMPTED
     why = f' ({run["reason"]})' if 'reason' in run else ''
     state = f"{run['state']} at step {run['step']}{why}" + ', but no result is there' * missing
-    return code, f'{state}; {newest}; {_holder(directory)}'
+    return code, f'{state}; {newest}; {holder}'
 
 
 def _holder(directory):

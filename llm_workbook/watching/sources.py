@@ -148,8 +148,9 @@ class _DirectorySource(RunSource):
         return words.removeprefix('held by ') if words.startswith('held by ') else ''
 
     def standing(self):
-        run, goes_on = run_state(self.directory), 'the same call with resume=True goes on'
         if self.holder(): return _Standing('stopping' if self.was_asked else 'running', False)
+        run = run_state(self.directory)  # Read last: a process writes it before it lets go
+        goes_on = 'the same call with resume=True goes on'
         if run['state'] == 'preempted':
             return _Standing('preempted', True, '', run['step'], goes_on)
         if run['state'] == 'finished': return _Standing('finished', True)

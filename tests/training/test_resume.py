@@ -344,6 +344,15 @@ def test_the_status_says_who_holds_the_run(tmp_path):
     assert run_status(tmp_path) == (1, 'none at step 0; no step is committed; no run holds it')
 
 
+def test_a_run_that_ends_while_it_is_asked_for_stands_as_it_ended(tmp_path, monkeypatch):
+    def holder_that_ends(directory):
+        mark_run(directory, 'preempted', 0)
+        return 'no run holds it'
+    mark_run(tmp_path, 'running', 0)
+    monkeypatch.setattr('llm_workbook.training.run_directory._holder', holder_that_ends)
+    assert run_status(tmp_path) == (75, 'preempted at step 0; no step is committed; no run holds it')
+
+
 # A full fine-tune
 
 @pytest.mark.parametrize(
