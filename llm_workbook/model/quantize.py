@@ -17,6 +17,7 @@ from ..files import resolve
 from .architecture import (
     auto_class, base_config, correct_names, freeze_towers, usual_attention)
 from .half_matmul import upcast_half_matmul
+from .whole_blocks import read_whole_blocks
 from .weight_files import check_index
 
 # At import it warns of an optional kernel
@@ -101,7 +102,7 @@ def load_base(
     method, precision = _defaults(method, precision)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda': device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    else: upcast_half_matmul()
+    else: _right_kernels(method)
     base = source
     if not isinstance(source, Model):
         attention = attention or usual_attention(resolve(source), revision)
@@ -115,6 +116,11 @@ def load_base(
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
     freeze_towers(model)
     return correct_names(model)
+
+def _right_kernels(method):
+    "Give this process what its CPU lacks, or computes wrongly."
+    upcast_half_matmul()
+    if method.kind == 'qlora': read_whole_blocks()
 
 # %% ../../nbs/model/04_quantize.ipynb #9f264289
 def load_nf4(
