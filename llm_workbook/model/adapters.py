@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,13 +56,17 @@ def _matched(source, targets, linear, experts):
     "The linear modules that a list of targets means; every target must mean one, or experts."
     if isinstance(targets, str):
         raise _refusal(targets, "is not 'all-linear'; name modules in a list")
-    matches = {target: [path for path in linear if f'.{path}'.endswith(f'.{target}')]
-               for target in targets if target not in experts}
-    unmatched = [_suggest(target, linear) for target, paths in matches.items() if not paths]
+    matches = {target: [path for path in linear if _is_end(target, path)] for target in targets}
+    unmatched = [_suggest(target, linear) for target, paths in matches.items()
+                 if not paths and target not in experts]
     if not targets: unmatched = ['the list is empty']
     if unmatched:
         raise _refusal(targets, f"match no linear module of {source!r}: {'; '.join(unmatched)}")
     return [path for path in linear if any(path in paths for paths in matches.values())]
+
+def _is_end(name, path):
+    "Whether a path ends with a name, in whole parts."
+    return f'.{path}'.endswith(f'.{name}')
 
 def _refusal(targets, reason):
     "The error of a recipe whose targets cannot be adapted."
@@ -126,15 +131,18 @@ def _refuse_mamba(model, targets, found, linear):
         raise _refusal(targets, f'{error} Set method.targets to [{others}]') from None
 
 def _expert_targets(model, targets, method):
-    "Name the targets that PEFT takes for parameters of experts; refuse what it cannot do there."
-    if not any(parameter.dim() == 3 for parameter in model.parameters()): return set()
+    "Name the targets that mean parameters of experts; refuse what PEFT cannot do there."
+    paths = _expert_paths(model)
+    if not paths: return set()
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    names = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(target_modules=names)
+    names = {path.rpartition('.')[2] for path in paths}
+    if targets != 'all-linear':
+        names = {target for target in targets if any(_is_end(target, path) for path in paths)}
+    config = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(config, model, None)
     if config.target_parameters: _refuse_for_experts(model, config, method)
-    return set(targets) - config.target_modules if names != 'all-linear' else set()
+    return names
 
 def _refuse_for_experts(model, config, method):
     "Refuse settings that PEFT does not carry out on the parameters of experts."
@@ -153,6 +161,79 @@ def _refuse_for_experts(model, config, method):
               f'({parameters}) {how}, {advice}')
     raise RecipeError([Problem(f'method.{field}', str(value), reason)])
 
+# %% ../../nbs/model/07_adapters.ipynb #d3b6ec31
+def _old_names(model) -> dict:
+    "What PEFT takes for matrices of experts -> the parameter that they were joined into."
+    from peft.utils import transformers_weight_conversion as conversion
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return conversion._MOE_TARGET_MODULE_MAPPING.get(family, {})
+
+def _expert_paths(model) -> list:
+    "Where modules would be if the matrices of experts were not joined."
+    return [name.removesuffix(new) + old for name, _ in model.named_parameters()
+            for old, new in _old_names(model).items() if _is_end(new, name)]
+
+def _is_mistaken(target, model):
+    "Whether PEFT would take a target for a matrix of experts."
+    return any(_is_end(old, target) for old in _old_names(model))
+
+# %% ../../nbs/model/07_adapters.ipynb #71a9e3bb
+@contextmanager
+def _reaching_all():
+    "Let PEFT adapt linear layers whose names it takes for those of experts."
+    from peft.utils import transformers_weight_conversion as conversion
+    convert = conversion.convert_peft_config_for_transformers
+
+    def convert_and_keep(config, model, conversions):
+        if not _old_names(model): return convert(config, model, conversions)
+        layers = _layers_meant(config, model)
+        paths = _expert_paths(model)
+        _only_experts(config, model, paths)
+        if paths: convert(config, model, conversions)
+        _put_back(config, layers, model)
+
+    with patch.object(conversion, convert.__name__, convert_and_keep): yield
+
+def _layers_meant(config, model):
+    "The linear layers that a configuration of PEFT names."
+    from peft.tuners import tuners_utils
+    named = tuners_utils._maybe_include_all_linear_layers(copy(config), model)
+    return {path for path in _linear_paths(model)
+            if tuners_utils.check_target_module_exists(named, path)}
+
+def _linear_paths(model):
+    from torch.nn import Linear
+    return [path for path, module in model.named_modules() if isinstance(module, Linear)]
+
+def _only_experts(config, model, paths):
+    "Strike targets that PEFT would take for experts and that mean none."
+    targets = config.target_modules
+    if isinstance(targets, str) and paths: return
+    if isinstance(targets, str): targets = ()  # They mean layers alone
+    config.target_modules = {target for target in targets or () if not _is_mistaken(target, model)
+                             or any(_is_end(target, path) for path in paths)}
+
+def _put_back(config, layers, model):
+    "Name layers as modules again, by name or by a parameter as files have it."
+    from peft.tuners.tuners_utils import check_target_module_exists
+    parameters = config.target_parameters or set()
+    by_weight = {path: {name for name in parameters if _is_end(name, f'{path}.weight')}
+                 for path in _linear_paths(model)}
+    layers = layers | {path for path, names in by_weight.items() if names}
+    if not layers: return
+    config.target_parameters = parameters - set().union(*by_weight.values())
+    lost = {path for path in layers if not check_target_module_exists(config, path)}
+    config.target_modules = {*config.target_modules} | lost
+
+def _name_for_files(model):
+    "Let the configuration of a model with adapters be one that plain PEFT reads right."
+    config = model.peft_config['default']
+    mistaken = {target for target in config.target_modules or ()
+                if _is_mistaken(target, model.get_base_model())}
+    if not mistaken: return
+    config.target_modules = {*config.target_modules} - mistaken
+    weights = {f'{target}.weight' for target in mistaken}
+    config.target_parameters = {*(config.target_parameters or ())} | weights
 
 # %% ../../nbs/model/07_adapters.ipynb #04b8047b
 def _unpacked(layer):
@@ -258,9 +339,10 @@ def add_adapters(
         target_modules=method.targets if isinstance(method.targets, str) else list(method.targets),
         exclude_modules=_excluded(model),
         task_type='SEQ_CLS' if is_classifier else 'CAUSAL_LM')
-    with torch.random.fork_rng(devices=[]), _without_peft_warning(), _own_dora():
+    with torch.random.fork_rng(devices=[]), _without_peft_warning(), _own_dora(), _reaching_all():
         torch.manual_seed(seed)
         model = get_peft_model(model, config)
+    _name_for_files(model)
     cast_adapters(model, dtype)
     set_magnitudes(model)
     return model
@@ -452,8 +534,9 @@ def load_adapters(
     base = load_base(source, method, precision, device, revision) if is_name else source
     tensors = load_file(file)
     options = {'torch_device': str(base.device)}  # By default they come by way of a GPU
-    with _without_peft_warning(), _own_dora():
+    with _without_peft_warning(), _own_dora(), _reaching_all():
         model = PeftModel.from_pretrained(base, str(directory), **options).eval()
+    _name_for_files(model)
     _check_shapes(model, tensors, file)
     loaded = {_name_in_file(name): parameter for name, parameter in model.named_parameters()}
     lost = [name for name, tensor in tensors.items() if not loaded[name].cpu().equal(tensor)]

@@ -206,11 +206,19 @@ class _Targets(NamedTuple):  # What `method.targets` means in one model
     rank: int
     dora: bool
 
+def _old_paths(spec) -> set[str]:
+    "Where modules in a layer would be if the matrices of experts were not joined."
+    return {f'{weight.name.removesuffix(new)}{old}' for unit in spec.units
+            for weight in unit.weights for old, new in spec.renamed if _ends(weight.name, new)}
+
+def _means(target, path) -> bool: return _ends(path, target) or _ends(target, path)
+
 def _fused(spec, targets) -> dict[str, int]:
     "Parameters of the experts that `targets` mean by old names, and how many weights each joins."
     old_names = {}  # Parameter -> the names that its parts used to have
     for old, new in spec.renamed: old_names.setdefault(new, set()).add(old)
-    asked = {old for old, _ in spec.renamed for target in targets if _ends(target, old)}
+    asked = {path.rpartition('.')[2] for path in _old_paths(spec)
+             for target in targets if _means(target, path)}
     for olds in old_names.values():
         if 0 < len(asked & olds) < len(olds):
             parts = ' and '.join(sorted(olds))
@@ -262,25 +270,23 @@ def _refuse_for_experts(spec, method, fused) -> None:
         if not is_wrong: continue
         raise RecipeError([Problem(f'method.{field}', repr(getattr(method, field)), reason)])
 
-def _pairs(spec, method) -> tuple[tuple[Pair, ...], str]:
-    "The LoRA pairs of `method`, and a remark where PEFT leaves out what you may have meant."
-    if method.kind == 'full': return (), ''
-    linear = [weight for unit in spec.units for weight in unit.weights
-              if weight.linear and weight.kind not in _NO_ADAPTER]
-    modules = {weight.module for weight in linear}
-    old = {name for name, _ in spec.renamed}
+def _pairs(spec, method) -> tuple[Pair, ...]:
+    "The LoRA pairs of `method`."
+    if method.kind == 'full': return ()
+    modules = {weight.module for unit in spec.units for weight in unit.weights
+               if weight.linear and weight.kind not in _NO_ADAPTER}
+    old_paths = _old_paths(spec)
+    old = {path.rpartition('.')[2] for path in old_paths}
     wanted = modules | old if method.targets == 'all-linear' else set(method.targets)
-    names = {target for target in wanted if not any(_ends(target, name) for name in old)}
-    targets = _Targets(names, _fused(spec, wanted), method.rank, method.dora)
+    targets = _Targets(wanted, _fused(spec, wanted), method.rank, method.dora)
     candidates = [_pair(index, unit, weight, targets)
                   for index, unit in enumerate(spec.units) for weight in unit.weights]
     pairs = tuple(pair for pair in candidates if pair)
-    _refuse_unknown(spec, names, pairs, modules | old)
+    no_experts = {target for target in wanted
+                  if not any(_means(target, path) for path in old_paths)}
+    _refuse_unknown(spec, no_experts, pairs, modules | old)
     if targets.fused: _refuse_for_experts(spec, method, targets.fused)
-    redirected = {weight.path for weight in linear if weight.module in wanted - names}
-    left = ', '.join(sorted(redirected - {pair.target for pair in pairs}))
-    note = f'PEFT takes these names for the experts and leaves {left} without an adapter.'
-    return pairs, note if left else ''
+    return pairs
 
 # %% ../../nbs/model/03_layout.ipynb #7572fba8
 @cache
@@ -289,10 +295,10 @@ def coverage(
     method: Method,  # kind, quant, storage, double_quant, rank, dropout and targets are read
 ) -> Coverage:  # What stock transformers, bitsandbytes and PEFT do
     "Say which weights of `spec` are packed, adapted, trained, or left in 16 bit by `method`."
-    pairs, note = _pairs(spec, method)
+    pairs = _pairs(spec, method)
     rows = _rows(spec, method, pairs)
-    if method.kind == 'qlora': note = f'{_unpacked_warning(spec, rows)} {note}'.strip()
-    return Coverage(spec, method, rows, pairs, note)
+    warning = _unpacked_warning(spec, rows) if method.kind == 'qlora' else ''
+    return Coverage(spec, method, rows, pairs, warning)
 
 def _unpacked_warning(spec, rows) -> str:
     unpacked = [row for row in rows if row.held == '16 bit']

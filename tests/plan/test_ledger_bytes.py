@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from bench.lines.ledger_bytes import CASES, bytes_apart, messages, run, sent_apart
+from bench.lines.ledger_bytes import BASES, CASES, bytes_apart, messages, run, sent_apart
 from bench.record import RESULTS, faults
 from bench.shared.real_ranks import SMALL_REST_B, run_recipe
 from trouble import slow_case
@@ -33,6 +33,21 @@ def test_every_rank_holds_and_sends_what_the_plan_says(name, folder):
     assert apart == {}
     assert sent == {}
     assert max(rest for r in results for rest in r['rest'].values()) < SMALL_REST_B
+
+
+GLM = {'model_type': 'glm4_moe', 'hidden_size': 40, 'intermediate_size': 56, 'head_dim': 22,
+       'num_attention_heads': 2, 'num_key_value_heads': 1, 'vocab_size': 103,
+       'moe_intermediate_size': 24, 'n_routed_experts': 4, 'num_experts_per_tok': 2,
+       'n_shared_experts': 1, 'first_k_dense_replace': 1, 'num_hidden_layers': 2,
+       'tie_word_embeddings': False, 'max_position_embeddings': 128}
+
+
+@pytest.mark.slow
+def test_adapters_of_shared_experts_and_dense_layers_are_held_as_planned(folder, monkeypatch):
+    monkeypatch.setitem(BASES, 'odd-glm', GLM)
+    monkeypatch.setitem(CASES, 'shared', ('fsdp2', 3, 'lora', 'odd-glm', {}))
+    _, results, apart, sent = run('shared', folder)
+    assert results[0]['held']['backward']['adapters'] and apart == sent == {}
 
 
 def test_torch_counts_the_same_collectives(plain):
