@@ -39,12 +39,12 @@ def test_every_part_has_a_name_and_ends_in_eight_minutes():
     assert len(NAMED) == len(PARTS)
     assert all(0 < made.limit_s <= 480 for made in PARTS)
     groups = [made.group for made in PARTS]
-    assert (groups.count('memory'), groups.count('large')) == (24, 16)
+    assert (groups.count('memory'), groups.count('large')) == (29, 16)
     assert len(memory.large_recipes()) == 16
     asked = {
         'device_setup', 'nccl_probe', 'device_run', 'cpu_ranks', 'opened_kernel', 'watchdog',
-        'float16_scaler', 'nf4_bytes', 'packed_product', 'tf32', 'loss_head', 'matmul',
-        'bandwidth', 'host_copies', 'launches', 'dequantise', 'attention', 'allocator', 'nccl'}
+        'float16_scaler', 'nf4_bytes', 'packed_product', 'tf32', 'loss_head', 'one_pass_head',
+        'segments', 'matmul', 'bandwidth', 'host_copies', 'launches', 'dequantise', 'attention', 'allocator', 'nccl'}
     assert asked <= {made.name for made in program.chosen([], quick=True)}
     assert len(program.chosen([], quick=True)) == len(asked) + len(memory.QUICK)
 
@@ -56,7 +56,8 @@ def test_the_configurations_cover_what_was_promised():
         (memory.SMALL, 'full'), (memory.SMALL, 'lora'), (memory.SMALL, 'qlora'),
         (memory.MID, 'lora'), (memory.MID, 'qlora')}
     assert {row[4] for row in rows} == {1, 2}
-    for part_of in (memory.AGAIN, memory.WHOLE, memory.HALF, memory.EXACT):
+    for part_of in (memory.AGAIN, memory.WHOLE, memory.HALF, memory.EXACT, memory.ONE_PASS,
+                    memory.SEGMENTS):
         has = [part_of.items() <= row[5].items() for row in rows]
         assert any(has) and not all(has)
 
@@ -363,7 +364,7 @@ def test_a_part_passes_in_a_process_of_its_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['device_run', 'cpu_ranks', 'opened_kernel', 'loss_head',
-                                  'float16_run', 'resumed'])
+                                  'one_pass_head', 'float16_run', 'resumed'])
 def test_a_run_passes_in_toy_form(name, in_a_fork):
     made = in_a_fork(name)
     assert made['status'] == 'passed', made
@@ -371,7 +372,8 @@ def test_a_run_passes_in_toy_form(name, in_a_fork):
 
 @pytest.mark.parametrize('name', [
     slow_case('llama-3.2-1b-lora-4x2048-again'), slow_case('llama-3.2-1b-full-1x2048-whole-logits'),
-    slow_case('llama-3.1-8b-qlora-1x2048-again-2-ranks')])
+    slow_case('llama-3.1-8b-qlora-1x2048-again-2-ranks'),
+    slow_case('llama-3.1-8b-lora-1x4096-again-one-pass-segments')])
 def test_a_configuration_is_measured_in_toy_form(name, in_a_fork):
     made = in_a_fork(name)
     assert made['status'] == 'measured', made

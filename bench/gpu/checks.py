@@ -160,6 +160,16 @@ def tf32(place: Place) -> dict:
 
 def loss_head(place: Place) -> dict:
     "TRL's head on this device gives the loss and the gradients of whole logits."
+    return head_errors(place, 'chunked')
+
+
+def one_pass_head(place: Place) -> dict:
+    "So does the library's head, which scores tokens once."
+    return head_errors(place, 'one_pass')
+
+
+def head_errors(place: Place, head: str) -> dict:
+    "Loss and gradients of a small model under a head, beside those of whole logits."
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from bench.shared.models import fuse
@@ -175,7 +185,7 @@ def loss_head(place: Place) -> dict:
     count = (labels[:, 1:] != -100).sum()
     found = []
     for fused in (False, True):
-        if fused: fuse(model)
+        if fused: fuse(model, head)
         loss = model(input_ids=ids, labels=labels, num_items_in_batch=count, use_cache=False).loss
         model.zero_grad()
         loss.backward()
@@ -184,3 +194,35 @@ def loss_head(place: Place) -> dict:
     off = {'loss': whole, 'loss_off': abs(tiled / whole - 1),
            'head_off': relative(ours[0], truths[0]), 'norm_off': relative(ours[1], truths[1])}
     return off | {'passed': off['loss_off'] < 2e-3 and max(off['head_off'], off['norm_off']) < 0.05}
+
+
+def segments(place: Place) -> dict:
+    "Attention by borders gives what a mask gives, and so do its gradients; seconds of both."
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    from llm_workbook.model.segments import segment_attention
+    torch.manual_seed(0)
+    length, width = place.pick(4096, 64), place.pick(128, 16)
+    borders = torch.tensor([0, length // 8, length // 2, length], dtype=torch.int32)
+    example = torch.bucketize(torch.arange(length), borders[1:], right=True).to(place.device)
+    mask = (example[:, None] == example).tril()
+    tensors = [torch.randn(1, heads, length, width, device=place.device).bfloat16()
+               .requires_grad_() for heads in (8, 2, 2)]
+    given = torch.randn(1, length, 8, width, device=place.device).bfloat16()
+    borders = borders.to(place.device)
+    module = torch.nn.Module()
+
+    def ours():
+        out, _ = segment_attention(module, *tensors, None, cu_seq_lens_q=borders)
+        return out, *torch.autograd.grad(out, tensors, given)
+
+    def masked():
+        query, key, value = tensors
+        shared = [part.repeat_interleave(4, dim=1) for part in (key, value)]
+        out = scaled_dot_product_attention(query, *shared, mask).transpose(1, 2)
+        return out, *torch.autograd.grad(out, tensors, given)
+
+    off = [relative(one, other) for one, other in zip(ours(), masked())]
+    names = 'off', 'query_off', 'key_off', 'value_off'
+    return dict(zip(names, off)) | {
+        'seconds': place.seconds(ours), 'masked_s': place.seconds(masked), 'passed': max(off) < 0.03}

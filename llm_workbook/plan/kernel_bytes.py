@@ -24,9 +24,11 @@ class SmallKernels(NamedTuple):
         return self.kernels != 'plain'
 
     @property
-    def fused_loss(self) -> bool:  # And the logits stay in 16 bit
-        "Say whether the loss is one kernel."
-        return self.loss_head == 'fused' or self.kernels == 'compile'
+    def loss(self) -> str:  # single, fused or one_pass
+        "Say in which kernels the loss is computed."
+        if self.loss_head == 'one_pass': return 'one_pass'
+        one_kernel = self.loss_head == 'fused' or self.kernels == 'compile'
+        return 'fused' if one_kernel else 'single'
 
 # %% ../../nbs/plan/09b_kernel_bytes.ipynb #9b000008
 class _Bytes(NamedTuple):  # Moved per number of a 16-bit tensor, forward
@@ -36,7 +38,9 @@ class _Bytes(NamedTuple):  # Moved per number of a 16-bit tensor, forward
     gate: int
 
 _SINGLE, _FUSED = _Bytes(30, 6, 22, 10), _Bytes(4, 4, 4, 6)
-_LOGIT = {False: 26, True: 4}  # By whether the loss is fused
+_LOGIT = {'single': 26, 'fused': 4}  # By how the loss is computed
+_ONE_PASS = 2 + (2 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 2) + (2 + 2)  # Forward and back
+_LOGIT['one_pass'] = _ONE_PASS / 3  # A step counts three passes
 
 # %% ../../nbs/plan/09b_kernel_bytes.ipynb #9b00000f
 class _AdapterBytes(NamedTuple):  # Moved per number
@@ -84,7 +88,7 @@ def small_kernels_b(
     each = _FUSED if small.fused else _SINGLE
     moved = each.norm * sum(_norm_numbers(spec, unit))
     if unit.name: moved += _layer_bytes(spec, unit, each)
-    else: moved += 4 * spec.hidden + _LOGIT[small.fused_loss] * spec.vocab
+    else: moved += 4 * spec.hidden + _LOGIT[small.loss] * spec.vocab
     if precision.frozen: moved *= 2
     adapter = _ADAPTER[NUMBER_B[precision.master]]
     into = adapter.input + (adapter.dropout if method.dropout > 0 else 0)
