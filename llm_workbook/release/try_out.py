@@ -70,18 +70,21 @@ class Trial:
 
     def to_dict(self) -> dict:  # Plain values, for JSON
         "Give the stations as plain values."
-        return {'recipe': self.recipe.name, 'passed': self.passed,
-                'stations': [station._asdict() for station in self.stations]}
+        stations = [station._asdict() for station in self.stations]
+        return {'recipe': self.recipe.name, 'passed': self.passed, 'stations': stations}
 
     def __repr__(self):
-        lines = [f'{station.mark} {station.name:<9} {station.seconds:5.1f} s  {station.what}'
-                 for station in self.stations]
-        return '\n'.join([_verdict(self), *lines])
+        lines = [_verdict(self)]
+        for one in self.stations:
+            lines.append(f'{one.mark} {one.name:<9} {one.seconds:5.1f} s  {one.what}')
+        return '\n'.join(lines)
 
     def _repr_html_(self):
-        rows = [(station.mark, station.name, f'{station.seconds:.1f} s', station.what)
-                for station in self.stations]
-        return f'<p>{escape(_verdict(self))}</p>' + html_table(('', 'station', 'time', ''), rows)
+        rows = []
+        for one in self.stations:
+            rows.append((one.mark, one.name, f'{one.seconds:.1f} s', one.what))
+        table = html_table(('', 'station', 'time', ''), rows)
+        return f'<p>{escape(_verdict(self))}</p>{table}'
 
 # %% ../../nbs/release/05_try_out.ipynb #7e080ab8
 def _verdict(trial):
@@ -107,7 +110,8 @@ class _Way:
 
     @property
     def is_packed(self):
-        return (self.recipe.method.kind, self.recipe.method.quant) == ('qlora', 'nf4')
+        method = self.recipe.method
+        return method.kind == 'qlora' and method.quant == 'nf4'
 
     @property
     def into(self): return 'dequantised' if self.is_packed else '16-bit'
@@ -127,14 +131,17 @@ def _make_model(way):
 
 # %% ../../nbs/release/05_try_out.ipynb #7e150ab1
 _TRAINED, _HELD = 12, 4  # Rows that are trained on and held out
+_STEP_ROWS = 4  # Of all ranks
 
 def _take_rows(way):
     "Choose the rows, write them into files, and check the recipe that is run."
     way.first = first_rows(way.asked, way.base)
     rows = distinct_rows(way.first, _TRAINED + _HELD)
+    trained, held = rows[:_TRAINED], rows[_TRAINED:_TRAINED + _HELD]
     check_packing(way.asked.model, way.asked.method)
-    small = small_recipe(way.asked, way.base, rows[:_TRAINED], rows[_TRAINED:_TRAINED + _HELD])
-    way.recipe = small.changed(_STEPS | {'batch.accumulation': 4 // small.cluster.ranks})
+    small = small_recipe(way.asked, way.base, trained, held)
+    accumulation = _STEP_ROWS // small.cluster.ranks
+    way.recipe = small.changed(_STEPS | {'batch.accumulation': accumulation})
     tokenised, _ = check_recipe(way.recipe)
     text = json.dumps(rows[0], ensure_ascii=False)
     return (f'{len(way.first)} rows are accepted, {len(tokenised)} train; '
@@ -155,19 +162,29 @@ def _check_mask(way):
     chat, count = ChatFormat(tokenizer), 0
     for row in rows:
         trained = _trained_ids(row, chat, data.answers)
-        turns = [turn if turn['role'] == 'assistant' else turn | {'content': _OTHER}
-                 for turn in row['messages']]
-        if trained != _trained_ids({'messages': turns}, chat, data.answers):
-            text = tokenizer.decode([token for tokens in trained for token in tokens])
+        if trained != _trained_ids(_asked_otherwise(row), chat, data.answers):
+            text = tokenizer.decode(sum(trained, []))
             raise ValueError('what trains depends on what the user says: of '
                              f'{json.dumps(row):.100} these tokens train: {text:.100}')
         count += sum(map(len, trained))
     return f'{count:,} tokens of the answers of {len(rows)} rows train, whatever the user says'
 
+def _asked_otherwise(row):
+    "A row with the same answers, in which everybody else says something else."
+    turns = []
+    for turn in row['messages']:
+        is_answer = turn['role'] == 'assistant'
+        turns.append(turn if is_answer else turn | {'content': _OTHER})
+    return {'messages': turns}
+
 # %% ../../nbs/release/05_try_out.ipynb #7e1c0ab1
 def _trained_ids(row, chat, answers):
-    return [[token for token, trains in zip(tokens.ids, tokens.mask) if trains]
-            for tokens in answer_tokens(row, chat, answers=answers)]
+    "The tokens that train, of each example that a row makes."
+    parts = []
+    for tokens in answer_tokens(row, chat, answers=answers):
+        pairs = zip(tokens.ids, tokens.mask)
+        parts.append([token for token, trains in pairs if trains])
+    return parts
 
 # %% ../../nbs/release/05_try_out.ipynb #7e1f0ab1
 def _check_cache(way):
@@ -177,8 +194,10 @@ def _check_cache(way):
     base = load_base(model, Method(kind='full'), way.recipe.precision, 'cpu')
     ids = torch.arange(1, 41)[None] % base.config.get_text_config().vocab_size
     with torch.inference_mode():
-        on, off = [base(input_ids=ids, use_cache=cache).logits.float() for cache in (True, False)]
-    distance = ((on - off).abs().max() / on.abs().max()).item()
+        on = base(input_ids=ids, use_cache=True).logits.float()
+        off = base(input_ids=ids, use_cache=False).logits.float()
+    largest = (on - off).abs().max()
+    distance = (largest / on.abs().max()).item()
     if not distance < 1e-3:
         raise ValueError(f'use_cache=False changes the logits by {distance:.2g} of the largest: '
                          'this version of transformers would train another model than it serves')
@@ -211,16 +230,20 @@ def _check_shares(way):
     "Add up what the ranks hold of each weight: a weight that is whole on both is named."
     if way.recipe.sharding.strategy not in ('fsdp2', 'zero3'):
         raise LeftOut(f'{way.recipe.sharding.strategy} keeps the weights whole on every rank')
-    tables = [rank['shards'].rows for rank in way.run.ranks]
+    reports = [rank['shards'] for rank in way.run.ranks]
+    tables = [report.rows for report in reports]
     whole = []
     for rows in zip(*tables, strict=True):
         name, total_b = rows[0][0], rows[0][4]
-        if total_b > 8192 and sum(row[5] for row in rows) > 1.5 * total_b: whole.append(name)
+        held_b = sum(row[5] for row in rows)
+        if total_b > _SMALL_B and held_b > 1.5 * total_b: whole.append(name)
     if whole:
         raise ValueError(f'{len(whole)} of {len(tables[0])} weights are whole on every rank, '
                          f'first {whole[0]}')
-    here, total = [getattr(way.run.ranks[0]['shards'], name) for name in ('here_b', 'total_b')]
-    return f'rank 0 holds {here:,} of {total:,} bytes, and no weight is whole on both ranks'
+    here_b, total_b = reports[0].here_b, reports[0].total_b
+    return f'rank 0 holds {here_b:,} of {total_b:,} bytes, and no weight is whole on both ranks'
+
+_SMALL_B = 8192  # A weight of so few bytes may stay whole
 
 # %% ../../nbs/release/05_try_out.ipynb #7e290ab2
 def _check_adapters(way):
@@ -229,36 +252,46 @@ def _check_adapters(way):
     norms = way.run.ranks[0]['saved']
     model = skeleton(configuration(way.base)[1])
     modules = {name for name, _ in model.named_modules()}
-    strange = [name for name in norms if name.replace('.base_layer', '') not in modules]
+    strange = [name for name in norms if _adapted(name) not in modules]
     still = [name for name, norm in norms.items() if not norm]
     for names, fault in ((strange, 'lead to no module'), (still, 'have not moved')):
         if names: raise ValueError(f'{len(names)} of {len(norms)} adapters {fault}: {names[0]}')
-    sorts = {}
+    least = {}  # Last part of a name -> the smallest norm
     for name, norm in norms.items():
-        sort = name.replace('.base_layer', '').rpartition('.')[2]
-        sorts[sort] = min(norm, sorts.get(sort, norm))
-    least = ', '.join(f'{sort} {norm:.1g}' for sort, norm in sorts.items())
-    return f'{len(norms)} adapters moved; the least norm of B by module: {least}'
+        sort = _adapted(name).split('.')[-1]
+        least[sort] = min(norm, least.get(sort, norm))
+    told = ', '.join(f'{sort} {norm:.1g}' for sort, norm in least.items())
+    return f'{len(norms)} adapters moved; the least norm of B by module: {told}'
+
+def _adapted(name):
+    "The module that an adapter belongs to."
+    return name.replace('.base_layer', '')
 
 # %% ../../nbs/release/05_try_out.ipynb #7e2c0ab2
 def _check_parity(way):
     "Train in one process, and compare losses and the first gradient."
     if way.recipe.cluster.ranks == 1: raise LeftOut('the recipe runs in one process')
     alone = _train(alone_recipe(way.recipe), way.folder / 'alone')
-    first_two, first_one = way.run.metrics[0], alone.metrics[0]
+    two, one = way.run.metrics[0], alone.metrics[0]
+    losses = map(_distance, _losses(way.run), _losses(alone))
     distances = {
-        'first loss': (_distance(first_two['loss'], first_one['loss']), 3e-3),
-        'first gradient': (_distance(first_two['grad_norm'], first_one['grad_norm']), 0.02),
-        'later losses': (max(map(_distance, _losses(way.run), _losses(alone))), 5e-3)}
-    seen = ', '.join(f'{name} {distance:.1g}' for name, (distance, _) in distances.items())
-    for name, (distance, limit) in distances.items():
-        if not distance < limit:
+        'first loss': _distance(two['loss'], one['loss']),
+        'first gradient': _distance(two['grad_norm'], one['grad_norm']),
+        'later losses': max(losses)}
+    seen = ', '.join(f'{name} {distance:.1g}' for name, distance in distances.items())
+    for name, limit in _ALLOWED.items():
+        if not distances[name] < limit:
             raise ValueError(f'two ranks and one process differ: {seen}; {limit:g} is allowed '
                              f'for the {name}')
     return f'two ranks differ from one process by (parts of one): {seen}'
 
+_ALLOWED = {'first loss': 3e-3, 'first gradient': 0.02, 'later losses': 5e-3}
+
 # %% ../../nbs/release/05_try_out.ipynb #7e2d0ab2
-def _distance(two, one): return abs(two - one) / max(abs(one), 1e-9)
+def _distance(two, one):
+    "How far apart two numbers are, as a part of the second."
+    size = max(abs(one), 1e-9)
+    return abs(two - one) / size
 
 # %% ../../nbs/release/05_try_out.ipynb #7e300ab3
 def _check_resume(way):
@@ -272,8 +305,10 @@ def _check_resume(way):
     if whole != cut:
         raise ValueError(f'the losses were {whole}, and after the resume {cut}')
     names = [file.name for file in sorted(way.run.saved.glob('*.safetensors'))]
-    changed = [name for name in names
-               if (way.run.saved / name).read_bytes() != (resumed.saved / name).read_bytes()]
+    changed = []
+    for name in names:
+        before, after = [(run.saved / name).read_bytes() for run in (way.run, resumed)]
+        if after != before: changed.append(name)
     if changed or not names:
         raise ValueError(f'the resumed run saved other numbers: {changed or "no file"}')
     return 'from step 2: the same third loss, the same bytes in the result'
@@ -374,9 +409,9 @@ def _check_export(way):
     "Write the merged model, load it in a fresh process, and compare the names that are stored."
     _only_adapted_text(way)
     done = export(way.recipe, way.run.saved, way.folder / 'export', way.into, {'gate': False})
-    with Weights(way.base) as before, Weights(done.directory) as after:
-        more, fewer = [sorted({*one.tensors} - {*other.tensors})
-                       for one, other in ((after, before), (before, after))]
+    with Weights(way.base) as weights: before = {*weights.tensors}
+    with Weights(done.directory) as weights: after = {*weights.tensors}
+    more, fewer = sorted(after - before), sorted(before - after)
     if more or fewer:
         raise ValueError(f'the export stores other names than the base: {more[:3]} are new, '
                          f'{fewer[:3]} are missing')
@@ -406,10 +441,14 @@ def _visit(way, name, passed) -> Station:
     start = time.monotonic()
     try: outcome, what = True, action(way)
     except LeftOut as reason: outcome, what = None, str(reason)
-    except Exception as error:
-        outcome, what = False, ' '.join(str(error).split())[:600] or type(error).__name__
-        if not isinstance(error, ValueError): what = f'{type(error).__name__}: {what}'
+    except Exception as error: outcome, what = False, _reason(error)
     return Station(name, outcome, what, time.monotonic() - start)
+
+def _reason(error):
+    "An error in one line; what is no `ValueError` says its class, too."
+    kind = type(error).__name__
+    text = ' '.join(str(error).split())[:600] or kind
+    return text if isinstance(error, ValueError) else f'{kind}: {text}'
 
 # %% ../../nbs/release/05_try_out.ipynb #7e3f0ab3
 def try_out(

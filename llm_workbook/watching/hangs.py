@@ -27,8 +27,9 @@ class Standing:
     def waits_in(self) -> str:  # As in 'all_gather'; empty where it does not wait for another rank
         "Name the collective in which the rank waits."
         if self.open: return next(iter(self.open.values()))
-        places = [name for file, _, name in self.calls[-4:] if 'torch/distributed/' in file]
-        return next((name for name in places if name not in _WRAPPERS), '')
+        for file, _, name in self.calls[-4:]:
+            if 'torch/distributed/' in file and name not in _WRAPPERS: return name
+        return ''
 
     @property
     def own_call(self) -> str:  # As in 'save (train.py, line 7: time.sleep(60))'; may be empty
@@ -48,8 +49,11 @@ _PY_SPY = re.compile(r'^\s+(\S+) \((\S+?):(\d+)\)$', re.M)
 _CELL = re.compile(r'[^"\s]*ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>')
 
 def _calls(text):
-    named = _CELL.sub('<cell>', text)
-    return [(file, int(line), name) for file, line, name in _CALL.findall(named)]
+    "The calls of a stack, in its order, as (file, line, function)."
+    calls = []
+    for file, line, name in _CALL.findall(_CELL.sub('<cell>', text)):
+        calls.append((file, int(line), name))
+    return calls
 
 def _from_report(rank, report):
     "The standing that a `HangWatch` has written down."
@@ -68,26 +72,39 @@ def _from_report(rank, report):
 
 # %% ../../nbs/watching/07_hangs.ipynb #72421b78
 def _from_stacks(folder):
-    files = sorted(Path(folder).glob('stacks/rank-*.json'))
-    return [_from_report(int(file.stem.partition('-')[2]), json.loads(file.read_text()))
-            for file in files]
+    standings = []
+    for file in sorted(Path(folder).glob('stacks/rank-*.json')):
+        rank = file.stem.removeprefix('rank-')
+        report = json.loads(file.read_text())
+        standings.append(_from_report(int(rank), report))
+    return standings
 
 # %% ../../nbs/watching/07_hangs.ipynb #e7951dd9
 def _from_text(text):
     "Standings in a text: of a `RankTimeout`, of faulthandler or of py-spy, one for each rank."
     parts = re.split(r'Stack of rank (\d+) \(innermost call first\):', text)
     if len(parts) > 1:
-        return [Standing(int(rank), _calls(stack)[::-1])
-                for rank, stack in zip(parts[1::2], parts[2::2])]
+        stacks = zip(parts[1::2], parts[2::2])  # What stands before the first is no stack
+        return [_standing(rank, _calls(stack)) for rank, stack in stacks]
     standings = []
     for excerpt in split_ranks(text, 'text'):
-        _, most_recent, stack = excerpt.text.partition('most recent call first')
-        calls = _calls(stack.partition('\n\n')[0]) if most_recent else []
-        calls = calls or [(file, int(line), name) for name, file, line in
-                          _PY_SPY.findall(excerpt.text)]
+        calls = _calls_of_faulthandler(excerpt.text) or _calls_of_py_spy(excerpt.text)
         if calls and excerpt.rank is not None:
-            standings.append(Standing(excerpt.rank, calls[::-1]))
+            standings.append(_standing(excerpt.rank, calls))
     return standings
+
+def _standing(rank, calls):
+    "The standing of a rank whose innermost call comes first."
+    return Standing(int(rank), calls[::-1])
+
+def _calls_of_faulthandler(text):
+    "The calls of the first stack after its head, up to an empty line."
+    _, _, stacks = text.partition('most recent call first')
+    stack, _, _ = stacks.partition('\n\n')
+    return _calls(stack)
+
+def _calls_of_py_spy(text):
+    return [(file, int(line), name) for name, file, line in _PY_SPY.findall(text)]
 
 # %% ../../nbs/watching/07_hangs.ipynb #b1fdeae6
 class _PlainValues(pickle.Unpickler):
@@ -114,20 +131,30 @@ def _from_record(rank, record):
     for entry in record['entries']:
         if entry['is_p2p']: continue
         backend, _, operation = entry['profiling_name'].partition(':')
-        name, number = f'{backend} {entry["process_group"][0]}', entry['collective_seq_id']
-        standing.called[name] = max(number, standing.called.get(name, 0))
-        ended = int(record['pg_status'][_key(record, entry)]['last_completed_collective'])
-        if entry['retired'] or number <= ended or name in standing.open: continue
-        standing.open[name] = f'{operation} number {number}'
-        frames = entry.get('frames', [])
-        standing.calls = [(_CELL.sub('<cell>', one['filename']), one['line'], one['name'])
-                          for one in frames[::-1]]
+        group = f'{backend} {entry["process_group"][0]}'
+        number = entry['collective_seq_id']
+        before = standing.called.get(group, 0)
+        standing.called[group] = max(number, before)
+        if group in standing.open or _has_ended(record, entry): continue
+        standing.open[group] = f'{operation} number {number}'
+        standing.calls = _calls_of_frames(entry.get('frames', []))
     return standing
 
-def _key(record, entry):
-    "The group of an entry, as its status is filed: numbers are words in JSON."
-    number = entry['pg_id']
-    return number if number in record['pg_status'] else str(number)
+def _has_ended(record, entry):
+    "Whether a collective is over, by its own mark or by the status of its group."
+    groups = record['pg_status']
+    key = entry['pg_id']
+    if key not in groups: key = str(key)  # Numbers are words in JSON
+    last = int(groups[key]['last_completed_collective'])
+    return entry['retired'] or entry['collective_seq_id'] <= last
+
+def _calls_of_frames(frames):
+    "The calls of a record, which has the innermost first."
+    calls = []
+    for frame in reversed(frames):
+        file = _CELL.sub('<cell>', frame['filename'])
+        calls.append((file, frame['line'], frame['name']))
+    return calls
 
 # %% ../../nbs/watching/07_hangs.ipynb #91acaf31
 def _from_records(folder):
@@ -141,15 +168,20 @@ def _from_records(folder):
 # %% ../../nbs/watching/07_hangs.ipynb #74774da3
 def _behind(standings):
     "Ranks that have called fewer collectives of a group than others, and wait in none."
-    late = set()
-    for name in {name for one in standings for name in one.called}:
-        counts = {one.rank: one.called.get(name, 0) for one in standings}
-        late |= {rank for rank, count in counts.items() if count < max(counts.values())}
-    return [one for one in standings if one.rank in late and not one.open]
+    most = {}  # Group -> collectives called by the rank that has called the most
+    for one in standings:
+        for group, count in one.called.items():
+            most[group] = max(count, most.get(group, 0))
+    late = []
+    for one in standings:
+        is_late = any(one.called.get(group, 0) < count for group, count in most.items())
+        if is_late and not one.open: late.append(one)
+    return late
 
 def _listed(ranks):
     words = ', '.join(map(str, ranks))
-    return f'rank {words}' if len(ranks) == 1 else f'ranks {words}'
+    if len(ranks) == 1: return f'rank {words}'
+    return f'ranks {words}'
 
 def _grouped(standings, say):
     "Ranks by what is said of them, as a list of (words, ranks)."
@@ -159,20 +191,24 @@ def _grouped(standings, say):
 
 # %% ../../nbs/watching/07_hangs.ipynb #547e7f2c
 def _waiting(one):
-    called = max(one.called.values(), default=None)
-    number = f' number {called}' if called and ' number ' not in one.waits_in else ''
-    group = f' of group {next(iter(one.open))}' if one.open else ''
-    place = f', called in {one.own_call}' if one.own_call else ''
-    return f'{one.waits_in}{number}{group}{place}'
+    "What a rank waits in, as in 'barrier number 3 of group gloo 0, called in step'."
+    words = one.waits_in
+    called = max(one.called.values(), default=0)
+    if called and ' number ' not in words: words += f' number {called}'
+    if one.open: words += f' of group {next(iter(one.open))}'
+    if one.own_call: words += f', called in {one.own_call}'
+    return words
 
 def _elsewhere(one):
-    place = 'is elsewhere, and no stack says where'
-    if one.calls:
+    "Where a rank is that does not wait."
+    if one.own_call: words = f'is in {one.own_call}'
+    elif one.calls:
         file, line, name = one.calls[-1]
-        place = f'is in {name} ({file}, line {line})'
-    if one.own_call: place = f'is in {one.own_call}'
-    called = [f'{count:,} of {name}' for name, count in one.called.items()]
-    return f'{place}, after {" and ".join(called)}' if called else place
+        words = f'is in {name} ({file}, line {line})'
+    else: words = 'is elsewhere, and no stack says where'
+    called = ' and '.join(f'{count:,} of {group}' for group, count in one.called.items())
+    if called: words += f', after {called}'
+    return words
 
 # %% ../../nbs/watching/07_hangs.ipynb #b3739fb4
 def hang_sentence(
@@ -180,16 +216,20 @@ def hang_sentence(
 ) -> str:  # Which rank is elsewhere, and where the others wait; empty without standings
     "Merge what is known of every rank into one sentence."
     if not standings: return ''
-    culprits = _behind(standings) or [one for one in standings if not one.waits_in]
+    culprits = _behind(standings)
+    if not culprits: culprits = [one for one in standings if not one.waits_in]
     others = [one for one in standings if one not in culprits]
-    parts = [f'{_listed(ranks)} {words}' for words, ranks in _grouped(culprits, _elsewhere)]
-    waiting = [f'{_listed(ranks)} {"waits" if len(ranks) == 1 else "wait"} in {words}'
-               for words, ranks in _grouped(others, _waiting)]
-    if culprits: return '; '.join(parts + waiting)
-    differ = len({one.waits_in for one in others}) > 1
-    reason = ('they called different collectives' if differ else
-              'all have called it, so a GPU or the network between them hangs')
-    return f'{"; ".join(waiting)}: {reason}'
+    parts = []
+    for words, ranks in _grouped(culprits, _elsewhere):
+        parts.append(f'{_listed(ranks)} {words}')
+    for words, ranks in _grouped(others, _waiting):
+        verb = 'waits' if len(ranks) == 1 else 'wait'
+        parts.append(f'{_listed(ranks)} {verb} in {words}')
+    sentence = '; '.join(parts)
+    if culprits: return sentence
+    collectives = {one.waits_in for one in others}
+    if len(collectives) > 1: return f'{sentence}: they called different collectives'
+    return f'{sentence}: all have called it, so a GPU or the network between them hangs'
 
 # %% ../../nbs/watching/07_hangs.ipynb #f1ea3f78
 def explain_hang(
@@ -201,12 +241,17 @@ def explain_hang(
 def _standings(what):
     if isinstance(what, list): return what
     if isinstance(what, RankTimeout):
-        return [Standing(rank, _calls(stack)[::-1]) for rank, stack in what.stacks.items()]
+        return [_standing(rank, _calls(stack)) for rank, stack in what.stacks.items()]
     if isinstance(what, BaseException): return _from_text(str(what))
-    is_path = isinstance(what, Path) or isinstance(what, str) and '\n' not in what[:300]
-    if is_path and Path(what).is_dir(): return _merged(_from_stacks(what), _from_records(what))
+    if _is_directory(what): return _merged(_from_stacks(what), _from_records(what))
     if isinstance(what, str): return _from_text(what)
     raise ValueError(f'{what!r:.60} has no stacks: give a run directory, an error or a text')
+
+def _is_directory(what):
+    if isinstance(what, str):
+        if '\n' in what[:300]: return False  # A text, perhaps longer than a path may be
+    elif not isinstance(what, Path): return False
+    return Path(what).is_dir()
 
 # %% ../../nbs/watching/07_hangs.ipynb #ca8e9cf7
 def _merged(stacks, records):
