@@ -98,6 +98,7 @@ def _stepping(plan) -> Iterator[tuple]:
         lost = f'every {every} steps, {_duration(every * step.step_s)}'
         yield 'at a save', 'steps that a crash costs at most', lost
 
+# %% ../../nbs/plan/14_runbook.ipynb #77462ee7
 def _judging(plan) -> Iterator[tuple]:
     "Bytes and seconds of an evaluation."
     judged, when = plan.evaluation, 'at an evaluation'

@@ -462,9 +462,8 @@ class StepEstimate(StepTime):
 
     def __repr__(self):
         step = f'{self.step_s:,.3g} s per step of {self.tokens:,} tokens'
-        speed = f'{self.tokens_per_s:,.0f} tokens/s'
-        use = f'MFU {self.mfu:.1%}, HFU {self.hfu:.1%}'
-        return f'{step}, {speed}, {use}; most of it {self.bound}'
+        use = f'{self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}'
+        return f'{step}, {use}; most of it {self.bound}'
 
     def _repr_html_(self):
         head = f'<p>{escape(repr(self))}<br>{_run_text(self)}</p>'
