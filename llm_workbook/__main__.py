@@ -65,7 +65,7 @@ def _list_recipes(arguments):
 
 def _plan(arguments):
     node = find_node(arguments.node) if arguments.node else None
-    plan = estimate(_recipe(arguments.recipe), node, arguments.rows)
+    plan = estimate(_recipe(arguments.recipe), node, arguments.rows, arguments.held)
     _show(plan, arguments.json)
     return 0 if plan.fits else _NO_FIT
 
@@ -229,6 +229,7 @@ def _planning_verbs(verbs):
     plan.add_argument('--node',
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
     plan.add_argument('--rows', type=int, help='rows of training data, where you know them')
+    plan.add_argument('--held', type=int, help='held-out rows, where you know them')
     rehearsal = _with_recipe(verbs, 'rehearse', _rehearse,
                              'run one step at full size on fake tensors')
     rehearsal.add_argument('--exact', action='store_true', help='run every layer, not two depths')

@@ -448,6 +448,9 @@ def reconcile(
     if step is None: step, on_machine = _own_step(ledger)
     planned, rehearsed = _planned_stages(ledger), _rehearsed_stages(rehearsal.timeline)
     rows, instants = _memory_rows(planned, rehearsed)
+    if rehearsal.evaluation:
+        planned_b = ledger.total('evaluation', level='allocated')
+        rows.append(Compared('evaluation', _ALL, 'B', planned_b, rehearsal.evaluation_b))
     rows += _work_rows(step, rehearsal)
     if run: rows += _run_rows(ledger, rehearsal, run, step.step_s if on_machine else None)
     path = run.directory / 'reconcile.json' if run and run.directory.is_dir() else None
@@ -495,7 +498,7 @@ def _check(ledger, rehearsal, run):
 def _notes(ledger, rehearsal, run, on_machine, path) -> Iterator[str]:
     "Say what is not compared, and why."
     yield from rehearsal.notes
-    yield 'loading and saving are planned and not rehearsed, so only the step is compared'
+    yield 'loading and saving are planned and not rehearsed, so they are not compared'
     if ledger.recipe.model.attention == 'sdpa' and ledger.recipe.cluster.device == 'cpu':
         counter = "torch's counter has no formula: its FLOP are in the plan alone"
         yield f'a rehearsal runs on a CPU, for whose attention {counter}'

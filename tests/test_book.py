@@ -133,7 +133,7 @@ def test_a_link_that_misleads_is_seen(text):
     assert (
         misled(
             ROOT/'nbs/plan/08_ledger.ipynb',
-            '[chapter 9](09_collectives.ipynb), the [next page](08a_evaluation.ipynb)')
+            '[chapter 9](09_collectives.ipynb), the [next page](09_collectives.ipynb)')
         == [])
 
 

@@ -134,9 +134,9 @@ def memory_needs(
     "Say how much memory a run takes on a node."
     if not isinstance(ledger, Ledger):
         raise ValueError(f'{ledger!r:.60} is no Ledger: memory(recipe) gives one')
-    cluster, phases = ledger.recipe.cluster, ('load', 'step', 'save')
+    cluster, phases = ledger.recipe.cluster, ledger.phases
     on_host = {phase: ledger.on_node(phase, 'host') for phase in phases}
-    needs = {'locked_b': max(ledger.total(phase, 'pinned') for phase in phases)}
+    needs = {'locked_b': ledger.peak('pinned')}
     if cluster.device == 'cpu':  # The host has what a GPU would have
         for phase in phases: on_host[phase] += cluster.processes * ledger.total(phase)
         return needs | {'host_b': max(on_host.values()), 'gpu_b': 0, 'gpu_least_b': 0}

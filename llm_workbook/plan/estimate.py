@@ -23,6 +23,7 @@ from ..model.architecture import presets
 from ..model.layout import coverage, unpacked_share
 from ..model.spec import ModelSpec, spec as model_spec, spec_of
 from .collectives import node_of
+from .evaluation_time import EvaluationTime, evaluation_time
 from .ledger import Ledger, memory
 from .padding import padding_note
 from .ranges import (
@@ -121,7 +122,7 @@ def plan_facts(
 class Room(NamedTuple):
     "One place at its fullest."
     place: str  # 'gpu', 'host' or 'disk'; a CPU has no gpu, all of it is host
-    phase: str  # When: load, step or save
+    phase: str  # When: load, step, evaluation or save
     need_b: int  # Bytes the recipe puts there
     have_b: int  # Bytes there are
 
@@ -146,6 +147,7 @@ _PLACES = {'gpu': 'each GPU', 'host': 'host memory', 'disk': 'the disk'}
 _PHASES = {
     'load': 'while the base is loaded',
     'step': 'in a training step',
+    'evaluation': 'while held-out rows are judged',
     'save': 'while it is saved'}
 
 # %% ../../nbs/plan/11_estimate.ipynb #11e41674
@@ -159,6 +161,7 @@ class Estimate:
     step: StepEstimate  # Every message and second of a step
     rooms: tuple[Room, ...]  # GPU, host and disk, each at its fullest
     warnings: tuple[str, ...]  # What can run, but costs more than it seems
+    evaluation: EvaluationTime | None = None  # Of held-out rows; None: none are judged
 
     @property
     def fits(self) -> bool:  # The figures of the plan alone, without their ranges
@@ -180,6 +183,16 @@ class Estimate:
     def conditions(self) -> tuple[Condition, ...]:  # One for each of `rooms`
         "Say of every place whether, or when, it is large enough."
         return tuple(_condition(self, room) for room in self.rooms)
+
+    @property
+    def hours(self) -> float:  # Loading and saving are not counted
+        "Give the time of the whole run, with the evaluations whose rows are known."
+        return self.step.hours + (self.evaluation.hours if self.evaluation else 0.)
+
+    @property
+    def cost(self) -> float:  # USD
+        "Give the price of these hours."
+        return self.hours * self.recipe.cluster.nodes * self.node.price_hour
 
     @property
     def margin_b(self) -> int:  # Bytes; negative when the GPU is too small
@@ -217,7 +230,8 @@ class Estimate:
             'verdict': self.verdict,
             'ranges': {name: list(figure) for name, figure in self.ranges.items()},
             'rooms': [room._asdict() for room in self.rooms], 'warnings': list(self.warnings),
-            'ledger': self.ledger.to_dict(), 'step': self.step.to_dict()}
+            'ledger': self.ledger.to_dict(), 'step': self.step.to_dict(),
+            'evaluation': self.evaluation and self.evaluation.to_dict()}
 
     def __repr__(self): return f'{_title(self)}: {self.verdict}'
 
@@ -271,7 +285,7 @@ def _size_ranges(plan) -> dict[str, Range]:
 
 def _time_ranges(plan) -> dict[str, Range]:
     doubt, step = doubt_of('time', plan.recipe), plan.step
-    figures = {'step_s': step.step_s, 'hours': step.hours, 'usd': step.cost}
+    figures = {'step_s': step.step_s, 'hours': plan.hours, 'usd': plan.cost}
     found = {name: range_of(figure, doubt) for name, figure in figures.items()}
     return found | {'tokens_per_s': range_of(step.tokens_per_s, doubt, rate=True)}
 
@@ -307,15 +321,16 @@ def _title(plan) -> str:
     return f'{plan.recipe.name} on {plan.recipe.cluster.nodes} x {plan.node.name}'
 
 def _text_row(head, cells) -> str:
-    columns = ''.join(f'{cell:>10}' for cell in cells)
+    columns = ''.join(f'{cell:>11}' for cell in cells)
     return f'{head:14}{columns}'
 
 def _memory_lines(plan) -> Iterator[str]:
     "Write what each place needs in each phase, and what it has, as a table of text."
-    yield _text_row('GiB', [*_PHASES, 'there is'])
+    phases = plan.ledger.phases
+    yield _text_row('GiB', [*phases, 'there is'])
     for room in plan.rooms:
         peaks = plan.peaks(room.place)
-        sizes = [sum(peaks.get(phase, {}).values()) for phase in _PHASES]
+        sizes = [sum(peaks.get(phase, {}).values()) for phase in phases]
         cells = [f'{size_b / 2**30:,.1f}' for size_b in (*sizes, room.have_b)]
         yield _text_row(_PLACES[room.place], cells)
 
@@ -324,15 +339,18 @@ def _speed_line(plan) -> str:
     speed = ranges['tokens_per_s'].text(' tokens/s', digits=0)
     step, cost = (ranges[name].text(unit, digits=2)
                   for name, unit in (('step_s', ' s per step'), ('usd', ' USD')))
-    return f'{speed}, {step}; {steps:,} steps: {ranges["hours"].text(" hours")}, {cost}'
+    text = f'{speed}, {step}; {steps:,} steps: {ranges["hours"].text(" hours")}, {cost}'
+    judged = plan.evaluation and plan.evaluation.rows is not None
+    return f'{text}, with {plan.evaluation}' if judged else text
 
 def _doubt_lines(plan) -> Iterator[str]:
-    "Say which sizes nobody has given, and which figures have no range."
+    "Say which sizes nobody has given, and which figures have no range or lack something."
     sizes = [f'{_PLACES[room.place].removeprefix("the ")} assumed: {gib(room.have_b, 1)}'
              for room in plan.rooms if _is_assumed(plan, room)]
     if sizes: yield f'{", ".join(sizes)}; a YAML file of the machine can give them'
     if plan.recipe.cluster.device == 'cuda' and doubt_of('time', plan.recipe) is None:
         yield 'the seconds have no range: no published run has so few tokens in a pass'
+    if plan.evaluation and plan.evaluation.note: yield plan.evaluation.note
 
 def _verdict_html(plan) -> str:
     colour = PALETTE[_COLOURS[plan.outcome]]
@@ -350,6 +368,7 @@ def estimate(
     recipe: Recipe,  # Any recipe
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
     rows: int | None = None,  # Rows of training data, where you know them
+    held: int | None = None,  # Held-out rows; None: those that `data.test_share` leaves of `rows`
 ) -> Estimate:  # Verdict, warnings, ledger, and messages and seconds of a step
     "Join the ledger and the time of a step of `recipe`: will it fit, how long, how much?"
     facts = plan_facts(recipe, node, rows)
@@ -362,7 +381,8 @@ def estimate(
     rooms = tuple(Room(*row) for row in ledger.rooms(node))
     step = estimate_step(recipe, spec, node)
     warnings = (*_warnings(facts, spec, node, ledger), *step.notes)
-    return Estimate(recipe, spec, node, ledger, step, rooms, warnings)
+    judged = evaluation_time(step, held, rows) if recipe.intervals.evaluation else None
+    return Estimate(recipe, spec, node, ledger, step, rooms, warnings, judged)
 
 # %% ../../nbs/plan/11_estimate.ipynb #37ba4342
 def _rule_text(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'

@@ -20,6 +20,7 @@ from ..display import PALETTE, Markup, canvas, gib, html_table
 from ..pictures import Look, class_looks
 from ..model.spec import ModelSpec, spec as find_spec
 from .activations import step_sizes
+from .evaluation import evaluation_lines
 from .lines import KINDS, Line
 from .loading import loading_lines
 from .model_states import resident_lines, rank_of
@@ -40,13 +41,14 @@ _WASTED, _MOST_WASTED, _LEAST_WASTED = .3, .6, .05  # Shares, as that source has
 _PROCESS_B = 520 * 2**20
 _BROADCAST_B = 500 * 2**20  # Two buckets of torch's _sync_module_states
 _LEVELS = 'allocated', 'reserved', 'device'  # Each has what the one before it has, and more
-_PHASES, _PLACES = ('load', 'step', 'save'), ('gpu', 'host', 'pinned', 'disk')
+_PHASES = 'load', 'step', 'evaluation', 'save'
+_PLACES = 'gpu', 'host', 'pinned', 'disk'
 
 def _fixed(tensors, card_b) -> Iterator[Line]:
     "What no tensor asks for, beside a ledger of tensors; `card_b`: memory of the GPU, or None."
     kinds, room_b = _fixed_kinds(tensors.recipe), card_b
     if card_b: room_b -= sum(_FIXED[kind][0] for kind in kinds)
-    for phase in _PHASES:
+    for phase in tensors.phases:
         yield from _fixed_lines(phase, kinds)
         if kinds: yield _unused(tensors, phase, room_b)
 
@@ -192,14 +194,14 @@ def _on_node_b(sums, phase, places, ranks) -> int:
 
 def _rooms(ledger, node) -> tuple[tuple, ...]:
     "(place, fullest phase, bytes needed, bytes there) for each place of a machine."
-    cluster = ledger.recipe.cluster
+    cluster, phases = ledger.recipe.cluster, ledger.phases
     machine = node if isinstance(node, Node) else find_node(node)
-    on_gpu = {phase: ledger.total(phase) for phase in _PHASES}
-    on_host = {phase: ledger.on_node(phase, 'host') for phase in _PHASES}
-    on_disk = {phase: ledger.on_node(phase, 'disk') for phase in _PHASES}
+    on_gpu = {phase: ledger.total(phase) for phase in phases}
+    on_host = {phase: ledger.on_node(phase, 'host') for phase in phases}
+    on_disk = {phase: ledger.on_node(phase, 'disk') for phase in phases}
     rooms = [('host', on_host, machine.memory_b), ('disk', on_disk, machine.disk_b)]
     if cluster.device == 'cpu':
-        for phase in _PHASES: on_host[phase] += cluster.processes * on_gpu[phase]
+        for phase in phases: on_host[phase] += cluster.processes * on_gpu[phase]
     else: rooms.insert(0, ('gpu', on_gpu, machine.gpu.usable_b))
     fullest = [max(needed, key=lambda phase: (needed[phase], phase)) for _, needed, _ in rooms]
     return tuple((place, phase, needed[phase], have_b)
@@ -234,13 +236,19 @@ class Totals:
     def __post_init__(self, sums):
         object.__setattr__(self, '_sums', sums or _Sums.of(self.lines))
 
+    @property
+    def phases(self) -> tuple[str, ...]:  # 'evaluation' among them where rows are judged
+        "Name the phases of the run in their order."
+        if self.recipe.intervals.evaluation: return _PHASES
+        return tuple(phase for phase in _PHASES if phase != 'evaluation')
+
     def total(self,
-        phase: str,  # 'load', 'step' or 'save'
+        phase: str,  # One of `phases`
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
         level: str = 'device',  # 'allocated' tensors, 'reserved' with the allocator, 'device': all
     ) -> int:  # Bytes at its fullest instant
         "Add up one phase in one place."
-        for word, known in (phase, _PHASES), (place, _PLACES), (level, _LEVELS):
+        for word, known in (phase, self.phases), (place, _PLACES), (level, _LEVELS):
             if word not in known: raise ValueError(f'{word!r} is none of {", ".join(known)}')
         return self._sums.fullest_b(phase, place, level)
 
@@ -248,17 +256,25 @@ class Totals:
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
         level: str = 'device',  # As for `total`
     ) -> int:  # Bytes
-        "Take the fullest of the three phases."
-        return max(self.total(phase, place, level) for phase in _PHASES)
+        "Take the fullest of the phases."
+        return self.total(self.fullest(place, level), place, level)
+
+    def fullest(self,
+        place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
+        level: str = 'device',  # As for `total`
+    ) -> str:  # One of `phases`; of several alike the step, else the first
+        "Name the phase that sets the peak."
+        sizes = {phase: self.total(phase, place, level) for phase in self.phases}
+        return max(sizes, key=lambda phase: (sizes[phase], phase == 'step'))
 
     def pools(self,
-        phase: str,  # 'load', 'step' or 'save'
+        phase: str,  # One of `phases`
     ) -> tuple[int, int, int]:  # Bytes
         "Split the GPU's tensors: what stays, what comes and goes, what the optimizer takes."
         return _pools(self._sums.at(phase, 'gpu'))
 
     def instant(self,
-        phase: str = 'step',  # Or 'load', 'save'
+        phase: str = 'step',  # One of `phases`
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
     ) -> str:  # Its name; '' where there is only one
         "Say at which instant a phase is fullest."
@@ -266,7 +282,7 @@ class Totals:
         return max(sizes, key=sizes.get)
 
     def by_kind(self,
-        phase: str,  # 'load', 'step' or 'save'
+        phase: str,  # One of `phases`
         place: str = 'gpu',  # Or 'host', 'pinned', 'disk'
     ) -> dict[str, int]:  # Class -> bytes, in the order of `KINDS`
         "Split the fullest instant of a phase by class."
@@ -278,7 +294,7 @@ class Totals:
         return {kind: size_b for kind, size_b in sizes.items() if size_b}
 
     def on_node(self,
-        phase: str,  # 'load', 'step' or 'save'
+        phase: str,  # One of `phases`
         place: str,  # 'host' counts page-locked memory too; or 'disk'
     ) -> int:  # Bytes of all ranks of a node that has this rank
         "Add up what the ranks of one node share."
@@ -304,7 +320,7 @@ class Ledger(Totals):
         least_b = most_b = self.peak('gpu', 'allocated')
         if self.recipe.cluster.device == 'cuda':
             reserved = [_reserved_b(self.pools(phase), _wrapping_b(self, phase), _MOST_WASTED)
-                        for phase in _PHASES]
+                        for phase in self.phases]
             most_b = max(int((1 + _LEAST_WASTED) * least_b), *reserved)
         for kind in _fixed_kinds(self.recipe):
             least_b += _FIXED[kind][0]
@@ -340,13 +356,14 @@ class Ledger(Totals):
     def to_dict(self) -> dict:  # Plain values
         "Give totals and lines, for a record."
         allocated = {f'{phase} {place}': self.total(phase, place, 'allocated')
-                     for phase in _PHASES for place in _PLACES}
+                     for phase in self.phases for place in _PLACES}
         return {
             'recipe': self.recipe.name, 'model': self.spec.name, 'rank': self.rank,
             'instant': self.instant(),
             'allocated': allocated,
             'band': list(self.band),
-            'device': {phase: self.total(phase) for phase in _PHASES},
+            'device': {phase: self.total(phase) for phase in self.phases},
+            'fullest': self.fullest(),
             'lines': [line._asdict() | {'symbols': dict(line.symbols)} for line in self.lines],
         }
 
@@ -354,7 +371,7 @@ class Ledger(Totals):
         "Draw the GPU at its fullest in each phase, by class."
         figure = canvas(2.8)
         axes = figure.subplots()
-        _draw_bars(axes, {phase: self.by_kind(phase) for phase in _PHASES})
+        _draw_bars(axes, {phase: self.by_kind(phase) for phase in self.phases})
         axes.set(xlabel=f'GPU memory of rank {self.rank} at its fullest, GiB')
         axes.invert_yaxis()
         figure.legend(loc='outside upper center', ncols=4, frameon=False, fontsize=8)
@@ -391,7 +408,7 @@ def memory(
     node: 'Node | str | None' = None,  # Machine to fit, or its name; None: `cluster.hardware`
     rank: int = 0,  # Rank 0 gathers and writes; under ZeRO-1 and 2 another has up to 2 % more
 ) -> Ledger:  # In under 2 ms once the spec is cached
-    "Account for every byte that `rank` holds while it loads, steps and saves."
+    "Account for every byte that `rank` holds while it loads, steps, judges rows and saves."
     model = recipe.model
     spec = spec or find_spec(model.source, model.revision, model.head, model.classes)
     this = rank_of(recipe, spec, rank)
@@ -403,6 +420,8 @@ def memory(
     sums = held.sums + passing.sums + _Sums.of(optimizer)
     tensors = Ledger(recipe, spec, rank, lines, sums=sums)
     machine = _machine(node or recipe.cluster.hardware)
+    if recipe.intervals.evaluation:
+        tensors = tensors.with_lines(tuple(evaluation_lines(recipe, spec, rank)))
     ledger = tensors.with_lines(tuple(_fixed(tensors, machine and machine.gpu.usable_b)), node)
     return _saved_in_room(ledger, this, machine) if recipe.intervals.saving else ledger
 
@@ -450,23 +469,23 @@ def _summary(ledger) -> str:
     low, high = ledger.band
     name = f'<b>{escape(ledger.recipe.name)}</b>, {escape(ledger.spec.name)}'
     tensors = gib(ledger.peak('gpu', 'allocated'))
-    peak = f'{gib(ledger.peak())} of the GPU (band {gib(low)} to {gib(high)})'
+    peak = f'{gib(ledger.peak())} of the GPU in {ledger.fullest()} (band {gib(low)} to {gib(high)})'
     return f'{name}, rank {ledger.rank}: {peak}, of which tensors {tensors}'
 
 def _phases_table(ledger) -> str:
     rows = []
     for place in _PLACES:
-        phases = [ledger.by_kind(phase, place) for phase in _PHASES]
+        phases = [ledger.by_kind(phase, place) for phase in ledger.phases]
         kinds = [kind for kind in KINDS if any(kind in sizes for sizes in phases)]
         for kind in kinds:
             sizes = [gib(phase[kind]) if kind in phase else '' for phase in phases]
             rows.append((f'{_SHOWN[place]}: {kind.replace("_", " ")}', *sizes))
         if kinds:
-            totals = [gib(ledger.total(phase, place)) for phase in _PHASES]
+            totals = [gib(ledger.total(phase, place)) for phase in ledger.phases]
             cells = f'{_SHOWN[place]}, all', *totals
             rows.append(tuple(Markup(f'<b>{cell}</b>') for cell in cells))
-    fullest = [', '.join(filter(None, (phase, ledger.instant(phase)))) for phase in _PHASES]
-    return html_table(('', *fullest), rows, numbers=(1, 2, 3))
+    fullest = [', '.join(filter(None, (phase, ledger.instant(phase)))) for phase in ledger.phases]
+    return html_table(('', *fullest), rows, numbers=range(1, len(fullest) + 1))
 
 def _details(ledger) -> str:
     fullest = ledger.instant()

@@ -17,7 +17,7 @@ KINDS = [  # In the order in which they are shown
 class Line(NamedTuple):
     "One item of the ledger."
     kind: str  # Class, one of `KINDS`
-    phase: str  # 'load', 'step' or 'save'
+    phase: str  # 'load', 'step', 'evaluation' or 'save'
     instant: str  # Part of the phase; of a step, one of `INSTANTS`; '' for all of it
     place: str  # 'gpu', 'host', 'pinned' (page-locked host memory) or 'disk'
     size_b: int  # Bytes

@@ -222,7 +222,7 @@ def _bars(estimate) -> list[_Bar]:
         if room.place == 'disk': continue
         label = {'gpu': 'GPU', 'host': 'host'}[room.place]
         peaks = estimate.peaks(room.place)
-        parts = {phase: _grouped(peaks[phase]) for phase in ('load', 'step', 'save')
+        parts = {phase: _grouped(peaks[phase]) for phase in estimate.ledger.phases
                  if phase in peaks}
         fullest_b = max(sum(sizes.values()) for sizes in parts.values())
         top_b = max(room.have_b, fullest_b)
@@ -301,7 +301,7 @@ def _picture(state) -> str:
     if state.errors: parts.append(_list_html(state.errors))
     if state.estimate:
         bars = _bars(state.estimate)
-        parts += [_speed_html(state.estimate.ranges), _bars_html(bars)]
+        parts += [_speed_html(state.estimate), _bars_html(bars)]
         if state.estimate.warnings: parts.append(_list_html(state.estimate.warnings))
         parts.append(_legend(bars))
     style = 'line-height:1.4;display:grid;grid-template-columns:minmax(0,1fr)'  # As wide as it may
@@ -321,9 +321,10 @@ def _list_html(notes) -> str:
     items = ''.join(f'<li>{escape(note)}</li>' for note in notes)
     return f'<ul style="margin:.5em 0;padding-left:1.5em">{items}</ul>'
 
-def _speed_html(ranges) -> str:
+def _speed_html(estimate) -> str:
     units = {'tokens_per_s': ' tokens/s', 'step_s': ' s per step', 'hours': ' hours', 'usd': ' USD'}
-    text = ', '.join(ranges[name].text(unit) for name, unit in units.items())
+    text = ', '.join(estimate.ranges[name].text(unit) for name, unit in units.items())
+    if estimate.evaluation: text += f'; {escape(str(estimate.evaluation))}'
     return f'<p style="margin:.5em 0">{text}</p>'
 
 def _note_html(note) -> str:

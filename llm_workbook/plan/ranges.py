@@ -111,7 +111,7 @@ _NAMES = {'gpu': 'each GPU', 'host': 'the host', 'disk': 'the disk'}
 # %% ../../nbs/plan/15_ranges.ipynb #a3f10b12
 def squeezed(
     ledger: 'Ledger',  # Of one rank
-    phase: str,  # 'load', 'step' or 'save'
+    phase: str,  # One of its `phases`
 ) -> int:  # Bytes of a GPU
     "Count what a GPU needs when the allocator keeps no block that it can give back."
     total_b = ledger.total(phase)

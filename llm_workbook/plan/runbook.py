@@ -36,10 +36,11 @@ class RunFigures(list):
 def run_figures(
     recipe: Recipe,  # That will run
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
+    held: int | None = None,  # Held-out rows, where you know them
 ) -> RunFigures:  # What to see before it, while it loads, at the first step and after
     "List what `recipe` should show on a machine, from free disk to the last hour."
-    plan = estimate(recipe, node)
-    rows = [*_before(plan), *_loading(plan), *_stepping(plan)]
+    plan = estimate(recipe, node, held=held)
+    rows = [*_before(plan), *_loading(plan), *_stepping(plan), *_judging(plan), *_ending(plan)]
     return RunFigures(RunFigure(*row) for row in rows)
 
 # %% ../../nbs/plan/14_runbook.ipynb #14662d5a
@@ -51,7 +52,7 @@ def _before(plan) -> Iterator[tuple]:
     yield when, 'free disk for checkpoints and the result (directory of the run)', kept
     host = next(room for room in plan.rooms if room.place == 'host')
     yield when, f'{host.where}, all processes of a node', gib(host.need_b, 1)
-    locked_b = max(ledger.total(phase, 'pinned') for phase in ('load', 'step', 'save'))
+    locked_b = ledger.peak('pinned')
     if not locked_b: return
     limit = f'{gib(locked_b, 1)}, {-(-locked_b // 1024):,} KiB'
     yield when, 'of it page-locked, each process (ulimit -l)', limit
@@ -86,7 +87,7 @@ def _gpu_text(plan, phase) -> str:
 
 # %% ../../nbs/plan/14_runbook.ipynb #cb08605e
 def _stepping(plan) -> Iterator[tuple]:
-    "Bytes and seconds of a step, and of the run."
+    "Bytes and seconds of a step."
     step, recipe = plan.step, plan.recipe
     if recipe.cluster.device == 'cuda':
         yield 'from step 1', 'nvidia-smi, each GPU, after full rows', _gpu_after(plan)
@@ -96,10 +97,30 @@ def _stepping(plan) -> Iterator[tuple]:
     if every:
         lost = f'every {every} steps, {_duration(every * step.step_s)}'
         yield 'at a save', 'steps that a crash costs at most', lost
-    yield 'at the end', f'{recipe.optimizer.steps:,} steps', _duration(3600 * step.hours)
-    session_h = recipe.intervals.session_h
+
+# %% ../../nbs/plan/14_runbook.ipynb #77462ee7
+def _judging(plan) -> Iterator[tuple]:
+    "Bytes and seconds of an evaluation."
+    judged, when = plan.evaluation, 'at an evaluation'
+    if not judged: return
+    if plan.recipe.cluster.device == 'cuda':
+        needed = gib(plan.ledger.total('evaluation'), 1)
+        yield when, 'needed of each GPU, which keeps what a step took', needed
+    if judged.rows is None:
+        yield when, f'each {judged.pass_rows:,} held-out rows', f'{judged.pass_s:,.2f} s'
+    else: yield when, f'{judged.rows:,} held-out rows', _duration(judged.one_s)
+    yield when, 'how often, the end among them', f'{judged.times:,}'
+
+def _ending(plan) -> Iterator[tuple]:
+    "Hours of the run, and into how many starts they are cut."
+    steps = f'{plan.recipe.optimizer.steps:,} steps'
+    if plan.evaluation:
+        known = plan.evaluation.rows is not None
+        steps += f', {"with" if known else "without"} {plan.evaluation.times:,} evaluations'
+    yield 'at the end', steps, _duration(3600 * plan.hours)
+    session_h = plan.recipe.intervals.session_h
     if session_h:
-        sessions = math.ceil(step.hours / session_h)
+        sessions = math.ceil(plan.hours / session_h)
         yield 'at the end', f'starts of {session_h:g} h, loading not counted', f'{sessions:,}'
 
 def _gpu_after(plan) -> str:

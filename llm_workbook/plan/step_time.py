@@ -263,6 +263,7 @@ def _dequantise_s(work, recipe, node) -> float:
 class _Waits(NamedTuple):  # Seconds that nothing hides
     messages: float
     copies: float
+    forward_s: float = 0.  # Of both, in the forward passes
 
 def _exposed(messages_s, copies_s, compute_s, node) -> _Waits:
     "Take off what hides behind so many seconds of arithmetic."
@@ -289,7 +290,8 @@ def _exchange_waits(exchange, recipe, compute_s, node) -> _Waits:
         _exposed(late * again_s + _messages_s(exchange.reductions),
                  late * passes * again_copy_s + copy_s * exchange.grads_b,
                  late * passes * backward_s, node)]
-    return _Waits(sum(w.messages for w in phases), sum(w.copies for w in phases))
+    forward_s = phases[0].messages + phases[0].copies
+    return _Waits(sum(w.messages for w in phases), sum(w.copies for w in phases), forward_s)
 
 def _messages_s(collectives) -> float: return sum(c.count * c.time_s for c in collectives)
 
@@ -377,6 +379,7 @@ class StepEstimate(StepTime):
     rank_flops: float  # Needed in one step by one rank
     rank_executed: float  # Run in one step by one rank, recomputation included
     rank_counted: float  # The same as torch's counter has it: all scores of causal attention
+    forward_s: float  # One forward pass of a rank, with its messages that nothing hides
     recipe: 'Recipe'  # What was asked
     node: 'Node'  # Where
 
@@ -459,9 +462,8 @@ class StepEstimate(StepTime):
 
     def __repr__(self):
         step = f'{self.step_s:,.3g} s per step of {self.tokens:,} tokens'
-        speed = f'{self.tokens_per_s:,.0f} tokens/s'
-        use = f'MFU {self.mfu:.1%}, HFU {self.hfu:.1%}'
-        return f'{step}, {speed}, {use}; most of it {self.bound}'
+        use = f'{self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}'
+        return f'{step}, {use}; most of it {self.bound}'
 
     def _repr_html_(self):
         head = f'<p>{escape(repr(self))}<br>{_run_text(self)}</p>'
@@ -472,18 +474,15 @@ class StepEstimate(StepTime):
 _FIGURES = (
     'step_s', 'tokens_per_s', 'mfu', 'hfu', 'hours', 'cost', 'kwh', 'compute_s', 'memory_s',
     'comm_s', 'exposed_s', 'bound', 'wire_b', 'tokens', 'flops_model', 'flops_executed',
-    'flops_counted')
+    'flops_counted', 'forward_s')
 
 def _run_text(step) -> str:
     run = f'{step.recipe.optimizer.steps:,} steps: {step.hours:,.2f} h'
     return f'{run}, {step.cost:,.2f} USD, at most {step.kwh:,.1f} kWh in the GPUs'
 
 def _parts_table(step) -> str:
-    names, cells = [], []
-    for name, seconds in step.parts:
-        share = seconds / step.step_s
-        names.append(name)
-        cells.append(f'{seconds:,.3g} s ({share:.0%})')
+    names = [name for name, _ in step.parts]
+    cells = [f'{seconds:,.3g} s ({seconds / step.step_s:.0%})' for _, seconds in step.parts]
     return html_table(names, [cells])
 
 def _messages_table(step) -> str:
@@ -492,9 +491,8 @@ def _messages_table(step) -> str:
     return html_table(heads, [_message_row(collective) for collective in step.collectives])
 
 def _message_row(c) -> tuple:
-    each_ms = f'{c.time_s * 1e3:,.3g}'
     sizes = [f'{c.tensor_b:,}', f'{c.wire_b:,}']
-    return (c.kind, c.instant, f'{c.count:,}', *sizes, c.group, each_ms)
+    return (c.kind, c.instant, f'{c.count:,}', *sizes, c.group, f'{c.time_s * 1e3:,.3g}')
 
 # %% ../../nbs/plan/10_step_time.ipynb #6f50d669
 _PARTS = {  # Part of a step -> colour and hatch
@@ -573,7 +571,8 @@ def estimate_step(
     parts['copies'] = waits.copies + copies_s + _offloaded_s(recipe, spec, node, passes)
     collectives = (*_collectives(large), *few)
     flops = _flop_counts(recipe, spec, works)
-    return StepEstimate(collectives, tuple(parts.items()), *flops, recipe, node)
+    forward_s = sum(p.seconds[0] for p in passes) + waits.forward_s / recipe.batch.accumulation
+    return StepEstimate(collectives, tuple(parts.items()), *flops, forward_s, recipe, node)
 
 # %% ../../nbs/plan/10_step_time.ipynb #c7a0d0f9
 class _Layers(NamedTuple):  # One forward and one backward pass through equal layers
@@ -607,7 +606,7 @@ def _step_waits(large, seconds, recipe, node) -> _Waits:
         part = exchange.part
         joined[part] = joined[part] + exchange if part in joined else exchange
     waits = [_exchange_waits(x, recipe, beside[part], node) for part, x in joined.items()]
-    return _Waits(sum(w.messages for w in waits), sum(w.copies for w in waits))
+    return _Waits(*(sum(sorts) for sorts in zip(*waits)))
 
 def _collectives(large) -> Iterator[Collective]:
     for exchange in large:
