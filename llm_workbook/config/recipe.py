@@ -185,6 +185,11 @@ class Method(Part):
     unpacked: Annotated[Real, Field(le=1)] = 0.1  # Share left in 16 bit, at most (qlora)
     keep_inputs: bool = False  # Packed layers keep what they read: bitsandbytes before 0.43.2
 
+    @property
+    def sequences(self) -> int:  # 2 for a pair, else 1
+        "Count the sequences that a row of the data becomes."
+        return 2 if self.objective == 'dpo' else 1
+
 class Precision(Part):
     "Number formats, each for one thing."
     compute: Literal['bfloat16', 'float16', 'float32',
@@ -416,6 +421,16 @@ class Recipe(Document):
     def global_batch(self) -> int:  # micro x accumulation x ranks
         "Count the rows behind one optimizer step."
         return self.batch.micro * self.batch.accumulation * self.cluster.ranks
+
+    @property
+    def pass_rows(self) -> int:  # micro x sequences of a row
+        "Count the sequences of one forward pass on a rank."
+        return self.batch.micro * self.method.sequences
+
+    @property
+    def pads(self) -> bool:  # As `batch.padded` says, and always in pairs
+        "Say whether sequences of unequal length lie in one forward pass."
+        return (self.batch.padded or self.method.sequences > 1) and self.pass_rows > 1
 
     def _repr_html_(self):
         return fields_table({key: _words(getattr(self, key)) for key in type(self).model_fields})

@@ -195,6 +195,11 @@ class Exchange:
     grads_b: int  # One rank's slices of their gradients, bytes
     trained: int  # Numbers with a gradient, of all ranks
 
+    @property
+    def messages(self) -> tuple[Collective, ...]:  # Gathers first
+        "List all of them."
+        return self.forward_gathers + self.backward_gathers + self.reductions
+
     def __add__(self, other):
         "Join two that travel beside the same arithmetic: they hide behind it once."
         return Exchange(

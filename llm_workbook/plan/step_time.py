@@ -6,7 +6,6 @@
 __all__ = ['StepTime', 'StepEstimate', 'estimate_step']
 
 # %% ../../nbs/plan/10_step_time.ipynb #7df00553
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from html import escape
@@ -199,7 +198,7 @@ class _PassSeconds(NamedTuple):  # Of one pass through one layer on one rank
     launches: float  # While nothing computes
 
 def _pass_seconds(work, times, host_s, recipe, spec, node) -> _PassSeconds:
-    tokens = recipe.batch.micro * recipe.batch.length
+    tokens = recipe.pass_rows * recipe.batch.length
     matmul = _matmul_s(work, times, tokens, recipe, node)
     attention = times.attention * tokens * _attention_s(work, recipe, spec, node)
     elementwise = times.moved * tokens * _elementwise_s(work, recipe, spec, node)
@@ -211,8 +210,7 @@ def _pass_seconds(work, times, host_s, recipe, spec, node) -> _PassSeconds:
 
 def _plain_type(recipe) -> str:
     "Give the type of attention and of unpacked 4-bit matrices, which never are fp8."
-    compute = recipe.precision.compute
-    return 'bfloat16' if compute == 'fp8' else compute
+    return 'bfloat16' if recipe.precision.compute == 'fp8' else recipe.precision.compute
 
 def _adapter_type(recipe) -> str:
     "Give the type in which adapters multiply: ZeRO keeps them in that of the base."
@@ -300,7 +298,7 @@ class _Flops(NamedTuple):  # Of a rank in one step
     counted: float  # By torch's counter, which takes causal attention for full
 
 def _flop_counts(recipe, spec, works) -> _Flops:
-    tokens = recipe.batch.micro * recipe.batch.length * recipe.batch.accumulation
+    tokens = recipe.pass_rows * recipe.batch.length * recipe.batch.accumulation
     needed, run, counted, norms = 0., 0., 0., 0.
     for work in works:
         score = work.count * _score_flops(spec)
@@ -377,13 +375,14 @@ class StepEstimate(StepTime):
     rank_flops: float  # Needed in one step by one rank
     rank_executed: float  # Run in one step by one rank, recomputation included
     rank_counted: float  # The same as torch's counter has it: all scores of causal attention
+    forward_s: float  # Of one forward pass alone, as for rows that are only scored, seconds
     recipe: 'Recipe'  # What was asked
     node: 'Node'  # Where
 
     @property
     def tokens(self) -> int:  # Rows taken as full
         "Count the tokens of one step on all ranks."
-        return self.recipe.global_batch * self.recipe.batch.length
+        return self.recipe.global_batch * self.recipe.method.sequences * self.recipe.batch.length
 
     @property
     def tokens_per_s(self) -> float:  # Of all ranks together
@@ -479,11 +478,8 @@ def _run_text(step) -> str:
     return f'{run}, {step.cost:,.2f} USD, at most {step.kwh:,.1f} kWh in the GPUs'
 
 def _parts_table(step) -> str:
-    names, cells = [], []
-    for name, seconds in step.parts:
-        share = seconds / step.step_s
-        names.append(name)
-        cells.append(f'{seconds:,.3g} s ({share:.0%})')
+    names = [name for name, _ in step.parts]
+    cells = [f'{seconds:,.3g} s ({seconds / step.step_s:.0%})' for _, seconds in step.parts]
     return html_table(names, [cells])
 
 def _messages_table(step) -> str:
@@ -544,6 +540,14 @@ def _offloaded_s(recipe, spec, node, passes) -> float:
     seconds = [sum(sides) for sides in zip(*(layer.seconds for layer in passes))]
     exposed = [max(0., copy_s - side_s) for side_s in seconds]  # A stream of their own
     return recipe.batch.accumulation * sum(exposed)
+def _forward_s(passes, large, recipe, node) -> float:
+    "Give the seconds of one forward pass, with what nothing hides of weights that arrive."
+    kernels_s = sum(layer.seconds[0] for layer in passes)
+    gathers_s = sum(_messages_s(exchange.forward_gathers) for exchange in large)
+    copies_s = fetch_s(recipe, node) * sum(exchange.held_b for exchange in large)
+    waits = _exposed(gathers_s / recipe.batch.accumulation, copies_s, kernels_s, node)
+    return kernels_s + sum(waits)
+
 
 # %% ../../nbs/plan/10_step_time.ipynb #3a0ddd8e
 def estimate_step(
@@ -571,9 +575,10 @@ def estimate_step(
     parts['optimizer'] = step_s
     parts['messages'] = waits.messages + _messages_s(few)
     parts['copies'] = waits.copies + copies_s + _offloaded_s(recipe, spec, node, passes)
-    collectives = (*_collectives(large), *few)
+    collectives = sum([exchange.messages for exchange in large], ()) + few
     flops = _flop_counts(recipe, spec, works)
-    return StepEstimate(collectives, tuple(parts.items()), *flops, recipe, node)
+    forward_s = _forward_s(passes, large, recipe, node)
+    return StepEstimate(collectives, tuple(parts.items()), *flops, forward_s, recipe, node)
 
 # %% ../../nbs/plan/10_step_time.ipynb #c7a0d0f9
 class _Layers(NamedTuple):  # One forward and one backward pass through equal layers
@@ -609,7 +614,3 @@ def _step_waits(large, seconds, recipe, node) -> _Waits:
     waits = [_exchange_waits(x, recipe, beside[part], node) for part, x in joined.items()]
     return _Waits(sum(w.messages for w in waits), sum(w.copies for w in waits))
 
-def _collectives(large) -> Iterator[Collective]:
-    for exchange in large:
-        gathers = *exchange.forward_gathers, *exchange.backward_gathers
-        yield from (*gathers, *exchange.reductions)
