@@ -99,7 +99,8 @@ def needs_mask(
     recipe: Recipe,  # Its model and batch are read
 ) -> bool:  # Other attentions need none, or have one always
     "Say whether sdpa gets a mask: rows of unequal length are padded, or hold several examples."
-    return recipe.model.attention == 'sdpa' and (recipe.batch.packing or recipe.pads)
+    uneven = recipe.batch.packing or recipe.pads
+    return recipe.model.attention == 'sdpa' and uneven
 
 def mask_traffic_b(
     recipe: Recipe,  # Its model, batch and precision are read

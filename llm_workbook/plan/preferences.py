@@ -19,7 +19,7 @@ from .step_time import estimate_step
 # %% ../../nbs/plan/10a_preferences.ipynb #7f7706c2
 class ReferencePass(NamedTuple):
     "What it takes to score the pairs of a run once, before its first step."
-    pairs: int  # Of all ranks; each is scored once
+    pairs: int  # That train, of all ranks; each is scored once
     seconds: float  # On the machine of the plan
     peak_b: int  # Tensors of one rank at the fullest instant, bytes
 

@@ -28,7 +28,7 @@ from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
 from ..parallel.shard import assert_sharding
-from .micro_batch import micro_batch
+from .micro_batch import micro_batch, ones_row
 from .recorder import Recorder, recorded
 from .timeline import Irregular
 from .zero_engine import import_zero, watch_zero, zero_engine
@@ -485,8 +485,7 @@ def _fake_payload_class():
 # %% ../../nbs/rehearsal/04_program.ipynb #26f24c9d
 def _trainer(recipe, folder, model, joined):
     "The trainer of the project; that of transformers where TRL's cannot compute the loss."
-    tokens = [1] * recipe.batch.length
-    row = {'input_ids': tokens, 'labels': tokens}
+    row = ones_row(recipe)
     if recipe.model.head == 'causal_lm' and recipe.batch.loss_head in ('chunked', 'one_pass'):
         trainer = make_trainer(recipe, folder, [row], model, load_tokenizer('tiny-base'))
     else:
