@@ -138,8 +138,8 @@ def test_two_ranks_learn_what_one_process_learns(recipe, tmp_path, method):
 
 @pytest.mark.parametrize('changes', [
     {'sharding.strategy': 'ddp'}, {'batch.loss_head': 'one_pass'},
-    {'sharding.activation_checkpointing': 'full'}, {'sharding.loading': 'sharded'},
-    {'sharding.group': 1}], ids=lambda changes: ' '.join(map(str, *changes.items())))
+    {'sharding.activation_checkpointing': 'full'}, {'sharding.loading': 'sharded'}],
+    ids=lambda changes: ' '.join(map(str, *changes.items())))
 @pytest.mark.slow
 def test_how_the_work_is_done_changes_no_loss(recipe, tmp_path, changes):
     "The twin of every case is that of two ranks above."
