@@ -169,7 +169,7 @@ _Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that floa
 class Method(Part):
     "What is trained: LoRA adapters on a packed base, on a 16-bit base, or everything."
     kind: Literal['qlora', 'lora', 'full'] = 'qlora'  # `full` has no adapters to describe
-    objective: Literal['answers', 'dpo'] = 'answers'  # To write the answers, or to prefer one of two
+    objective: Literal['answers', 'dpo'] = 'answers'  # To write answers, or to prefer one of two
     beta: Annotated[_Float32, Field(gt=0)] = 0.1  # How close dpo holds the model to its start
     rank: Count = 16  # Inner size of the adapters
     alpha: Count = 32  # Their output is scaled by it, as `scaling` says

@@ -12,6 +12,7 @@ import os
 import warnings
 from array import array
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ class PairCollator:
         multiple: int = 1,  # Of which the width of a batch is one
     ):
         self.pad, self.multiple = pad, multiple
-        self.reference = None  # Log-probabilities by `row` of a pair, (rows, 2); see `set_reference`
+        self.reference = None  # Log-probabilities by `row`, (rows, 2), of `set_reference`
 
     def __call__(self,
         rows: list[dict],  # With `PAIR_KEYS`, and `row` where there is a reference
@@ -167,16 +168,12 @@ def preference_trainer() -> type:  # Used inside of `resumable`; its `beta` is t
             return (loss, output) if return_outputs else loss
 
         def log(self, logs, start_time=None):
-            if 'loss' in logs and self.run.votes: logs |= self._logged()
+            if 'loss' in logs and self.run.votes:
+                rewards, tokens = _of_all_ranks(self._sums, self.run.votes)
+                self._total_train_tokens += tokens
+                logs |= rewards | {'num_tokens': self._total_train_tokens}
             self._sums.clear()
             super().log(logs, start_time)
-
-        def _logged(self):
-            gathered = self.run.votes.gather(torch.stack(self._sums).sum(0).tolist())
-            *sums, tokens, pairs = map(sum, zip(*gathered))
-            self._total_train_tokens += int(tokens)
-            means = {name: value / pairs for name, value in zip(_REWARDS, sums)}
-            return means | {'num_tokens': self._total_train_tokens}
 
     return PreferenceTrainer
 
@@ -190,6 +187,13 @@ def _sums(scores, mask):
     sums = [scores.chosen.detach().sum(), margins.sum(), (margins > 0).sum(), mask.sum()]
     sums = torch.stack([value.double() for value in sums])
     return torch.cat([sums, sums.new_tensor([len(margins)])])
+
+def _of_all_ranks(sums, votes):
+    "Give the means over the pairs of a step, and its tokens; a collective."
+    import torch
+    gathered = votes.gather(torch.stack(sums).sum(0).tolist())
+    *rewards, tokens, pairs = map(sum, zip(*gathered))
+    return {name: value / pairs for name, value in zip(_REWARDS, rewards)}, int(tokens)
 
 # %% ../../nbs/training/11b_preferences.ipynb #199bd168
 def _log_probs(trainer, rows):
@@ -211,7 +215,23 @@ def _log_probs(trainer, rows):
     in_turn = [pair for turn in zip(*votes.gather(found)) for pair in turn]
     return torch.tensor(in_turn[:len(rows)]).view(-1, 2)
 
-# %% ../../nbs/training/11b_preferences.ipynb #7e327403
+# %% ../../nbs/training/11b_preferences.ipynb #9207a592
+def _numbers(trainer, recipe, loader):
+    "Number the training pairs that the run takes; a collective."
+    steps, rows = recipe.optimizer.steps, len(trainer.train_dataset)
+    if steps * recipe.global_batch >= rows: return [*range(rows)]
+    batches = islice(loader.batch_sampler, steps * recipe.batch.accumulation)
+    mine = [number for batch in batches for number in batch]
+    return sorted({number for numbers in trainer.run.votes.gather(mine) for number in numbers})
+
+def _computed(trainer, numbers):
+    "Compute the reference of some training pairs, and of all that are held out; a collective."
+    import torch
+    train = torch.full((len(trainer.train_dataset), 2), torch.nan)
+    train[numbers] = _log_probs(trainer, trainer.train_dataset.select(numbers).to_list())
+    return {'train': train, 'held': _log_probs(trainer, trainer.held)}
+
+# %% ../../nbs/training/11b_preferences.ipynb #cb8e7891
 _MAKERS = 'model.source', 'model.revision', 'method.kind', 'precision.compute'
 _UNFIT = {'train': 'is of other training pairs', 'held': 'has no such held-out pairs',
           'recipe': 'is of another model'}
@@ -244,7 +264,7 @@ def _write(file, tensors, origin):
         os.replace(part, file)
         sync_folder(file.absolute().parent)
 
-# %% ../../nbs/training/11b_preferences.ipynb #23e400a3
+# %% ../../nbs/training/11b_preferences.ipynb #bddfc9e0
 def check_reference(
     recipe: Recipe,  # Of the run
     directory: str | Path,  # Of the run
@@ -259,35 +279,43 @@ def check_reference(
                      'any more: put the file of this run back (without held-out pairs, set '
                      'intervals.evaluation to 0), or begin in another directory')
 
+# %% ../../nbs/training/11b_preferences.ipynb #ec4119ad
 def set_reference(
     trainer: 'PreferenceTrainer',  # Prepared, at its first step or at a later one
     recipe: Recipe,  # That it runs
+    loader: 'DataLoader',  # Of its training rows, as this rank reads it
 ) -> None:
     "Give the trainer its reference: that of the run, or computed now; a collective."
     from safetensors.torch import load_file
-    run, held = trainer.run, trainer.held
-    rows = run.facts.get('rows') or rows_facts(trainer.train_dataset.to_list(), held)
+    run, numbers = trainer.run, _numbers(trainer, recipe, loader)
+    rows = run.facts.get('rows') or rows_facts(trainer.train_dataset.to_list(), trainer.held)
     file, origin = run.files.reference, _origin(recipe, rows)
-    why = run.votes.gather(_unfit(file, origin))[0]
-    if why and run.start.step: check_reference(recipe, file.parent, run.start)
-    if why:
-        with run.at_stage('evaluating'), run.paused():
-            tensors = {'train': _log_probs(trainer, trainer.train_dataset.to_list()),
-                       'held': _log_probs(trainer, held)}
-        on_every_rank(lambda: _write(file, tensors, origin) if run.rank == 0 else None)
-    tensors = load_file(file)
-    trainer.pair_collator.reference = tensors['train']
-    trainer.held_reference = tensors['held']
+    if not run.start.step and run.votes.gather(_unfit(file, origin))[0]:
+        with run.at_stage('evaluating'), run.paused(): made = _computed(trainer, numbers)
+        on_every_rank(lambda: _write(file, made, origin) if run.rank == 0 else None)
+    found = load_file(file)
+    if found['train'][numbers].isnan().any():
+        raise ValueError(f'{file.name} has no values for some of the pairs that '
+                         f'{recipe.optimizer.steps} steps take: the run began with fewer. Set '
+                         'optimizer.steps back, or begin in another directory')
+    trainer.pair_collator.reference, trainer.held_reference = found['train'], found['held']
 
-# %% ../../nbs/training/11b_preferences.ipynb #83fa16d7
+# %% ../../nbs/training/11b_preferences.ipynb #fa0edec7
 def evaluate_pairs(
     trainer: 'PreferenceTrainer',  # With held-out pairs and a reference
 ) -> dict:  # `loss`, nats; `reward_chosen`, `reward_margin`; `reward_accuracy`, 0 to 1; `pairs`
     "Judge the held-out pairs; a collective."
     if not trainer.held: raise ValueError('no pair is held out: set data.test_share or data.test')
-    log_probs = _log_probs(trainer, trainer.held).t().flatten()
-    scores = pair_scores(log_probs, trainer.held_reference.t().flatten(), trainer.beta)
-    means = {'loss': scores.losses, 'reward_chosen': scores.chosen,
-             'reward_margin': scores.margins, 'reward_accuracy': (scores.margins > 0).double()}
-    means = {name: float(values.mean()) for name, values in means.items()}
-    return means | {'pairs': len(trainer.held)}
+    log_probs, reference = _log_probs(trainer, trainer.held), trainer.held_reference
+    scores = pair_scores(log_probs.t().flatten(), reference.t().flatten(), trainer.beta)
+    sources = trainer.held_sources
+    values = _means(scores, [True] * len(sources))
+    names = dict.fromkeys(sources)
+    if len(names) < 2: return values
+    parts = {name: _means(scores, [source == name for source in sources]) for name in names}
+    return values | {'sources': parts}
+
+def _means(scores, which):
+    columns = scores.losses, scores.chosen, scores.margins, (scores.margins > 0).double()
+    means = {name: float(values[which].mean()) for name, values in zip(('loss', *_REWARDS), columns)}
+    return means | {'pairs': sum(which)}

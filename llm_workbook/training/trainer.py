@@ -87,7 +87,6 @@ def _callback(trainer, recipe):
             trainer.shards = check_shards(run, recipe, model)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
                 _confirm(trainer, recipe, train_dataloader)
-                if recipe.method.objective == 'dpo': set_reference(trainer, recipe)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
                 trainer.payload = payload_digest(recipe, trainer.model)
             run.log.announce(f'base loaded and checked; step {state.global_step + 1:,} begins')
@@ -133,12 +132,13 @@ def _ends(trainer, recipe, state):
     return note_best(run, recipe, state.global_step)
 
 def _confirm(trainer, recipe, loader):
-    "Compare what is in force with the recipe, and begin to watch the adapters."
+    "Compare what is in force with the recipe, begin to watch the adapters, and find a reference."
     run, model = trainer.run, trainer.model_wrapped
     confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
     trainer.reach = make_reach(recipe, model, run.start.step)
     run.metrics.begin(recipe, model, trainer.optimizer)
     note_best(run, recipe, run.start.step)  # A run that goes on may have been at its end
+    if recipe.method.objective == 'dpo': set_reference(trainer, recipe, loader)
 
 # %% ../../nbs/training/12a_trainer.ipynb #ec5d8ebf
 def _evaluate(trainer, batch_size):
