@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.record import ROOT, record
 from bench.shared.heap import COUNTING
 from bench.shared.small_rehearsals import (
-    AGAIN, DORA, FULL, LORA, QLORA, SHAPES, counted, percent, recipe)
+    AGAIN, DORA, FULL, LORA, PAIRS, QLORA, SHAPES, counted, percent, recipe)
 from bench.shared.tracker import plain_program, tracked, trainer_program
 
 ONE_PASS = {'batch.loss_head': 'one_pass'}
@@ -34,6 +34,9 @@ JOBS = [  # Shape, changes to a plain recipe
     ('small', QLORA | DORA | AGAIN),
     ('small', FULL | ONE_PASS),
     ('large', LORA | AGAIN | ONE_PASS),
+    ('small', LORA | PAIRS),
+    ('large', QLORA | AGAIN | PAIRS),
+    ('small', FULL | PAIRS),
 ]
 
 
@@ -83,8 +86,9 @@ def peers(recipe) -> dict:
 
     A full fine-tune is also tracked with AdamW as on GPUs, kept and cleared.
     """
-    if recipe.sharding.strategy != 'fsdp2' or recipe.batch.accumulation > 1:
-        return {}  # It tracks FSDP2, and one pass in a step
+    pairs = recipe.method.objective == 'dpo'
+    if recipe.sharding.strategy != 'fsdp2' or recipe.batch.accumulation > 1 or pairs:
+        return {}  # It tracks FSDP2, and one pass in a step; its programs train answers
     ways = {'tracker_trainer': (trainer_program,), 'tracker': (plain_program,)}
     if recipe.method.kind == 'full':
         ways['tracker_foreach'] = plain_program, True

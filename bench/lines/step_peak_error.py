@@ -36,6 +36,7 @@ SEGMENTS = {'model.attention': 'segments'}  # `borders` in bench.shared.models: 
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 PACKED = {'batch.packing': True}
 DORA = {'method.dora': True}
+PAIRS = {'data.format': 'preference', 'method.objective': 'dpo', 'batch.loss_head': 'chunked'}
 
 
 def size(micro: int, length: int, accumulation: int = 1) -> dict:
@@ -66,14 +67,19 @@ JOBS = [
     ('llama', size(1, 1024) | BF16 | SEGMENTS, False),
     ('window', size(1, 1024) | PURE | SEGMENTS, False),
     ('wide', size(1, 1024) | LORA | SEGMENTS, False),
-    ('wide', size(1, 512) | FSDP | LORA | DORA, False)]
+    ('wide', size(1, 512) | FSDP | LORA | DORA, False),
+    ('llama', size(1, 512) | PAIRS, False), ('wide', size(1, 512) | LORA | FULL | PAIRS, False),
+    ('words', size(1, 256) | PURE | PAIRS, False), ('wide', size(2, 256, 2) | LORA | PAIRS, False),
+    ('wide', size(1, 512) | FSDP | QLORA | PAIRS, False),
+    ('llama', size(1, 256) | FSDP | BF16 | PAIRS, False)]
 
 JUDGES = {'intervals.evaluation': 1, 'batch.loss_head': 'chunked'}
-JUDGED = [  # Shape and changes: evaluations, which are far smaller than their steps
+JUDGED = [  # Shape and changes: evaluations, far smaller than their steps; of pairs: references
     ('llama', size(2, 512)), ('words', size(1, 1024)), ('wide', size(2, 1024) | LORA),
     ('wide', size(2, 1024) | QLORA | FULL), ('moe', size(1, 1024) | PURE),
     ('llama', size(2, 1024) | BF16), ('llama', size(4, 1024) | FSDP | BF16),
-    ('wide', size(2, 2048) | FSDP | QLORA)]
+    ('wide', size(2, 2048) | FSDP | QLORA), ('llama', size(1, 512) | PAIRS),
+    ('wide', size(1, 1024) | FSDP | LORA | PAIRS)]
 
 
 def recipe(changes: dict):

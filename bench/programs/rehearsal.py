@@ -108,6 +108,8 @@ def rank(job: dict) -> dict:
         tokenizer = AutoTokenizer.from_pretrained(resolve('tiny-base'))
         data = rows(recipe, model.config.vocab_size, STEPS)
         trainer = make_trainer(recipe, folder, data, model, tokenizer)
+        if recipe.method.objective == 'dpo':  # Scored before, as far as a step can tell
+            trainer.pair_collator.reference = torch.zeros(len(data), 2)
         del model
         trainer.add_callback(watch(measured, trainer))
         built_b = highest_b()

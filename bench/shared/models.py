@@ -79,12 +79,20 @@ def fill(model, make, dtype) -> None:
 
 
 def rows(recipe, vocab: int, steps: int) -> list[dict]:
-    "As many full rows of `batch.length` tokens as the steps take; packed ones hold two examples."
+    "As many rows of `batch.length` tokens as the steps take; packed ones hold two, pairs have two."
     import torch
     examples = 2 if recipe.batch.packing else 1
     shape = recipe.global_batch * steps * examples, recipe.batch.length // examples
     ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).tolist()
+    if recipe.method.objective == 'dpo': return [pair(row) for row in ids]
     return [{'input_ids': row, 'labels': row} for row in ids]
+
+
+def pair(row: list[int]) -> dict:
+    "A full row as the better of two answers; the other is shorter, and will be padded."
+    from llm_workbook.training.trainer_rows import PAIR_KEYS
+    other = row[::-1][:-(len(row) // 4)]
+    return dict(zip(PAIR_KEYS, (row, row, other, other)))
 
 
 def fuse(model, head: str = 'chunked') -> None:
@@ -116,17 +124,36 @@ def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
         positions = torch.arange(batch.length // 2).repeat(batch.micro, 2)
         given['position_ids'] = positions.to(device)
     for i in range(batch.accumulation):
-        ids = torch.randint(0, vocab, (batch.micro, batch.length)).to(device)
+        ids = torch.randint(0, vocab, (recipe.pass_rows, batch.length)).to(device)
         count = torch.tensor(ids.numel() * batch.accumulation, device=device)
         last = i == batch.accumulation - 1
         inputs = {'input_ids': ids, 'labels': ids} | borders(recipe, device)
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss = model(**inputs, num_items_in_batch=count, **given).loss
+            if recipe.method.objective == 'dpo': loss = loss_of_pairs(model, inputs, recipe)
+            else: loss = model(**inputs, num_items_in_batch=count, **given).loss
             accelerator.backward(loss)
         del loss
     if recipe.optimizer.clip: accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def mask_of(ids, recipe):
+    "Ones; of pairs the second half of the rows is shorter."
+    import torch
+    mask = torch.ones_like(ids)
+    if recipe.method.objective == 'dpo': mask[len(ids) // 2:, -(ids.shape[1] // 4):] = 0
+    return mask
+
+
+def loss_of_pairs(model, inputs: dict, recipe):
+    "The loss of a preference run, with a reference of zeros."
+    import torch
+    from llm_workbook.training.preferences import pair_scores
+    mask = mask_of(inputs['input_ids'], recipe)
+    log_probs = model(**inputs, attention_mask=mask, use_cache=False).log_probs.sum(-1)
+    reference = torch.zeros(len(log_probs), device=log_probs.device)
+    return pair_scores(log_probs, reference, recipe.method.beta).losses.mean()
 
 
 def judge(model, vocab: int, recipe) -> None:
@@ -135,8 +162,8 @@ def judge(model, vocab: int, recipe) -> None:
     from llm_workbook.checkpoint.sharded_files import unwrapped_parameters
     model.eval()
     with torch.no_grad():
-        ids = torch.randint(0, vocab, (recipe.batch.micro, recipe.batch.length))
-        mask = torch.ones_like(ids)
+        ids = torch.randint(0, vocab, (recipe.pass_rows, recipe.batch.length))
+        mask = mask_of(ids, recipe)
         output = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
         float(output.log_probs.sum())
     del output

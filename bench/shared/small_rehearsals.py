@@ -28,6 +28,7 @@ SHAPES = {
 FULL = {'method.kind': 'full'}
 LORA = {'method.kind': 'lora'}
 QLORA = {'method.kind': 'qlora'}
+PAIRS = {'data.format': 'preference', 'method.objective': 'dpo'}
 DORA = {'method.dora': True, 'method.scaling': 'rslora'}
 AGAIN = {'sharding.activation_checkpointing': 'full'}
 

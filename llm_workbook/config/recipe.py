@@ -83,7 +83,8 @@ _Column = Annotated[str | int | None, BeforeValidator(_column)]
 _Interface = Annotated[str | None, BeforeValidator(_interface)]
 
 # %% ../../nbs/config/03_recipe.ipynb #871a7c6b
-_Format = Literal['auto', 'messages', 'prompt_completion', 'alpaca', 'classification', 'text']
+_Format = Literal['auto', 'messages', 'prompt_completion', 'alpaca', 'classification', 'text',
+                  'preference']
 
 class MixSource(Part):
     "One of several sources of rows; what is not set here is as in `data`."
@@ -163,9 +164,13 @@ def _origin_problem(data) -> Problem | None:
     return Problem('mix', repr(other[0]), 'is no word of data.labels; give each class one word')
 
 # %% ../../nbs/config/03_recipe.ipynb #becccd6a
+_Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds
+
 class Method(Part):
     "What is trained: LoRA adapters on a packed base, on a 16-bit base, or everything."
-    kind: Literal['qlora', 'lora', 'full'] = 'qlora'  # `full` ignores all the rest
+    kind: Literal['qlora', 'lora', 'full'] = 'qlora'  # `full` has no adapters to describe
+    objective: Literal['answers', 'dpo'] = 'answers'  # To write answers, or to prefer one of two
+    beta: Annotated[_Float32, Field(gt=0)] = 0.1  # How close dpo holds the model to its start
     rank: Count = 16  # Inner size of the adapters
     alpha: Count = 32  # Their output is scaled by it, as `scaling` says
     scaling: Literal['lora', 'rslora'] = 'lora'  # By alpha / rank, or by alpha / √rank
@@ -179,6 +184,11 @@ class Method(Part):
                      'int8'] = 'bfloat16'  # Type the payload is kept in (nf4)
     unpacked: Annotated[Real, Field(le=1)] = 0.1  # Share left in 16 bit, at most (qlora)
     keep_inputs: bool = False  # Packed layers keep what they read: bitsandbytes before 0.43.2
+
+    @property
+    def sequences(self) -> int:  # 2 for a pair, else 1
+        "Count the sequences that a row of the data becomes."
+        return 2 if self.objective == 'dpo' else 1
 
 class Precision(Part):
     "Number formats, each for one thing."
@@ -245,15 +255,13 @@ class Zero(Part):
 # %% ../../nbs/config/03_recipe.ipynb #1630d170
 class Batch(Part):
     "How much goes into one optimizer step."
-    micro: Count = 1  # Rows per rank in one forward pass
+    micro: Count = 1  # Rows per rank in one forward pass; pairs, which are two rows each, with dpo
     accumulation: Count = 1  # Forward passes per step
     length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
     padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
     loss_head: Literal['chunked', 'one_pass', 'full',
                        'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; never kept
-
-_Float32 = Annotated[Real, Field(le=1e38)]  # The largest power of ten that float32 holds
 
 class Optimizer(Part):
     "The optimizer and its schedule."
@@ -414,16 +422,28 @@ class Recipe(Document):
         "Count the rows behind one optimizer step."
         return self.batch.micro * self.batch.accumulation * self.cluster.ranks
 
+    @property
+    def pass_rows(self) -> int:  # micro x sequences of a row
+        "Count the sequences of one forward pass on a rank."
+        return self.batch.micro * self.method.sequences
+
+    @property
+    def pads(self) -> bool:  # As `batch.padded` says, and always in pairs
+        "Say whether sequences of unequal length lie in one forward pass."
+        return (self.batch.padded or self.method.sequences > 1) and self.pass_rows > 1
+
     def _repr_html_(self):
         return fields_table({key: _words(getattr(self, key)) for key in type(self).model_fields})
 
 # %% ../../nbs/config/03_recipe.ipynb #5cdf9a48
 _UNUSED = {'qlora': set(), 'lora': {'double_quant', 'storage', 'unpacked', 'keep_inputs'},
-           'full': set(Method.model_fields) - {'kind'}}
+           'full': set(Method.model_fields) - {'kind', 'objective', 'beta'}}
 
 def _words(value) -> Markup:  # One cell of the table: the settings of a part, or a plain value
     if not isinstance(value, BaseModel): return Markup(escape(str(value)))
-    hidden = _UNUSED[value.kind] if isinstance(value, Method) else None
+    hidden = set()
+    if isinstance(value, Method):
+        hidden = _UNUSED[value.kind] | ({'beta'} if value.objective == 'answers' else set())
     settings = value.model_dump(mode='json', exclude=hidden, exclude_none=True)
     words = [f'{key} <b>{escape(str(item))}</b>' for key, item in settings.items()]
     return Markup(' · '.join(words))
@@ -458,6 +478,7 @@ _TOY = {
     'sharding.offload_activations': 'none'}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')
+_TOY_PAIRS = Data(source='sample-preferences', format='preference')
 _TOY_REVIEWS = Data(source='sample-reviews', format='classification',
                     text_column='text', label_column='stars',
                     labels={1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'})
@@ -489,11 +510,12 @@ def _small_zero(zero) -> Zero:
 # %% ../../nbs/config/03_recipe.ipynb #fafa949d
 def _toy_contents(recipe) -> dict:
     "The tiny base and the sample data of the same kind."
-    is_reviews = recipe.data.format == 'classification'
+    data = _TOY_REVIEWS if recipe.data.format == 'classification' else _TOY_CHAT
+    if recipe.method.objective == 'dpo': data = _TOY_PAIRS
     attention = _cpu_attention(recipe)
     return {
         'model': Model(source='tiny-base', head=recipe.model.head, attention=attention),
-        'data': _TOY_REVIEWS if is_reviews else _TOY_CHAT,
+        'data': data,
         'method.rank': 16, 'method.alpha': 32,
         'batch': Batch(micro=12, length=128, packing=recipe.batch.packing,
                        loss_head=recipe.batch.loss_head)}

@@ -55,8 +55,13 @@ class StepRun(NamedTuple):
         return self.strategy.startswith('fsdp')
 
 # %% ../../nbs/plan/04_activations.ipynb #e4040869
+class _Pass(NamedTuple):  # What is not in one part of a recipe
+    rows: int  # Of a rank, in one forward pass
+    pads: bool  # They are of unequal length
+    cuda: bool
+
 @lru_cache(4096)
-def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
+def _setting(method, precision, strategy, batch, model, shape) -> Setting:
     full = method.kind == 'full'
     compute_b, master_b = NUMBER_B[precision.compute], NUMBER_B[precision.master]
     if full: compute_b = min(compute_b, master_b)
@@ -66,7 +71,7 @@ def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
     frozen = precision.frozen or ''
     if frozen: stream_b = NUMBER_B['float32']
     return Setting(
-        micro=batch.micro,
+        micro=shape.rows,
         length=batch.length,
         compute_b=compute_b,
         stream_b=stream_b,
@@ -84,9 +89,9 @@ def _setting(method, precision, strategy, batch, model, cuda) -> Setting:
         attention=model.attention,
         output_b=4 if scaled and batch.loss_head != 'full' else 0,  # Its outputs are float32
         head=batch.loss_head if model.head == 'causal_lm' else str(model.classes),
-        masked=batch.packing or batch.padded and batch.micro > 1,
+        masked=batch.packing or shape.pads,
         tables=batch.micro if batch.packing else 1,
-        cuda=cuda,
+        cuda=shape.cuda,
         fresh=batch.accumulation == 1)
 
 # %% ../../nbs/plan/04_activations.ipynb #e4040870
@@ -94,9 +99,8 @@ def needs_mask(
     recipe: Recipe,  # Its model and batch are read
 ) -> bool:  # Other attentions need none, or have one always
     "Say whether sdpa gets a mask: rows of unequal length are padded, or hold several examples."
-    batch = recipe.batch
-    uneven = batch.padded and batch.micro > 1
-    return recipe.model.attention == 'sdpa' and (batch.packing or uneven)
+    uneven = recipe.batch.packing or recipe.pads
+    return recipe.model.attention == 'sdpa' and uneven
 
 def mask_traffic_b(
     recipe: Recipe,  # Its model, batch and precision are read
@@ -130,7 +134,8 @@ def _run(recipe, spec=None) -> StepRun:
     method, precision, sharding = recipe.method, recipe.precision, recipe.sharding
     cuda = recipe.cluster.device == 'cuda'
     in_backward = recipe.optimizer.kind if recipe.optimizer.in_backward else ''
-    setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, cuda)
+    shape = _Pass(recipe.pass_rows, recipe.pads, cuda)
+    setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, shape)
     if in_backward: setting = setting._replace(fresh=False)  # No gradient stays
     if spec and spec.experts:
         pairs = coverage(spec, method).pairs

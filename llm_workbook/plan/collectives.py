@@ -195,6 +195,11 @@ class Exchange:
     grads_b: int  # One rank's slices of their gradients, bytes
     trained: int  # Numbers with a gradient, of all ranks
 
+    @property
+    def messages(self) -> tuple[Collective, ...]:  # Gathers first
+        "List all of them."
+        return self.forward_gathers + self.backward_gathers + self.reductions
+
     def __add__(self, other):
         "Join two that travel beside the same arithmetic: they hide behind it once."
         return Exchange(
@@ -434,10 +439,12 @@ def _zero3_optimizer(units, lane) -> list[tuple]:
 # %% ../../nbs/plan/09_collectives.ipynb #59334fa6
 def _logs(run, lane) -> list[tuple]:
     "List the gathers of a trainer for its log, by size."
-    half = NUMBER_B[run.precision.compute] == 2
-    is_half = half and run.method.kind == 'full' and run.strategy == 'fsdp2'
-    counts = Counter({8: 3 * run.passes + 1})
-    counts[2 if is_half else 4] += run.passes  # The entropy, in the type of the logits
+    counts = Counter({8: 1})  # What a loss is a mean over
+    if run.method.objective == 'answers':  # Pairs log no more: ranks tell their rewards as objects
+        half = NUMBER_B[run.precision.compute] == 2
+        is_half = half and run.method.kind == 'full' and run.strategy == 'fsdp2'
+        counts[8] += 3 * run.passes
+        counts[2 if is_half else 4] += run.passes  # The entropy, in the type of the logits
     if run.logs: counts[4] += 2
     return [('all_gather', 'trainer', count, size_b * lane.ranks, lane)
             for size_b, count in counts.items()]

@@ -26,6 +26,7 @@ from .collectives import node_of
 from .evaluation_time import EvaluationTime, evaluation_time
 from .ledger import Ledger, memory
 from .padding import padding_note
+from .preferences import reference_pass
 from .ranges import (
     Condition, Range, card_range, condition_of, doubt_of, range_of, squeezed)
 from .step_time import StepEstimate, estimate_step
@@ -400,6 +401,8 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     if cover.warning: yield cover.warning
     note = padding_note(ledger)
     if note: yield note
+    if method.objective == 'dpo':
+        yield str(reference_pass(ledger.recipe, spec, node, facts['plan.rows']))
     yield from filter(None, (_save_note(node, ledger), _mask_note(node, ledger)))
     tight_b = _tight_b(node, ledger)
     if tight_b:
@@ -430,7 +433,7 @@ def _save_note(node, ledger) -> str:
 def _mask_note(node, ledger) -> str:
     "Say what rows of unequal length would add; '' where nobody pads, or the plan has them."
     recipe, batch = ledger.recipe, ledger.recipe.batch
-    pads = batch.micro > 1 and not batch.packing and not batch.padded
+    pads = batch.micro > 1 and not batch.packing and not recipe.pads
     if recipe.model.attention != 'sdpa' or recipe.cluster.device != 'cuda' or not pads: return ''
     padded = recipe.model_copy(update={'batch': batch.model_copy(update={'padded': True})})
     more_b = memory(padded, ledger.spec, node).total('step') - ledger.total('step')

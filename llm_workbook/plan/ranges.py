@@ -37,7 +37,7 @@ def doubt_of(
     known = _doubts()
     if what not in known: raise ValueError(f'no range of {what!r}; {nearest(what, list(known))}')
     doubt, batch = known[what], recipe.batch
-    few = batch.micro * batch.length < doubt.least_tokens
+    few = recipe.pass_rows * batch.length < doubt.least_tokens
     return None if few or recipe.cluster.device == 'cpu' else doubt
 
 # %% ../../nbs/plan/15_ranges.ipynb #a3f10b0b

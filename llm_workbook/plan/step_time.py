@@ -6,7 +6,6 @@
 __all__ = ['StepTime', 'StepEstimate', 'estimate_step']
 
 # %% ../../nbs/plan/10_step_time.ipynb #7df00553
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from html import escape
@@ -199,7 +198,7 @@ class _PassSeconds(NamedTuple):  # Of one pass through one layer on one rank
     launches: float  # While nothing computes
 
 def _pass_seconds(work, times, host_s, recipe, spec, node) -> _PassSeconds:
-    tokens = recipe.batch.micro * recipe.batch.length
+    tokens = recipe.pass_rows * recipe.batch.length
     matmul = _matmul_s(work, times, tokens, recipe, node)
     attention = times.attention * tokens * _attention_s(work, recipe, spec, node)
     elementwise = times.moved * tokens * _elementwise_s(work, recipe, spec, node)
@@ -211,8 +210,7 @@ def _pass_seconds(work, times, host_s, recipe, spec, node) -> _PassSeconds:
 
 def _plain_type(recipe) -> str:
     "Give the type of attention and of unpacked 4-bit matrices, which never are fp8."
-    compute = recipe.precision.compute
-    return 'bfloat16' if compute == 'fp8' else compute
+    return 'bfloat16' if recipe.precision.compute == 'fp8' else recipe.precision.compute
 
 def _adapter_type(recipe) -> str:
     "Give the type in which adapters multiply: ZeRO keeps them in that of the base."
@@ -302,7 +300,7 @@ class _Flops(NamedTuple):  # Of a rank in one step
     counted: float  # By torch's counter, which takes causal attention for full
 
 def _flop_counts(recipe, spec, works) -> _Flops:
-    tokens = recipe.batch.micro * recipe.batch.length * recipe.batch.accumulation
+    tokens = recipe.pass_rows * recipe.batch.length * recipe.batch.accumulation
     needed, run, counted, norms = 0., 0., 0., 0.
     for work in works:
         score = work.count * _score_flops(spec)
@@ -386,7 +384,7 @@ class StepEstimate(StepTime):
     @property
     def tokens(self) -> int:  # Rows taken as full
         "Count the tokens of one step on all ranks."
-        return self.recipe.global_batch * self.recipe.batch.length
+        return self.recipe.global_batch * self.recipe.method.sequences * self.recipe.batch.length
 
     @property
     def tokens_per_s(self) -> float:  # Of all ranks together
@@ -569,7 +567,7 @@ def estimate_step(
     parts['optimizer'] = step_s
     parts['messages'] = waits.messages + _messages_s(few)
     parts['copies'] = waits.copies + copies_s + _offloaded_s(recipe, spec, node, passes)
-    collectives = (*_collectives(large), *few)
+    collectives = sum([exchange.messages for exchange in large], ()) + few
     flops = _flop_counts(recipe, spec, works)
     forward_s = sum(p.seconds[0] for p in passes) + waits.forward_s / recipe.batch.accumulation
     return StepEstimate(collectives, tuple(parts.items()), *flops, forward_s, recipe, node)
@@ -608,7 +606,3 @@ def _step_waits(large, seconds, recipe, node) -> _Waits:
     waits = [_exchange_waits(x, recipe, beside[part], node) for part, x in joined.items()]
     return _Waits(*(sum(sorts) for sorts in zip(*waits)))
 
-def _collectives(large) -> Iterator[Collective]:
-    for exchange in large:
-        gathers = *exchange.forward_gathers, *exchange.backward_gathers
-        yield from (*gathers, *exchange.reductions)

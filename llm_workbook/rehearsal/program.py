@@ -28,6 +28,7 @@ from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
 from ..parallel.shard import assert_sharding
+from .micro_batch import micro_batch, ones_row
 from .recorder import Recorder, recorded
 from .timeline import Irregular
 from .zero_engine import import_zero, watch_zero, zero_engine
@@ -227,7 +228,7 @@ def _adapted_libraries(recipe, gpu):
     with ExitStack() as stack:
         stack.enter_context(cpu_fsdp())
         stack.enter_context(_ddp_without_peers())
-        if recipe.batch.padded and recipe.batch.micro > 1: stack.enter_context(_padded_rows())
+        if recipe.pads: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
         if gpu:
@@ -484,8 +485,7 @@ def _fake_payload_class():
 # %% ../../nbs/rehearsal/04_program.ipynb #26f24c9d
 def _trainer(recipe, folder, model, joined):
     "The trainer of the project; that of transformers where TRL's cannot compute the loss."
-    tokens = [1] * recipe.batch.length
-    row = {'input_ids': tokens, 'labels': tokens}
+    row = ones_row(recipe)
     if recipe.model.head == 'causal_lm' and recipe.batch.loss_head in ('chunked', 'one_pass'):
         trainer = make_trainer(recipe, folder, [row], model, load_tokenizer('tiny-base'))
     else:
@@ -494,27 +494,13 @@ def _trainer(recipe, folder, model, joined):
 
     class Loader:
         def __iter__(self):
-            for _ in range(micro_batches): yield _micro_batch(recipe, joined)
+            for _ in range(micro_batches): yield micro_batch(recipe, joined)
 
         def __len__(self): return micro_batches
 
     trainer.get_train_dataloader = Loader
     return trainer
 
-def _micro_batch(recipe, joined):
-    "Rows of ones; packed ones bring positions, and lie one behind the other where `joined`."
-    import torch
-    batch = recipe.batch
-    shape = (1, batch.micro * batch.length) if joined else (batch.micro, batch.length)
-    labels_shape = batch.micro if recipe.model.head == 'classification' else shape
-    inputs = {
-        'input_ids': torch.ones(shape, dtype=torch.long),
-        'labels': torch.ones(labels_shape, dtype=torch.long),
-        'position_ids' if batch.packing else 'attention_mask': torch.ones(shape, dtype=torch.long),
-    }
-    if joined and recipe.model.attention == 'segments':  # A fake tensor would have no numbers
-        inputs['cu_seq_lens_q'] = [*range(0, shape[1] + 1, batch.length)]
-    return inputs
 
 # %% ../../nbs/rehearsal/04_program.ipynb #f5f68360
 def _plain_trainer(recipe, folder, row, model):

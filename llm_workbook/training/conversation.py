@@ -101,17 +101,13 @@ def find_columns(
 def detect_format(
     row: dict,  # First row of a file
     data: Data,  # Names of unusual columns
-) -> str:  # 'messages', 'prompt_completion', 'alpaca', 'classification' or 'text'
+) -> str:  # 'messages', 'prompt_completion', 'alpaca', 'classification', 'text' or 'preference'
     "Tell the format of a file from the columns of its first row."
     columns = find_columns(row, data)
     has = {role: column in row for role, column in columns.items()}
     is_preference = 'chosen' in row and 'rejected' in row
     names_answer = 'completion' in recipe_columns(data)
-    if is_preference and not names_answer:
-        raise ValueError(
-            'preference pairs train a comparison, which this library does not do; '
-            'to train on the better answer alone set completion_column: chosen')
-    if is_preference: return 'prompt_completion'
+    if is_preference: return 'prompt_completion' if names_answer else 'preference'
     if 'messages' in row or 'conversations' in row: return 'messages'
     if 'instruction' in row and 'output' in row: return 'alpaca'
     if has['prompt'] and has['completion']: return 'prompt_completion'
@@ -208,13 +204,16 @@ def _side(value, role, subject):
     if isinstance(value, dict): return [_message(value, 1)]
     return [_turn(role, value, f'the {subject}')]
 
-def _from_pair(row, data):
-    columns = find_columns(row, data)
-    prompt = row.get(columns['prompt'])
+def _prompt_of(row, data):
+    prompt = row.get(find_columns(row, data)['prompt'])
     if prompt is None and 'prompt' not in recipe_columns(data):
-        prompt = row.get('conversations', row.get('messages'))  # As preference pairs have it
-    question = _side(prompt, 'user', 'prompt')
-    return question + _side(row.get(columns['completion']), 'assistant', 'completion')
+        prompt = row.get('conversations', row.get('messages'))  # As LLaMA-Factory has it
+    return prompt
+
+def _from_pair(row, data):
+    question = _side(_prompt_of(row, data), 'user', 'prompt')
+    answer = row.get(find_columns(row, data)['completion'])
+    return question + _side(answer, 'assistant', 'completion')
 
 def _from_alpaca(row, data):
     question = _checked_text(row.get('instruction'), "'instruction'")
@@ -264,11 +263,61 @@ _FORMATS = {
     'messages': _from_messages, 'prompt_completion': _from_pair, 'alpaca': _from_alpaca,
     'classification': _from_class}
 
+# %% ../../nbs/training/00_conversation.ipynb #3e9f9e4f
+def _both_answers(row, data):
+    "Read the conversation, or the text, of either answer of a pair; they differ in its last turn."
+    sides = [row.get(name) for name in ('chosen', 'rejected')]
+    for name, side in zip(('chosen', 'rejected'), sides):
+        if side in (None, '', []):
+            raise ValueError(f'has no {name!r}: a pair needs both answers; '
+                             'fill it in, or take the row out')
+    prompt = _prompt_of(row, data)
+    if prompt is None and all(isinstance(side, str) for side in sides): return _two_texts(*sides)
+    question = [] if prompt is None else _side(prompt, 'user', 'prompt')
+    chosen, rejected = [_after(question, _side(side, 'assistant', name))
+                        for name, side in zip(('chosen', 'rejected'), sides)]
+    _check_pair(chosen, rejected)
+    return {'messages': _with_context(chosen, row), 'rejected': _with_context(rejected, row)}
+
+def _after(question, turns):
+    "Put a question before an answer, unless its conversation begins with that already."
+    return turns if question and turns[:len(question)] == question else question + turns
+
+def _check_pair(chosen, rejected):
+    "Refuse two conversations that are no two answers to one question."
+    shared = _shared(chosen, rejected)
+    if shared == len(chosen) == len(rejected):
+        raise ValueError('has the same answer twice: take the row out')
+    if shared == 0: raise ValueError('has no question, or a different one for each answer: '
+                                     'both answers of a pair follow the same prompt')
+    for name, turns in ('chosen', chosen), ('rejected', rejected):
+        last = turns[-1]
+        trains = last['role'] == 'assistant' and last.get('train', True)
+        if len(turns) == shared + 1 and trains: continue
+        raise ValueError(f'has conversations that differ from turn {shared + 1} on, and {name!r} '
+                         'does not end there with an answer that trains: keep the turns before '
+                         'it the same, and cut off those that follow it')
+
+def _shared(a, b):
+    "Count the turns, or characters, with which both begin."
+    for number, (one, other) in enumerate(zip(a, b)):
+        if one != other: return number
+    return min(len(a), len(b))
+
+def _two_texts(chosen, rejected):
+    "Take texts as they are; the question is what both begin with."
+    for name, text in ('chosen', chosen), ('rejected', rejected): _checked_text(text, f"'{name}'")
+    if chosen == rejected: raise ValueError('has the same answer twice: take the row out')
+    question = chosen[:_shared(chosen, rejected)].rstrip()
+    if not question: raise ValueError("has texts that begin differently, so there is no question: "
+                                      "add a column 'prompt'")
+    return {'text': chosen, 'rejected': rejected, 'prompt': question}
+
 # %% ../../nbs/training/00_conversation.ipynb #d0f78f4e
 def conversation(
     row: dict,  # One row of a file
     data: Data,  # Its format, its column names, and for classification the question and the words
-) -> dict | None:  # {'messages'} or {'text'}, with a 'family' it has; None for a dropped label
+) -> dict | None:  # {'messages'} or {'text'}, and {'rejected'} of a pair; None for a dropped label
     "Turn one row into what the trainer reads."
     if not isinstance(row, dict):
         raise ValueError(f'is {type(row).__name__}, not an object with named fields')
@@ -277,6 +326,7 @@ def conversation(
     if row_format == 'auto': row_format = detect_format(row, data)
     family = row.get('family')
     extra = {'family': family} if isinstance(family, str) else {}
+    if row_format == 'preference': return _both_answers(row, data) | extra
     if row_format == 'text':
         column = find_columns(row, data)['text']
         text = _checked_text(row.get(column), 'the text')
@@ -319,9 +369,11 @@ def read_columns(
     columns = find_columns(row, data)
     own = {'messages': ('messages', 'conversations'), 'alpaca': ('instruction', 'input', 'output'),
            'prompt_completion': (columns['prompt'], columns['completion']),
-           'classification': (columns['text'], columns['label']), 'text': (columns['text'],)}
+           'classification': (columns['text'], columns['label']), 'text': (columns['text'],),
+           'preference': (columns['prompt'], 'chosen', 'rejected')}
     read = {*own[row_format], 'family', 'tools', *_MEDIA, *_WEIGHTS}
     if 'family' in row: read.add('input')  # With the family, it identifies a generated question
     if row_format not in ('text', 'classification'): read |= {'system', 'history', 'label'}
-    uses_turns = row_format == 'prompt_completion' and columns['prompt'] not in row
+    has_prompt = columns['prompt'] in row
+    uses_turns = row_format in ('prompt_completion', 'preference') and not has_prompt
     return read | {'conversations', 'messages'} if uses_turns else read

@@ -167,7 +167,7 @@ _READERS = {
 # %% ../../nbs/training/01_data.ipynb #8766de30
 def _prompt(row):
     "What two rows must not share across the split: all turns but the last, or the text."
-    if 'text' in row: return row['text']
+    if 'text' in row: return row.get('prompt', row['text'])  # Two texts have a prompt
     return json.dumps(row['messages'][:-1])
 
 def split_rows(

@@ -70,7 +70,8 @@ def _asked_settings(recipe, readings):
 def _is_used(name, recipe, readings):
     "Say whether this method and strategy use a field of the recipe."
     kind = recipe.method.kind
-    if name == 'method.kind': return True
+    if name in ('method.kind', 'method.objective'): return True
+    if name == 'method.beta': return recipe.method.objective == 'dpo'
     if name in _NEVER_IN_FORCE or name in _UNUSED.get(kind, ()): return False
     if name.startswith('zero.'): return name in readings
     return not (kind == 'full' and name.startswith('method.'))

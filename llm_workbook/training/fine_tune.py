@@ -41,6 +41,7 @@ from .packed_attention import check_packed
 from .packed_rows import fill_bins
 from .rank_run import (
     check_payload, payload_digest, set_up_device, tell_stage)
+from .preferences import check_reference, tokenise_pairs
 from .resume import Preempted, guarded_train, save_result
 from .run_directory import (
     RunFiles, Start, announce_import, begin_run, read_metrics, rows_facts, run_lock, run_state)
@@ -130,7 +131,11 @@ def _read_rows(recipe):
 
 def _tokenised(recipe, rows, tokenizer, name):
     "Add tokens and labels to each row; one row for each sequence that trains."
-    data = recipe.data
+    data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
+    if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long)
+    if 'rejected' in rows[0]:
+        raise ValueError(f'{name} are pairs of a chosen and a rejected answer: set '
+                         'method.objective to dpo, or data.completion_column to chosen')
     report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long)
     if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     tokenised = []
@@ -255,6 +260,7 @@ def fine_tune(
     directory = Path(directory)
     with run_lock(directory):
         start = begin_run(recipe, directory, resume, _rows_facts(recipe, rows, held))
+        check_reference(recipe, directory, start)
         if start.finished: return Run(recipe, directory, [])
         curve = LossCurve(directory, recipe.optimizer.steps) if live else None
         if recipe.cluster.device == 'cpu':
@@ -319,6 +325,7 @@ def train_here(
             if rank == 0:
                 known = None if finished else _rows_facts(recipe, rows, held)
                 start = begin_run(recipe, directory, resume=True, rows=known)
+                check_reference(recipe, directory, start)
             if start.finished: return _end(recipe, directory, rank, {})
             os.environ.setdefault('LLMW_LOGS', '')  # Somebody reads what rank 0 prints
             if rank == 0: print(_start_text(recipe, len(rows), start), flush=True)

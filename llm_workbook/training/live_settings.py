@@ -500,6 +500,8 @@ _READERS = {  # Setting -> the object that says it, and how to read it there
     'model.head': ('class of the model', _head),
     'model.classes': ('model.config', _classes),
     'method.kind': ('layers and what trains', _method),
+    'method.objective': ('trainer', lambda live: getattr(live.trainer, 'objective', 'answers')),
+    'method.beta': ('trainer', lambda live: getattr(live.trainer, 'beta', None)),
     'method.quant': ('packed layers', _quant),
     'method.double_quant': ('packed layers', _double),
     'method.storage': ('packed layers', _storage),

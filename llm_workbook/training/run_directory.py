@@ -44,6 +44,7 @@ class RunFiles:
         self.stage = self.of_ranks / 'stage.json'  # What the run is doing: see `mark_stage`
         self.evaluations = self.directory / 'evaluation.jsonl'  # One line per evaluation
         self.effective = self.directory / 'effective.json'  # Settings in force at the first step
+        self.reference = self.directory / 'reference.safetensors'  # What dpo began with
         self.certificate = self.directory / 'certificate.json'  # Which adapters had a gradient
         self.adapters = self.directory / 'adapters'  # The result, as peft loads it,
         self.model = self.directory / 'model'  # or, of a full fine-tune, as transformers does
@@ -392,6 +393,8 @@ def _row_digest(number, row):
     ids, labels = row['input_ids'], row['labels']
     labels = [labels] if isinstance(labels, int) else labels  # A class, or one label per token
     numbers = array('q', [len(ids), *ids, *labels])
+    other = row.get('rejected_input_ids')  # Of a pair
+    if other is not None: numbers.extend([len(other), *other, *row['rejected_labels']])
     return hashlib.sha256(numbers.tobytes()).digest()
 
 def _joined(digests): return hashlib.sha256(b''.join(digests)).hexdigest()[:32]

@@ -20,12 +20,14 @@ from .conversation import row_places
 from .early_stopping import note_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
+from .preferences import (
+    PairCollator, evaluate_pairs, preference_trainer, set_reference)
 from .rank_run import check_shards, payload_digest
 from .reach import make_reach
 from .resume import resumable
 from .run_directory import rate_schedule, recipe_facts
 from .trainer_rows import (
-    held_tokens, packed_collator, row_kind, trainer_table)
+    PAIR_KEYS, held_tokens, packed_collator, row_kind, trainer_table)
 from .watchdog import Votes
 
 # %% ../../nbs/training/12a_trainer.ipynb #c6f8a257
@@ -106,7 +108,8 @@ def _callback(trainer, recipe):
 def _logged_values(logs, step):
     "Take what a line holds; refuse what is no number."
     names = 'loss', 'grad_norm', 'learning_rate', 'num_tokens'
-    values = {name: float(logs[name]) for name in names if name in logs}
+    rewards = [name for name in logs if name.startswith('reward_')]  # Of pairs
+    values = {name: float(logs[name]) for name in (*names, *rewards) if name in logs}
     for name in ('loss', 'grad_norm'):
         value = values.get(name, 0.0)
         if not math.isfinite(value):
@@ -122,17 +125,20 @@ def _is_due(state, every):
 def _ends(trainer, recipe, state):
     "Judge the held-out rows; say whether the run ends with that."
     run = trainer.run
-    with run.at_stage('evaluating'): values = _evaluate(trainer, recipe.batch.micro)
+    with run.at_stage('evaluating'):
+        if recipe.method.objective == 'dpo': values = evaluate_pairs(trainer)
+        else: values = _evaluate(trainer, recipe.batch.micro)
     run.log.note_evaluation(state.global_step, values)
     return note_best(run, recipe, state.global_step)
 
 def _confirm(trainer, recipe, loader):
-    "Compare what is in force with the recipe, and begin to watch the adapters."
+    "Compare what is in force with the recipe, begin to watch the adapters, and find a reference."
     run, model = trainer.run, trainer.model_wrapped
     confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
     trainer.reach = make_reach(recipe, model, run.start.step)
     run.metrics.begin(recipe, model, trainer.optimizer)
     note_best(run, recipe, run.start.step)  # A run that goes on may have been at its end
+    if recipe.method.objective == 'dpo': set_reference(trainer, recipe, loader)
 
 # %% ../../nbs/training/12a_trainer.ipynb #ec5d8ebf
 def _evaluate(trainer, batch_size):
@@ -206,8 +212,8 @@ def make_trainer(
     "Make the trainer of this rank around a base that is loaded."
     import datasets
     from transformers import PrinterCallback
-    from trl import SFTTrainer
     keys = row_kind(rows, held, recipe.batch.packing)
+    kind = resumable(_trainer_kind(recipe, keys))
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     datasets.disable_progress_bars()
@@ -216,12 +222,12 @@ def make_trainer(
     adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method, recipe.seed)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
-    trainer = resumable(SFTTrainer)(
-        model, args, packed_collator(recipe, tokenizer, model, args.pad_to_multiple_of or 1),
+    trainer = kind(
+        model, args, _collator(recipe, tokenizer, model, args.pad_to_multiple_of or 1),
         train_dataset=trainer_table(rows, keys, recipe, longest),
         eval_dataset=trainer_table(held, keys, recipe, longest, by_source=True),
         processing_class=tokenizer)
-    _set_head(trainer.model, recipe)
+    _set_loss(trainer, recipe)
     set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
@@ -240,7 +246,7 @@ def _trl_settings(recipe, directory, keys, model):
     args = sft_config(recipe, directory)
     args._n_gpu = min(args.n_gpu, 1)  # One process alone would compute on all GPUs that it sees
     args.assistant_only_loss = keys == ('messages',)
-    args.router_aux_loss_coef = _router_loss(model)
+    args.router_aux_loss_coef = 0.0 if keys == PAIR_KEYS else _router_loss(model)
     args.dataset_kwargs = {'skip_prepare_dataset': 'labels' in keys}
     return args
 
@@ -250,7 +256,28 @@ def _router_loss(model):
     has_none = hasattr(config, 'output_router_logits') and not hasattr(config, 'num_experts')
     return 0.0 if has_none else None
 
-def _set_head(model, recipe):
+def _trainer_kind(recipe, keys):
+    "TRL's trainer, or that of pairs."
+    is_dpo = recipe.method.objective == 'dpo'
+    if is_dpo != (keys == PAIR_KEYS):
+        raise ValueError(f'method.objective {recipe.method.objective!r} does not train rows of '
+                         f'{", ".join(keys)}: dpo takes rows of `tokenise_pairs`, and only dpo')
+    if is_dpo: return preference_trainer()
+    from trl import SFTTrainer
+    return SFTTrainer
+
+def _collator(recipe, tokenizer, model, multiple):
+    "Make the collator of pairs or of packed rows; None where TRL has its own."
+    if recipe.method.objective != 'dpo': return packed_collator(recipe, tokenizer, model, multiple)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return PairCollator(pad, multiple)
+
+def _set_loss(trainer, recipe):
     "Let the head score tokens once where the recipe says so; TRL's tiles are there already."
-    if recipe.batch.loss_head != 'one_pass': return
-    add_one_pass_head(model.get_base_model() if hasattr(model, 'get_base_model') else model)
+    model = trainer.model
+    if recipe.batch.loss_head == 'one_pass':
+        add_one_pass_head(model.get_base_model() if hasattr(model, 'get_base_model') else model)
+    if recipe.method.objective != 'dpo': return
+    from trl.trainer.utils import disable_dropout_in_model
+    disable_dropout_in_model(model)  # The reference is computed without
+    trainer.beta, trainer.pair_collator = recipe.method.beta, trainer._collate

@@ -59,7 +59,7 @@ def _logits_b(recipe):
     "Logits of one pass in float32, in bytes; None if the model is not known here."
     try: vocabulary = spec(recipe.model.source).vocab
     except (ValueError, OSError): return None
-    return 4 * recipe.batch.micro * recipe.batch.length * vocabulary
+    return 4 * recipe.pass_rows * recipe.batch.length * vocabulary
 
 # %% ../../nbs/watching/05c_loading_checks.ipynb #e44f6e4a
 @check('memory-ran-out')

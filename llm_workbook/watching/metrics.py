@@ -130,8 +130,8 @@ class RowWork:
 
     def _per_token(self, name, length, padded):
         "FLOPs of a token: they rise evenly with the length of its row."
-        low, micro = max(8, int(length)), self.recipe.batch.micro
-        ends = [getattr(self._estimate(n, padded), name) / (micro * n) for n in (low, low + 1)]
+        low, rows = max(8, int(length)), self.recipe.pass_rows
+        ends = [getattr(self._estimate(n, padded), name) / (rows * n) for n in (low, low + 1)]
         return ends[0] + max(0., length - low) * (ends[1] - ends[0])
 
     def _estimate(self, length, padded):

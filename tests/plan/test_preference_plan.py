@@ -1,0 +1,97 @@
+"""Preference pairs in the plan and in the rehearsal, and both against real ranks."""
+from collections import Counter
+
+import pytest
+from bench.lines import step_peak_error
+from bench.lines.rehearsal_error import RealRanks
+from bench.shared.small_rehearsals import AGAIN, FULL, LORA, PAIRS, QLORA, percent, recipe
+from llm_workbook import (
+    estimate, estimate_step, evaluation_b, memory, node, reference_pass, rehearse)
+from llm_workbook.config.document import RecipeError
+from llm_workbook.plan.preferences import ReferencePass
+from trouble import slow_case
+
+SHORT = {'batch.length': 64}
+WAYS = {
+    'lora': LORA,
+    'qlora, recomputed': QLORA | AGAIN,
+    'full': FULL,
+    'full, float32': FULL | {'precision.compute': 'float32'},
+    'one pass': LORA | {'batch.loss_head': 'one_pass'},
+    'two micro-batches': LORA | {'batch.accumulation': 2},
+    'four ranks': QLORA | {'cluster.processes': 4},
+    'like a GPU': LORA | {'cluster.device': 'cuda'}}
+
+
+def tensors_b(made) -> int: return memory(made).total('step', 'gpu', 'allocated')
+
+
+@pytest.mark.parametrize('way', [
+    way if way in ('lora', 'like a GPU') else slow_case(way) for way in WAYS])
+def test_the_plan_of_pairs_is_what_the_rehearsal_holds(way, tmp_path):
+    made = recipe('brief', WAYS[way] | PAIRS | {'batch.length': 128}, tmp_path)
+    assert abs(percent(tensors_b(made), rehearse(made, exact=True).peak_b)) < 1
+
+
+def test_the_messages_of_pairs_are_those_of_the_rehearsal(tmp_path):
+    made = recipe('brief', LORA | PAIRS | SHORT | {'batch.accumulation': 2}, tmp_path)
+    played = Counter((kind, size_b) for _, kind, size_b, _ in rehearse(made, exact=True).messages)
+    planned = Counter()
+    for message in estimate_step(made, node=node('8x-h100').changed(gpus=2)).collectives:
+        planned[message.kind, message.tensor_b] += message.count
+    assert planned == played
+
+
+@pytest.mark.parametrize('changes', [
+    LORA, slow_case(QLORA | AGAIN), slow_case(FULL)], ids=['lora', 'qlora', 'full'])
+def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, tmp_path):
+    made = recipe('quick', changes | PAIRS | SHORT, tmp_path)
+    with RealRanks() as ranks: saw = ranks.measured(made)
+    ours = rehearse(made, exact=True)
+    assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
+    assert abs(percent(tensors_b(made), saw['peak_b'])) < 1
+    assert [tuple(message) for message in saw['collectives']] == [
+        ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
+    assert ours.flops == saw['flops']
+
+
+@pytest.mark.slow
+def test_the_reference_pass_takes_what_was_planned():
+    row = step_peak_error.judged('wide', step_peak_error.size(1, 512) | LORA | PAIRS)
+    assert abs(row['error']) < 1
+
+
+def test_two_rows_of_unequal_length_count_a_mask_and_twice_the_tokens(tmp_path):
+    pairs = recipe('brief', LORA | PAIRS, tmp_path)
+    answers = recipe('brief', LORA | {'batch.micro': 2}, tmp_path)
+    padded = answers.changed({'batch.padded': True})
+    assert tensors_b(pairs) == tensors_b(padded) > tensors_b(answers)
+    machine = node('8x-h100').changed(gpus=2)
+    of_pairs, of_answers = (estimate_step(one, node=machine) for one in (pairs, padded))
+    assert (of_pairs.tokens, of_pairs.flops_counted) == (of_answers.tokens, of_answers.flops_counted)
+
+
+def test_a_reference_is_an_evaluation_before_there_are_states(tmp_path):
+    pairs = recipe('brief', FULL | PAIRS | {'intervals.evaluation': 1, 'optimizer.steps': 90}, tmp_path)
+    found = reference_pass(pairs, node=node('8x-h100').changed(gpus=2), rows=90)
+    states_b = sum(line.size_b for line in memory(pairs).lines
+                   if line.kind == 'optimizer' and line.phase == 'step' and not line.instant)
+    assert states_b and found.peak_b == evaluation_b(pairs) - states_b
+    assert found.pairs == 90 and found.seconds > 0
+
+
+def test_an_estimate_names_the_reference_and_only_of_pairs(tmp_path):
+    machine = node('8x-h100').changed(gpus=2)
+    pairs = recipe('brief', LORA | PAIRS | {'optimizer.steps': 1000}, tmp_path)
+    for rows, scored in (1234, '1,234'), (4000, '2,000'), (None, '2,000'):
+        notes = estimate(pairs, machine, rows=rows).warnings
+        assert [note for note in notes if f'the reference scores {scored} pairs' in note]
+    plain = estimate(recipe('brief', LORA, tmp_path), machine)
+    assert not [note for note in plain.warnings if 'reference' in note]
+    assert str(ReferencePass(10, 7200., 0)).endswith('10 pairs once, before the first step: 2.00 hours')
+
+
+@pytest.mark.parametrize('head', ['full', 'fused'])
+def test_heads_that_no_plan_counts_are_refused(head, tmp_path):
+    with pytest.raises(RecipeError, match='dpo-scores-in-tiles'):
+        recipe('brief', LORA | PAIRS | {'batch.loss_head': head}, tmp_path)
