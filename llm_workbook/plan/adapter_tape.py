@@ -13,7 +13,7 @@ from .tape import Tape, Tensor, cast, elementwise
 def _low_rank(tape, x, weight, setting) -> Tensor:
     name, adapter_b, rank = weight.module, setting.adapter_b, setting.rank
     width_out, width_in = weight.shape
-    x = cast(tape, f'{name}: adapter input', x, adapter_b)
+    x = _adapter_input(tape, x, weight, setting)
     if setting.dropout: x = _dropped(tape, x, name, setting)
     number_b, copies = adapter_b, ((), ())
     if setting.frozen and setting.compute_b < adapter_b:  # Autocast
@@ -29,6 +29,15 @@ def _low_rank(tape, x, weight, setting) -> Tensor:
         f'{name}: lora_B', (down,), width_out, number_b,
         saves=(down, *copies[1]),
         grads_b=width_out * rank * adapter_b)
+
+def _adapter_input(tape, x, weight, setting) -> Tensor:
+    "`x` in the type of the adapter; a compiled block makes it once for all that read `x`."
+    shared = f'adapter input of {x.name}'
+    if setting.kernels == 'compile' and x.element_b != setting.adapter_b:
+        for op in tape.ops:
+            if op.inputs == (x,) and op.out.name == shared: return op.out
+        return cast(tape, shared, x, setting.adapter_b)
+    return cast(tape, f'{weight.module}: adapter input', x, setting.adapter_b)
 
 def _dropped(tape, x, name, setting) -> Tensor:
     mask_b = 1 if setting.cuda else x.element_b

@@ -89,6 +89,11 @@ _STAND_INS = [
         "flash-attn runs as torch's attention without a mask, "
         'which keeps tensors of the same sizes'),
     _StandIn(
+        'model.kernels', ['compile', 'liger'],
+        {'model.kernels': 'plain'},
+        'kernels are plain here: nothing is compiled or replaced under the recorder. A compiled '
+        'block keeps less for the backward pass, and the ledger alone counts that'),
+    _StandIn(
         'precision.compute', ['float16'],
         {'precision.compute': 'bfloat16', 'precision.loss_scale': 'none',
          'precision.reduce': None},

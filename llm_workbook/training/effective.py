@@ -22,6 +22,7 @@ from ..display import html_table, nearest
 from ..files import publish, resolve
 from ..parallel.agreement import on_every_rank
 from ..parallel.backends import fsdp_env, zero_config
+from .compiled_steps import compiled_facts
 from .live_settings import read_settings
 from .run_directory import RunFiles, rate_schedule
 
@@ -268,6 +269,8 @@ def explain_config(
         lines = _lines(yaml.compose(files.recipe.read_text(), Loader=yaml.SafeLoader))
         facts = Recipe.load(files.recipe).facts()
     settings = [_Setting(**row) for row in record['settings']]
+    counted = compiled_facts(files.directory)
+    settings += [_Setting(name, None, value, 'metrics/compiled') for name, value in counted.items()]
     explained = [setting._replace(came=_origin(setting, lines, facts)) for setting in settings]
     return Effective(record['recipe'], tuple(explained), record['ranks'])
 

@@ -24,6 +24,7 @@ from ..display import html_table
 from ..files import resolve
 from ..model.adapters import check_targets
 from ..model.architecture import base_config, load_tokenizer
+from ..model.compiled_blocks import find_compiler
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, set_allocator
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
@@ -81,6 +82,7 @@ def _check_packages(recipe):
     if strategy.startswith('zero') and not find_spec('deepspeed'):
         raise ImportError(f'strategy {strategy} needs DeepSpeed: '
                           'pip install llm-workbook[deepspeed]')
+    if recipe.model.kernels == 'compile': find_compiler(recipe.cluster.device)
     if recipe.model.attention == 'flash' and not find_spec('flash_attn'):
         raise ImportError("model.attention 'flash' needs the package flash-attn, "
                           "which is not installed here: set it to 'sdpa'")

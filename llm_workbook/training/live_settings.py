@@ -13,6 +13,7 @@ from math import isclose, prod, sqrt
 from typing import NamedTuple
 
 from ..model.architecture import in_modules, in_tower, towers
+from ..model.compiled_blocks import count_blocks
 from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
 from ..model.loss_head import loss_head_of
@@ -479,6 +480,11 @@ def _attention(live):
     names = {getattr(config, '_attn_implementation', None) for config in configs} - {None}
     return _one(name.replace('flash_attention_2', 'flash') for name in names)
 
+def _kernels(live):
+    compiled, layers = count_blocks(live.model)
+    if not compiled: return 'plain'
+    return 'compile' if compiled == layers else f'{compiled} of {layers} layers compiled'
+
 # %% ../../nbs/training/08_live_settings.ipynb #bc8c11d0
 def _head(live):
     classifies = 'ForSequenceClassification' in type(live.base).__name__
@@ -497,6 +503,7 @@ def _classes(live):
 _READERS = {  # Setting -> the object that says it, and how to read it there
     'model.source': ('model.config', lambda live: live.bare.config._name_or_path),
     'model.attention': ('model.config', _attention),
+    'model.kernels': ('forward of the decoder layers', _kernels),
     'model.head': ('class of the model', _head),
     'model.classes': ('model.config', _classes),
     'method.kind': ('layers and what trains', _method),

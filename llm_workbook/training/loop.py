@@ -22,6 +22,7 @@ from ..parallel.backends import cpu_fsdp, set_fsdp, zero_config
 from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
+from .compiled_steps import compile_run
 from .conversation import row_places
 from .early_stopping import note_best, restore_best
 from .effective import confirm_settings
@@ -292,6 +293,7 @@ def _begin(loop):
     run, recipe, model = loop.run, loop.recipe, loop.model_wrapped
     run.log.start_clock(run.start)
     loop.shards = check_shards(run, recipe, model)
+    run.compiled = compile_run(recipe, model, run.files, run.rank)
     confirm_settings(
         recipe, model, loop.optimizer, loop.accelerator, loop.loader, run.files.directory)
     with run.paused():  # To hash a large base takes minutes, and is no step

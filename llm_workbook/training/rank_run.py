@@ -124,6 +124,7 @@ def _step_text(row, steps, before):
     step_s = (row['seconds'] - before[1]) / max(row['step'] - before[0], 1)
     text = f'step {row["step"]:,} of {steps:,}: loss {row["loss"]:.4f}'
     if 'grad_norm' in row: text += f', gradient norm {row["grad_norm"]:.3f}'
+    if 'compile_s' in row: text += f', {row["compile_s"]:.1f} s of compiling'
     return f'{text}, {step_s:.2f} s a step, {row["seconds"]:,.0f} s in all'
 
 # %% ../../nbs/training/06_rank_run.ipynb #9289eeb6
@@ -157,6 +158,7 @@ class RankRun:
         self.votes = None  # Of all ranks, once they have met; a rehearsal has nobody to meet
         self.watch = None  # The hang watch, while there is one
         self.scaler = None  # Of the loss, where float16 needs one
+        self.compiled = None  # `CompiledSteps`, where blocks are compiled
         self.ended = ''  # Why it ends before its last step
         self.best_step = self.restored = None  # Whose checkpoint stays, and whose weights are back
 
@@ -191,6 +193,7 @@ class RankRun:
         "Say that the run does something else than train, which no step counts."
         tell_stage(self.files.directory, stage)
         with self.metrics.clock.aside(): yield
+        if self.compiled: self.compiled.note(None)
         tell_stage(self.files.directory, 'training')
 
     def note_step(self,
@@ -199,6 +202,7 @@ class RankRun:
         values: dict,  # `loss`, and what else a metrics line is to hold
     ) -> None:
         "Take down a step: in the metrics of the run, and in those of this rank."
+        if self.compiled: values = values | self.compiled.note(step)
         self.log.note_step(recipe, step, values)
         self.metrics.end_step(step, values)
 

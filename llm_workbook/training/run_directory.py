@@ -67,6 +67,12 @@ class RunFiles:
         "Say where the metrics of a rank lie."
         return self.of_ranks / f'rank-{rank:05}.jsonl'
 
+    def compiled(self,
+        rank: int,  # Whose
+    ) -> Path:  # A JSON file, where `model.kernels` is `compile`
+        "Say where a rank writes what it has compiled."
+        return self.of_ranks / f'compiled-{rank:05}.json'
+
 # %% ../../nbs/training/05_run_directory.ipynb #0c13fe6f
 def run_state(
     directory: str | Path,  # Of a run, or where one may begin

@@ -16,6 +16,7 @@ from ..model.architecture import load_tokenizer
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import mixed_precision, set_fsdp, zero_config
+from .compiled_steps import compile_run
 from .conversation import row_places
 from .early_stopping import note_best
 from .effective import confirm_settings
@@ -134,6 +135,7 @@ def _ends(trainer, recipe, state):
 def _confirm(trainer, recipe, loader):
     "Compare what is in force with the recipe, begin to watch the adapters, and find a reference."
     run, model = trainer.run, trainer.model_wrapped
+    run.compiled = compile_run(recipe, model, run.files, run.rank)
     confirm_settings(recipe, model, trainer.optimizer, trainer, loader, run.files.directory)
     trainer.reach = make_reach(recipe, model, run.start.step)
     run.metrics.begin(recipe, model, trainer.optimizer)
