@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from random import Random
+from statistics import mean
 from typing import NamedTuple
 
 from ..config.recipe import Recipe
 from ..display import html_table
+from ..model.architecture import load_tokenizer
 from .data import load_rows, source_names
+from .tokens import check_rows
 
 # %% ../../nbs/training/01a_mix.ipynb #7500d859
 class MixedPart(NamedTuple):
@@ -86,6 +89,25 @@ class Mixture:
         heads = 'source', 'rows', 'weight', 'share', 'rows of a pass', 'times each is seen'
         return html_table(heads, rows, numbers=(1, 2, 3, 4, 5))
 
+# %% ../../nbs/training/01a_mix.ipynb #e0f3d749
+def _wanted(recipe, rows, shares):
+    "Count the rows that a run takes; `shares` of the sources by name."
+    taken = recipe.optimizer.steps * recipe.global_batch
+    if not recipe.batch.packing: return taken
+    if 'input_ids' not in rows[0]: rows = _with_tokens(recipe, rows)
+    lengths = {name: [] for name in shares}
+    for row in rows: lengths[row['source']].append(len(row['input_ids']))
+    average = sum(share * Fraction(mean(lengths[name])) for name, share in shares.items())
+    return ceil(taken * recipe.batch.length / average)
+
+def _with_tokens(recipe, rows):
+    "Tokenise rows as a run does; one row for each sequence."
+    base, data = recipe.model, recipe.data
+    tokenizer = load_tokenizer(base.source, base.revision, data.template)
+    report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long)
+    return [row | {'input_ids': tokens.ids}
+            for row, found in zip(rows, report.tokenised, strict=True) for tokens in found]
+
 # %% ../../nbs/training/01a_mix.ipynb #20dd48f0
 def mixture(
     recipe: Recipe,  # With `data.mix`; its steps and batch are read
@@ -98,7 +120,7 @@ def mixture(
     counts = _counted(recipe, rows)
     weights = [Fraction(part.weight) for part in recipe.data.mix]
     shares = [weight / sum(weights) for weight in weights]
-    wanted = recipe.optimizer.steps * recipe.global_batch
+    wanted = _wanted(recipe, rows, dict(zip(counts, shares)))
     whole = max(ceil(count / share) for count, share in zip(counts.values(), shares))
     drawn = _shared_out(min(wanted, whole), shares)
     parts = []

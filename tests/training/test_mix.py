@@ -11,6 +11,7 @@ from llm_workbook.config.recipe import Recipe
 from llm_workbook.launching.node_report import _sources
 from llm_workbook.training.classifier import class_names, class_rows
 from llm_workbook.training.fine_tune import check_recipe
+from llm_workbook.training.packed_rows import fill_bins
 from llm_workbook.training.run_directory import begin_run
 
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none', 'batch.accumulation': 2}
@@ -112,3 +113,13 @@ def test_a_node_says_what_each_source_leads_to(recipe, tmp_path):
     found = _sources(recipe, tmp_path)
     assert [name for name in found if name.startswith('data.source')] == [
         f'data.source {part.source}' for part in recipe.data.mix]
+
+
+def test_a_packed_mix_has_rows_for_every_step(recipe):
+    packed = recipe.changed({
+        **ALONE, 'batch.packing': True, 'batch.micro': 2, 'batch.length': 64, 'optimizer.steps': 2})
+    rows, _ = check_recipe(packed)
+    shares = [names(rows).count(name) / len(rows) for name in ('rows', 'pairs.jsonl')]
+    assert shares == pytest.approx([2 / 3, 1 / 3], abs=.02)
+    bins = fill_bins([len(row['input_ids']) for row in rows], 64)
+    assert abs(len(bins) - 2 * packed.global_batch) <= 1
