@@ -6,6 +6,8 @@
 __all__ = ['best_evaluation', 'out_of_patience', 'note_best', 'restore_best']
 
 # %% ../../nbs/training/07a_early_stopping.ipynb #cd60019f
+from math import isfinite
+
 from ..config.recipe import Recipe
 from ..parallel.agreement import on_every_rank
 from .rank_run import RankRun, load_step
@@ -17,6 +19,10 @@ def best_evaluation(
 ) -> dict:  # One of them
     "Find the evaluation with the lowest held-out loss, the first of several."
     if not evaluations: raise ValueError('no held-out rows were judged: set intervals.evaluation')
+    for line in evaluations:
+        if isfinite(line['loss']): continue
+        raise ValueError(f'the held-out loss of step {line["step"]} is {line["loss"]}: '
+                         'go on from a checkpoint before it, with a lower learning rate')
     return min(evaluations, key=lambda line: line['loss'])
 
 def out_of_patience(

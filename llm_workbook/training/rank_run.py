@@ -8,6 +8,7 @@ __all__ = ['KEPT_CHECKPOINTS', 'set_up_device', 'RunLog', 'tell_stage', 'RankRun
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c104
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -111,6 +112,9 @@ class RunLog:
         values: dict,  # The line without its step
     ) -> None:
         "Write a line of held-out values; a run that was resumed may have it already."
+        loss = values.get('loss', 0.)
+        if not math.isfinite(loss):  # On every rank, which all have the same
+            raise FloatingPointError(f'held-out loss {loss} after step {step}: nothing is saved')
         if self.rank: return
         lines = read_metrics(self.files.evaluations)
         if any(line['step'] == step for line in lines): return
