@@ -34,7 +34,7 @@ from .release.try_out import try_out
 from .report import reconcile
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
-from .training.run_directory import RunLocked, run_status
+from .training.run_directory import RunFiles, RunLocked, run_status
 from .watching.diagnose import diagnose
 from .watching.exporter import RunCollector, export_metrics, write_textfile
 
@@ -53,6 +53,7 @@ def _show(result, as_json):
 _NO_FIT = 3
 
 def _list_recipes(arguments):
+    if arguments.name: return _write_recipe(arguments)
     recipes = [Recipe.named(name) for name in recipe_names()]
     if arguments.json:
         print(json.dumps([recipe.model_dump(mode='json') for recipe in recipes], indent=1))
@@ -61,6 +62,16 @@ def _list_recipes(arguments):
         cluster = recipe.cluster
         print(f'{recipe.name:36} {recipe.method.kind:6} {recipe.sharding.strategy:6} '
               f'{cluster.nodes} x {cluster.hardware or cluster.device}')
+    return 0
+
+def _write_recipe(arguments):
+    names = recipe_names()
+    if arguments.name not in names:
+        unknown = f'{arguments.name!r} is no recipe of this package'
+        raise ValueError(f'{unknown}; {nearest(arguments.name, names)}')
+    recipe = Recipe.named(arguments.name)
+    print(json.dumps(recipe.model_dump(mode='json'), indent=1) if arguments.json
+          else asset('recipes').joinpath(f'{arguments.name}.yaml').read_text(encoding='utf-8'), end='')
     return 0
 
 def _plan(arguments):
@@ -82,9 +93,13 @@ def _render(arguments):
     _show(rendered, arguments.json)
     return 0
 
+def _of_a_run(directory):
+    if RunFiles(directory).recipe.exists(): return directory
+    raise ValueError(f'{Path(directory).name!r} holds no recipe.yaml: no run has begun there')
+
 def _reconcile(arguments):
     recipe, run = _recipe(arguments.recipe), None
-    if arguments.directory: run = Run(recipe, arguments.directory, [])
+    if arguments.directory: run = Run(recipe, _of_a_run(arguments.directory), [])
     _show(reconcile(estimate(recipe), rehearse(recipe), run), arguments.json)
     return 0
 
@@ -198,7 +213,8 @@ def _dashboard(arguments):
 # %% ../nbs/package/04_command.ipynb #d0000013
 _EPILOG = """examples:
   llm-workbook plan 70b-2x24gb-qlora               does it fit, how fast, what does it cost?
-  llm-workbook plan mine.yaml --node 8x-h100       the same recipe on another machine
+  llm-workbook recipes reviews-qlora > mine.yaml   a recipe to change
+  llm-workbook plan mine.yaml --node 8x-h100       yours, on another machine
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
   llm-workbook try mine.yaml                       your model in miniature, up to its export
@@ -224,7 +240,9 @@ def _with_recipe(verbs, name, function, help):
 
 # %% ../nbs/package/04_command.ipynb #d0000014
 def _planning_verbs(verbs):
-    recipes = _verb(verbs, 'recipes', _list_recipes, 'list the recipes of this package')
+    recipes = _verb(verbs, 'recipes', _list_recipes,
+                    'list the recipes of this package, or write one out to make it yours')
+    recipes.add_argument('name', nargs='?', help='the one to write out, as in NAME > mine.yaml')
     plan = _with_recipe(verbs, 'plan', _plan, 'plan memory, time and cost; nothing is loaded')
     plan.add_argument('--node',
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")

@@ -40,8 +40,9 @@ def resolve(
     if name in _assets(): return asset(name)
     if name and path.exists(): return path
     if fullmatch(r'[\w-][\w.-]*/[\w.-]+', name) and path.suffix not in _ENDINGS: return name
+    packaged = [found.name for found in _assets().values() if any(found.glob('*.json*'))]
     raise ValueError(f'{name!r} is no path here, no owner/name on the Hub and not packaged; '
-                     f'{nearest(name, sorted(_assets()))}')
+                     f'{nearest(name, sorted(packaged))}')
 
 # %% ../nbs/package/02_files.ipynb #45437781
 def sync_folder(

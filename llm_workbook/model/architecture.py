@@ -143,7 +143,7 @@ def base_config(
 ) -> 'PreTrainedConfig':  # What transformers loads the base by
     "Read the configuration of a base, with the attention and the head of the recipe."
     from transformers import AutoConfig, PreTrainedConfig
-    place = resolve(base.source)
+    place = _place_of(base.source)
     try: fields, _ = PreTrainedConfig.get_config_dict(place, revision=base.revision)
     except OSError as error:
         if isinstance(place, Path): raise
@@ -155,6 +155,14 @@ def base_config(
     config._attn_implementation = 'flash_attention_2' if is_flash else base.attention
     if base.head == 'classification': config.num_labels = base.classes
     return config
+
+def _place_of(source):
+    "Find a base; say what it is where it is only a name to plan with."
+    try: return resolve(source)
+    except ValueError as error:
+        if source not in presets(): raise ValueError(f'model.source: {error}') from None
+        raise ValueError(f'model.source {source!r} is a model to plan with, and has no weights: '
+                         'name a directory, or owner/name on the Hub') from None
 
 # %% ../../nbs/model/01_architecture.ipynb #2a9be6f3
 _LIMITS = {

@@ -38,7 +38,7 @@ def _given(borders, rows, length) -> list[int] | None:
     numbers = _once(borders, _numbers) if is_tensor else [*borders]
     if numbers is None: return None
     rises = numbers == sorted({*numbers})
-    if rises and rows == 1:
+    if numbers and rises and rows == 1:
         ends = numbers[0], numbers[-1]
         if ends == (0, length): return numbers
     raise ValueError(f'cu_seq_lens_q {numbers!s:.60} must rise from 0 to the {length} tokens of '
@@ -54,6 +54,9 @@ def _borders(rows, length, options) -> list[int]:
     if given is not None:
         return _given(given, rows, length) or whole
     if positions is None: return whole
+    if positions.ndim == 2 and positions.shape not in ((1, length), (rows, length)):
+        raise ValueError(f'position_ids of shape {tuple(positions.shape)} are not those of {rows} '
+                         f'rows of {length} tokens')
     begins = {*whole}
     repeats = rows // len(positions)  # One row of positions stands for all
     for row, column in _once(positions, _zeros) or ():

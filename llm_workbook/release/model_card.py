@@ -96,9 +96,10 @@ def _data_text(recipe, shown):
 # %% ../../nbs/release/02a_model_card.ipynb #4c7a8e12
 _SETTINGS = (
     'optimizer.kind', 'optimizer.learning_rate', 'optimizer.schedule', 'optimizer.warmup',
-    'optimizer.weight_decay', 'optimizer.clip', 'batch.global', 'batch.length',
+    'optimizer.weight_decay', 'optimizer.clip', 'batch.global', 'batch.length', 'batch.packing',
     'precision.compute', 'sharding.strategy', 'cluster.ranks', 'seed')
-_OF_ADAPTERS = 'method.rank', 'method.alpha', 'method.dropout', 'method.targets'
+_OF_ADAPTERS = ('method.rank', 'method.alpha', 'method.scaling', 'method.dora', 'method.dropout',
+                'method.targets')
 
 def _settings_text(run):
     "Give the settings that decide what was learned, and how many steps were done."

@@ -493,9 +493,11 @@ def run_status(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> tuple[int, str]:  # 0 finished, 75 preempted and committed, 1 all else; the same in words
     "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
+    if not Path(directory).is_dir():
+        return 1, f'{Path(directory).name!r} is no directory: no run has begun there'
     holder = _holder(directory)  # First: a process writes its last state before it lets go
     run, directory = run_state(directory), Path(directory)
-    commits = survey(directory).valid if directory.is_dir() else []
+    commits = survey(directory).valid
     newest = f'newest committed step: {commits[0].step}' if commits else 'no step is committed'
     code = 1
     missing = run['state'] == 'finished' and not RunFiles(directory).results

@@ -393,7 +393,7 @@ def test_named_recipes_are_named_after_themselves_and_shrink(name):
     assert shrink(small) == small
     assert {field for field, _, _ in differences(recipe, small)} >= {'name'}
     assert not {rule.id for rule in broken(small.facts(), 'warn')} - {
-        'packing-needs-a-mask', 'zero3-load-peak'}
+        'packing-by-a-mask', 'zero3-load-peak'}
     two = shrink(recipe, nodes=2) if small.cluster.ranks > 1 else None
     assert two is None or two == small.changed({'cluster.nodes': 2}) and planned_only(two) == []
 

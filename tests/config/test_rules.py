@@ -306,7 +306,7 @@ def test_what_a_cpu_ignores():
     assert run_ranks(run, 1, timeout_s=120) == [('fp16', False, None, [])]
 
 
-@repeats('packing-needs-a-mask')
+@repeats('packing-by-a-mask')
 def test_packing_without_flash_builds_the_whole_mask(monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM

@@ -209,7 +209,7 @@ def test_plan_and_rehearsal_agree(tmp_path, model, device, changes):
 def test_the_plan_says_what_it_takes_packed_rows_for():
     packed = {'batch.packing': True, 'cluster.device': 'cuda', 'batch.length': 4096}
     recipe = draft('llama-3.2-1b', '2x-rtx-3090').changed(packed | SEGMENTS)
-    assert 'packing-needs-a-mask' not in {rule.id for rule in broken(recipe.facts(), 'warn')}
+    assert 'packing-by-a-mask' not in {rule.id for rule in broken(recipe.facts(), 'warn')}
     step = estimate(recipe).step
     assert any('counts as one example' in note for note in step.notes)
     plain = estimate(recipe.changed({'batch.packing': False})).step
