@@ -20,7 +20,7 @@ from trouble import slow_case
 
 TOY = Place('cpu', toy=True)
 NAMED = {made.name: made for made in PARTS}
-ON_BOTH = 'nccl_probe', 'float16_scaler', 'nf4_bytes', 'packed_product', 'tf32'
+ON_BOTH = 'nccl_probe', 'float16_scaler', 'nf4_bytes', 'packed_product', 'tf32', 'segments'
 FACTS = {'gpu': None, 'versions': {}, 'code': 'a', 'commit': None, 'toy': True}
 
 
@@ -44,7 +44,8 @@ def test_every_part_has_a_name_and_ends_in_eight_minutes():
     asked = {
         'device_setup', 'nccl_probe', 'device_run', 'cpu_ranks', 'opened_kernel', 'watchdog',
         'float16_scaler', 'nf4_bytes', 'packed_product', 'tf32', 'loss_head', 'one_pass_head',
-        'segments', 'matmul', 'bandwidth', 'host_copies', 'launches', 'dequantise', 'attention', 'allocator', 'nccl'}
+        'segments', 'matmul', 'bandwidth', 'host_copies', 'launches', 'dequantise', 'attention',
+        'allocator', 'nccl'}
     assert asked <= {made.name for made in program.chosen([], quick=True)}
     assert len(program.chosen([], quick=True)) == len(asked) + len(memory.QUICK)
 

@@ -223,6 +223,6 @@ def segments(place: Place) -> dict:
         return out, *torch.autograd.grad(out, tensors, given)
 
     off = [relative(one, other) for one, other in zip(ours(), masked())]
-    names = 'off', 'query_off', 'key_off', 'value_off'
-    return dict(zip(names, off)) | {
-        'seconds': place.seconds(ours), 'masked_s': place.seconds(masked), 'passed': max(off) < 0.03}
+    found = dict(zip(('off', 'query_off', 'key_off', 'value_off'), off))
+    found |= {'seconds': place.seconds(ours), 'masked_s': place.seconds(masked)}
+    return found | {'passed': max(off) < 0.03}

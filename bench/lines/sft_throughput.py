@@ -1,7 +1,7 @@
 """Useful tokens/s of a full fine-tune with rows of chat-like lengths, against TRL's SFTTrainer.
 
-Useful is what trains: no padding, no question. Ours, TRL's packing and TRL's padded batches take
-turns, each time in a fresh process, with the same weights, the same examples and the same loss.
+Useful is what trains: no padding, no question. Ours, TRL's packing and TRL's defaults take turns,
+each time in a process of its own, with the same weights, the same examples and the same loss.
 """
 import json
 import subprocess
@@ -9,17 +9,18 @@ import sys
 
 from bench.record import ROOT, record
 
-GOALS = {'packed': 1.8, 'padded': 5}
-EXAMPLES = 12
+GOALS = {'packed': 1.8, 'default': 5}
+KINDS = 'ours', 'packed', 'default'
+EXAMPLES = 24  # Three batches of TRL's default
 MOST_APART = 1e-3  # Of the losses of one step
 
 
-def turn(kind: str, examples: int) -> dict:
-    "What a process with this trainer has seen."
-    program = [sys.executable, '-m', 'bench.programs.throughput', kind, str(examples)]
+def turns(kinds: tuple, examples: int) -> list[dict]:
+    "What the processes with these trainers have seen, one after another."
+    program = [sys.executable, '-m', 'bench.programs.throughput', str(examples), *kinds]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode: raise RuntimeError(f'{kind}: {done.stderr[-2000:]}')
-    return json.loads(done.stdout.splitlines()[-1])
+    if done.returncode: raise RuntimeError(done.stderr[-2000:])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
 
 
 def check_losses(runs: dict) -> float:
@@ -32,17 +33,19 @@ def check_losses(runs: dict) -> float:
 
 def measure(repetitions: int = 5, examples: int = EXAMPLES) -> dict:
     "Train one step by turns; the value is the median rate of ours."
-    runs = {'ours': [], 'packed': [], 'padded': []}
-    for _ in range(repetitions):
-        for kind, seen in runs.items(): seen.append(turn(kind, examples))
+    seen = turns(KINDS * repetitions, examples)
+    runs = {kind: [run for run in seen if run['kind'] == kind] for kind in KINDS}
     apart = check_losses(runs)
-    rates = {kind: [round(run['useful'] / run['seconds'], 1) for run in seen]
-             for kind, seen in runs.items()}
-    peaks = {f'{kind}_peak_b': max(run['peak_b'] for run in seen) for kind, seen in runs.items()}
+    rates = {kind: [round(run['useful'] / run['seconds'], 1) for run in taken]
+             for kind, taken in runs.items()}
+    peaks = {f'{kind}_peak_b': max(run['peak_b'] for run in taken)
+             for kind, taken in runs.items()}
+    first = runs['ours'][0]
     made = record('sft_throughput', rates['ours'], 'useful tokens/s', rates['packed'],
                   peer='TRL, packed', goal=GOALS['packed'], worst=min(rates['ours']),
                   spread={kind: [min(values), max(values)] for kind, values in rates.items()},
-                  padded=sorted(rates['padded'])[repetitions // 2], padded_goal=GOALS['padded'],
-                  losses_apart=apart, examples=examples, tokens=runs['ours'][0]['tokens'],
-                  useful=runs['ours'][0]['useful'], **peaks)
-    return made | {'padded_ratio': round(made['value'] / made['padded'], 3)}
+                  default=sorted(rates['default'])[repetitions // 2],
+                  default_goal=GOALS['default'], losses_apart=apart, examples=examples,
+                  tokens=first['tokens'], useful=first['useful'], **peaks,
+                  settings={kind: taken[0]['settings'] for kind, taken in runs.items()})
+    return made | {'default_ratio': round(made['value'] / made['default'], 3)}

@@ -48,14 +48,14 @@ def size(micro: int, length: int, accumulation: int = 1) -> dict:
 # weights at once
 JOBS = [
     ('llama', size(1, 256), False), ('llama', size(1, 128), True), ('words', size(1, 512), False),
-    ('wide', size(1, 2048) | FULL | PURE, False), ('llama', size(2, 256, 2), False),
+    ('wide', size(1, 1024) | FULL | PURE, False), ('llama', size(2, 256, 2), False),
     ('llama', size(1, 1024) | BF16, False), ('wide', size(2, 512) | PURE
                                              | {'model.attention': 'eager'}, False),
     ('qwen', size(1, 384), False), ('moe', size(1, 512) | PURE, False),
-    ('llama', size(1, 512) | LORA, False), ('wide', size(2, 1024) | LORA | FULL, False),
+    ('llama', size(1, 512) | LORA, False), ('wide', size(1, 1024) | LORA | FULL, False),
     ('wide', size(1, 1024) | QLORA, False), ('wide', size(1, 512) | LORA | DORA, False),
-    ('llama', size(1, 1024) | QLORA | DORA | FULL, False),
-    ('llama', size(1, 1024) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
+    ('llama', size(1, 512) | QLORA | DORA | FULL, False),
+    ('llama', size(1, 512) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
     ('words', size(1, 256) | PURE | {'batch.loss_head': 'chunked'}, False),
     ('words', size(1, 512) | PURE | {'batch.loss_head': 'one_pass'}, False),
     ('words', size(1, 512) | LORA | FULL | {'batch.loss_head': 'one_pass'}, False),
@@ -63,7 +63,7 @@ JOBS = [
     ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
     ('wide', size(1, 512) | FSDP | BF16, False),
     ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False),
-    ('llama', size(2, 512) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False),
+    ('llama', size(2, 256) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False),
     ('llama', size(1, 1024) | BF16 | SEGMENTS, False),
     ('window', size(1, 1024) | PURE | SEGMENTS, False),
     ('wide', size(1, 1024) | LORA | SEGMENTS, False),
@@ -146,11 +146,10 @@ def row(job: tuple, saw: dict) -> dict:
             **{key: saw[key] for key in kept}}
 
 
-def judged(shape: str, changes: dict) -> dict:
+def judged(job: tuple, saw: dict) -> dict:
     "One row for an evaluation: what a process saw, and what was predicted beside what it holds."
     from llm_workbook import evaluation_lines, spec
-    changes = changes | JUDGES
-    saw = real(shape, changes)
+    shape, changes, _ = job
     if saw['built_b'] >= saw['peak_b']:
         raise RuntimeError(f'{shape}, {changes}: building the model took more than an evaluation')
     sums = {}
@@ -168,12 +167,23 @@ def compare(shape: str, changes: dict, foreach: bool = False) -> dict:
     return row((shape, changes, foreach), real(shape, changes, foreach))
 
 
+def run_all(jobs: list[tuple]) -> list[dict]:
+    "What a process saw of each job: those of one process two at a time, then those of two."
+    def run(which: list, at_once: int) -> list:
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda job: real(*job), which))
+
+    pairs = ['cluster.processes' in changes for _, changes, _ in jobs]
+    alone = iter(run([job for job, pair in zip(jobs, pairs) if not pair], 2))
+    together = iter(run([job for job, pair in zip(jobs, pairs) if pair], 1))
+    return [next(together if pair else alone) for pair in pairs]
+
+
 def measure() -> dict:
-    "Run every job, those of one process two at a time; the value is the median error."
-    alone, pairs = ([job for job in JOBS if ('cluster.processes' in job[1]) == many]
-                    for many in (False, True))
-    with ThreadPoolExecutor(2) as pool: seen = list(pool.map(lambda job: real(*job), alone))
-    rows = [row(job, saw) for job, saw in zip(alone, seen)] + [compare(*job) for job in pairs]
-    evaluations = [judged(*job) for job in JUDGED]
-    errors = [abs(row['error']) for row in rows + evaluations]
-    return record('step_peak_error', errors, '%', goal=2, rows=rows, evaluations=evaluations)
+    "Run every job; the value is the median error."
+    evaluations = [(shape, changes | JUDGES, False) for shape, changes in JUDGED]
+    seen = run_all(JOBS + evaluations)
+    rows = [row(job, saw) for job, saw in zip(JOBS, seen)]
+    judgements = [judged(job, saw) for job, saw in zip(evaluations, seen[len(JOBS):])]
+    errors = [abs(made['error']) for made in rows + judgements]
+    return record('step_peak_error', errors, '%', goal=2, rows=rows, evaluations=judgements)

@@ -1,9 +1,12 @@
-"""One optimizer step of a full fine-tune over some chat-like examples, in a fresh process.
+"""One optimizer step of a full fine-tune over some chat-like examples, by several trainers in turn.
 
-`python -m bench.programs.throughput KIND EXAMPLES`, where KIND is a key of `TRAINERS`. Every kind
-begins with the same weights and sees the same examples once. Prints one JSON line.
+`python -m bench.programs.throughput EXAMPLES KIND...`, where a KIND is a key of `TRAINERS`. Every
+turn is a fork of one process, which has imported everything and computed nothing. It begins with
+the same weights and sees the same examples once. Prints one JSON line for each turn.
 """
 import json
+import math
+import multiprocessing
 import random
 import re
 import sys
@@ -13,7 +16,8 @@ import warnings
 from pathlib import Path
 
 LENGTH = 1024
-PADDED = 4  # Rows of a padded batch
+DEFAULT_ROWS = 8  # Of a batch, as SFTConfig has it
+LEARNING_RATE = 2e-5  # As SFTConfig has it
 SHAPE = {'vocab_size': 32_000, 'hidden_size': 768, 'intermediate_size': 2048,
          'num_hidden_layers': 12, 'num_attention_heads': 12, 'num_key_value_heads': 4,
          'max_position_embeddings': LENGTH, 'tie_word_embeddings': True}
@@ -59,7 +63,8 @@ def ours(rows, folder):
         data={'source': 'sample-conversations'}, method={'kind': 'full'},
         cluster={'processes': 1}, sharding={'strategy': 'none'},
         batch={'length': LENGTH, 'packing': True, 'loss_head': 'one_pass', 'accumulation': bins},
-        optimizer={'steps': 1, 'schedule': 'constant', 'warmup': 0.0, 'learning_rate': 1e-5})
+        optimizer={'kind': 'adamw_fused', 'steps': 1, 'warmup': 0.0,
+                   'learning_rate': LEARNING_RATE, 'schedule': 'linear'})
     register_segments()
     base = model()
     base.set_attn_implementation('segments')
@@ -67,40 +72,54 @@ def ours(rows, folder):
 
 
 def by_trl(rows, folder, **settings):
-    "TRL's trainer, with `settings` beyond what every kind has."
-    from datasets import Dataset, disable_progress_bars
+    """TRL's trainer as SFTConfig leaves it, but for `settings` and what any run here needs.
+
+    That is a CPU, one step over all rows, its loss, and nothing saved.
+    """
+    from datasets import Dataset
     from llm_workbook.model.architecture import load_tokenizer
     from trl import SFTConfig, SFTTrainer
-    disable_progress_bars()
-    config = SFTConfig(
-        output_dir=str(folder), use_cpu=True, max_length=LENGTH, max_steps=1, logging_steps=1,
-        learning_rate=1e-5, lr_scheduler_type='constant', activation_checkpointing=False,
-        save_strategy='no', report_to='none', disable_tqdm=True, **settings)
+    config = SFTConfig(output_dir=str(folder), use_cpu=True, max_steps=1, logging_steps=1,
+                       save_strategy='no', **settings)
     return SFTTrainer(model(), config, train_dataset=Dataset.from_list(rows),
                       processing_class=load_tokenizer('tiny-base'))
 
 
-def padded(rows, folder):
-    "TRL as it comes: batches are padded to their longest row."
-    return by_trl(rows, folder, per_device_train_batch_size=PADDED,
-                  gradient_accumulation_steps=len(rows) // PADDED,
-                  dataset_kwargs={'skip_prepare_dataset': True})
+def default(rows, folder):
+    "TRL with all its defaults: batches of 8, padded to the longest row, and recomputed."
+    return by_trl(rows, folder, gradient_accumulation_steps=math.ceil(len(rows) / DEFAULT_ROWS))
 
 
 def packed(rows, folder):
-    "TRL's packing, with as many micro-batches as it makes rows."
+    "TRL's packing at its best on a CPU: one packed row at a time, and nothing recomputed."
     from datasets import Dataset
     from trl import pack_dataset
-    strategy = 'bfd_split'
-    bins = len(pack_dataset(Dataset.from_list(rows), LENGTH, strategy))
-    return by_trl(rows, folder, packing=True, packing_strategy=strategy,
-                  per_device_train_batch_size=1, gradient_accumulation_steps=bins)
+    bins = len(pack_dataset(Dataset.from_list(rows), LENGTH, 'bfd'))
+    return by_trl(rows, folder, packing=True, per_device_train_batch_size=1,
+                  gradient_accumulation_steps=bins, activation_checkpointing=False)
 
 
-TRAINERS = {'ours': ours, 'packed': packed, 'padded': padded}
+TRAINERS = {'ours': ours, 'packed': packed, 'default': default}
 
 
 # What is measured
+
+# Of a trainer's arguments, which decide its time and its memory
+SETTINGS = ('per_device_train_batch_size', 'gradient_accumulation_steps', 'gradient_checkpointing',
+            'bf16', 'max_length', 'packing', 'packing_strategy', 'padding_free', 'optim',
+            'learning_rate', 'lr_scheduler_type', 'weight_decay', 'max_grad_norm',
+            'torch_compile', 'use_liger_kernel')
+
+
+def settings_of(trainer) -> dict:
+    "What is in force in a trainer, as words and numbers."
+    import torch
+    args = {name: getattr(trainer.args, name) for name in SETTINGS}
+    said = {name: getattr(value, 'value', value) for name, value in args.items()}
+    parameter = next(trainer.model.parameters())
+    return said | {'attention': trainer.model.config._attn_implementation,
+                   'weights': str(parameter.dtype), 'threads': torch.get_num_threads()}
+
 
 def resident_b(name: str) -> int:
     "Read a line of this process's status: VmRSS, or VmHWM, the most since it was set back."
@@ -117,10 +136,12 @@ def warm(trainer) -> None:
     trainer.model.zero_grad()
 
 
-def main(kind: str, examples: str) -> None:
-    "Print what one process has seen."
+def turn(kind: str, examples: int) -> dict:
+    "What one process has seen."
+    import datasets
     warnings.simplefilter('ignore')
-    rows = drawn(int(examples))
+    datasets.disable_progress_bars()
+    rows = drawn(examples)
     useful = sum(label != -100 for row in rows for label in row['labels'])
     with tempfile.TemporaryDirectory() as folder:
         trainer = TRAINERS[kind](rows, Path(folder))
@@ -130,10 +151,20 @@ def main(kind: str, examples: str) -> None:
         trainer.train()
         seconds = time.monotonic() - begin
         losses = [log['loss'] for log in trainer.state.log_history if 'loss' in log]
-    print(json.dumps({
-        'seconds': seconds, 'peak_b': resident_b('VmHWM') - before_b, 'loss': losses[0],
-        'useful': useful, 'tokens': sum(len(row['input_ids']) for row in rows),
-        'micro_batches': trainer.args.gradient_accumulation_steps}))
+        settings = settings_of(trainer)
+    return {'kind': kind, 'seconds': seconds, 'peak_b': resident_b('VmHWM') - before_b,
+            'loss': losses[0], 'useful': useful,
+            'tokens': sum(len(row['input_ids']) for row in rows), 'settings': settings}
+
+
+def main(examples: str, *kinds: str) -> None:
+    "Take the turns, one after another."
+    import llm_workbook.training.trainer, peft, transformers, trl  # noqa: E401, F401
+    transformers.logging.set_verbosity_error()
+    forks = multiprocessing.get_context('fork')
+    for kind in kinds:
+        with forks.Pool(1) as pool: seen = pool.apply(turn, (kind, int(examples)))
+        print(f'\n{json.dumps(seen)}', flush=True)
 
 
 if __name__ == '__main__':
