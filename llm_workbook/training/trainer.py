@@ -15,7 +15,7 @@ from ..model.adapters import add_adapters, cast_adapters, set_magnitudes
 from ..model.architecture import load_tokenizer
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
-from ..parallel.backends import mixed_precision, set_fsdp, zero_config
+from ..parallel.backends import keep_output_types, mixed_precision, set_fsdp, zero_config
 from .conversation import row_places
 from .early_stopping import note_best
 from .effective import confirm_settings
@@ -85,6 +85,7 @@ def _callback(trainer, recipe):
         def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
             model = trainer.model_wrapped
             trainer.shards = check_shards(run, recipe, model)
+            if recipe.method.objective == 'dpo': keep_output_types(model)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
                 _confirm(trainer, recipe, train_dataloader)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
