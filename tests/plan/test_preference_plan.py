@@ -45,7 +45,7 @@ def test_the_messages_of_pairs_are_those_of_the_rehearsal(tmp_path):
 
 
 @pytest.mark.parametrize('changes', [
-    LORA, slow_case(QLORA | AGAIN), slow_case(FULL)], ids=['lora', 'qlora', 'full'])
+    slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
 def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, tmp_path):
     made = recipe('quick', changes | PAIRS | SHORT, tmp_path)
     with RealRanks() as ranks: saw = ranks.measured(made)
