@@ -441,9 +441,9 @@ class StepEstimate(StepTime):
     @property
     def notes(self) -> tuple[str, ...]:  # Empty where nothing was assumed
         "Say what was assumed about the machine and the rows."
-        notes = assumed_host(self.recipe, self.node)
-        by_borders = self.recipe.model.attention in ('flash', 'segments')
-        return (*notes, _ONE_EXAMPLE) if self.recipe.batch.packing and by_borders else notes
+        notes, by_borders = assumed_host(self.recipe, self.node), ('flash', 'segments')
+        packed = self.recipe.batch.packing and self.recipe.model.attention in by_borders
+        return (*notes, _ONE_EXAMPLE) if packed else notes
 
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give the figures and every message."

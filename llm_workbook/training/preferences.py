@@ -316,6 +316,8 @@ def evaluate_pairs(
     return values | {'sources': parts}
 
 def _means(scores, which):
-    columns = scores.losses, scores.chosen, scores.margins, (scores.margins > 0).double()
-    means = {name: float(values[which].mean()) for name, values in zip(('loss', *_REWARDS), columns)}
-    return means | {'pairs': sum(which)}
+    "Give the means over some of the pairs."
+    margins = scores.margins
+    columns = scores.losses, scores.chosen, margins, (margins > 0).double()
+    means = [float(values[which].mean()) for values in columns]
+    return dict(zip(('loss', *_REWARDS), means)) | {'pairs': sum(which)}

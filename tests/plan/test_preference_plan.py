@@ -87,7 +87,8 @@ def test_two_rows_of_unequal_length_count_a_mask_and_twice_the_tokens(tmp_path):
 
 
 def test_a_reference_is_an_evaluation_before_there_are_states(tmp_path):
-    pairs = recipe('brief', FULL | PAIRS | {'intervals.evaluation': 1, 'optimizer.steps': 90}, tmp_path)
+    judged = {'intervals.evaluation': 1, 'optimizer.steps': 90}
+    pairs = recipe('brief', FULL | PAIRS | judged, tmp_path)
     found = reference_pass(pairs, node=node('8x-h100').changed(gpus=2), rows=90)
     states_b = sum(line.size_b for line in memory(pairs).lines
                    if line.kind == 'optimizer' and line.phase == 'step' and not line.instant)
