@@ -441,9 +441,9 @@ class StepEstimate(StepTime):
     @property
     def notes(self) -> tuple[str, ...]:  # Empty where nothing was assumed
         "Say what was assumed about the machine and the rows."
-        notes, by_borders = assumed_host(self.recipe, self.node), ('flash', 'segments')
-        packed = self.recipe.batch.packing and self.recipe.model.attention in by_borders
-        return (*notes, _ONE_EXAMPLE) if packed else notes
+        notes = assumed_host(self.recipe, self.node)
+        by_borders = self.recipe.model.attention in ('flash', 'segments')
+        return (*notes, _ONE_EXAMPLE) if self.recipe.batch.packing and by_borders else notes
 
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give the figures and every message."
@@ -459,8 +459,7 @@ class StepEstimate(StepTime):
     def __repr__(self):
         step = f'{self.step_s:,.3g} s per step of {self.tokens:,} tokens'
         speed = f'{self.tokens_per_s:,.0f} tokens/s'
-        use = f'MFU {self.mfu:.1%}, HFU {self.hfu:.1%}'
-        return f'{step}, {speed}, {use}; most of it {self.bound}'
+        return f'{step}, {speed}, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}; most of it {self.bound}'
 
     def _repr_html_(self):
         head = f'<p>{escape(repr(self))}<br>{_run_text(self)}</p>'

@@ -83,9 +83,7 @@ def _callback(trainer, recipe):
 
     class Metrics(TrainerCallback):
         def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
-            model = trainer.model_wrapped
-            trainer.shards = check_shards(run, recipe, model)
-            if recipe.method.objective == 'dpo': keep_output_types(model)
+            trainer.shards = _shards(trainer, recipe)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
                 _confirm(trainer, recipe, train_dataloader)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
@@ -118,6 +116,12 @@ def _logged_values(logs, step):
     return values
 
 # %% ../../nbs/training/12a_trainer.ipynb #c81e3b58
+def _shards(trainer, recipe):
+    "Check how the model is sharded; let the scores of pairs leave it as they were computed."
+    model = trainer.model_wrapped
+    if recipe.method.objective == 'dpo': keep_output_types(model)
+    return check_shards(trainer.run, recipe, model)
+
 def _is_due(state, every):
     "Whether held-out rows are judged after this step."
     last = state.global_step == state.max_steps
