@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['foreign_allocator', 'set_allocator', 'read_allocator', 'transport_env', 'check_transport', 'fsdp_env',
-           'mixed_precision', 'zero_config', 'cpu_fsdp', 'set_fsdp']
+           'mixed_precision', 'zero_config', 'cpu_fsdp', 'set_fsdp', 'keep_output_types']
 
 # %% ../../nbs/parallel/04_backends.ipynb #b8ac0004
 import os, socket
@@ -246,3 +246,18 @@ def set_fsdp(
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype)
         fields.append('precision.reduce')
     return fields
+
+# %% ../../nbs/parallel/04_backends.ipynb #e07e73be
+def keep_output_types(
+    model: 'Module',  # As accelerate has prepared it; one that FSDP2 has not sharded stays as it is
+) -> bool:  # Whether its outputs would have been cast
+    "Let the outputs of a model that FSDP2 has sharded keep the type in which they were computed."
+    if not hasattr(model, 'parameters'): raise ValueError(f'{model!r:.60} is no model')
+    head = model.get_output_embeddings() if hasattr(model, 'get_output_embeddings') else None
+    casts = False
+    for unit in (model, head):  # A head that nobody calls casts when the model ends
+        if not hasattr(unit, '_get_fsdp_state'): continue
+        state = unit._get_fsdp_state()
+        casts = casts or state._mp_policy.output_dtype is not None
+        state._mp_policy = replace(state._mp_policy, output_dtype=None)
+    return casts

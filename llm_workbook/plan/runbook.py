@@ -231,11 +231,12 @@ def _ways(recipe) -> Iterator[tuple[str, dict]]:
     "Changes that may save memory, each in words and as fields."
     yield 'all layers recomputed', _recomputed(recipe)
     micro, passes = recipe.batch.micro, recipe.batch.accumulation
+    noun = 'row' if recipe.method.sequences == 1 else 'pair'
     while micro > 1:
         factor = 2 if micro % 2 == 0 else micro
         micro, passes = micro // factor, passes * factor
         changes = {'batch.micro': micro, 'batch.accumulation': passes}
-        yield f'{micro} row{"s" * (micro > 1)} in a pass, {passes} passes', changes
+        yield f'{micro} {noun}{"s" * (micro > 1)} in a pass, {passes} passes', changes
     length = recipe.batch.length // 2
     yield f'rows of {length:,} tokens', {'batch.length': length}
     if recipe.method.kind != 'full':

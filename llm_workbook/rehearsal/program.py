@@ -132,6 +132,8 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
     'every row is one example for segments, the longest case: several take the memory of one, '
     'and fewer FLOP':
         {'model.attention': ['segments']},
+    'the reference of pairs is there when the step begins: its pass is like an evaluation':
+        {'method.objective': ['dpo']},
     'DDP reduces its buckets in a hook, in the order that it would itself':
         {'sharding.strategy': ['ddp']},
     'float16 has its loss scale, and no gradient is infinite: no step is skipped':

@@ -135,7 +135,7 @@ def _tokenised(recipe, rows, tokenizer, name):
     "Add tokens and labels to each row; one row for each sequence that trains."
     data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
     if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long)
-    if 'rejected' in rows[0]:
+    if any('rejected' in row for row in rows[:1]):
         raise ValueError(f'{name} are pairs of a chosen and a rejected answer: set '
                          'method.objective to dpo, or data.completion_column to chosen')
     report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long)

@@ -195,7 +195,7 @@ def _of_all_ranks(sums, votes):
     *rewards, tokens, pairs = map(sum, zip(*gathered))
     return {name: value / pairs for name, value in zip(_REWARDS, rewards)}, int(tokens)
 
-# %% ../../nbs/training/11b_preferences.ipynb #199bd168
+# %% ../../nbs/training/11b_preferences.ipynb #582b3bab
 def _log_probs(trainer, rows):
     "Give the log-probabilities of both answers of all `rows`, as the model is now; a collective."
     import torch
@@ -215,7 +215,7 @@ def _log_probs(trainer, rows):
     in_turn = [pair for turn in zip(*votes.gather(found)) for pair in turn]
     return torch.tensor(in_turn[:len(rows)]).view(-1, 2)
 
-# %% ../../nbs/training/11b_preferences.ipynb #9207a592
+# %% ../../nbs/training/11b_preferences.ipynb #1e74c91d
 def _numbers(trainer, recipe, loader):
     "Number the training pairs that the run takes; a collective."
     steps, rows = recipe.optimizer.steps, len(trainer.train_dataset)
@@ -231,7 +231,7 @@ def _computed(trainer, numbers):
     train[numbers] = _log_probs(trainer, trainer.train_dataset.select(numbers).to_list())
     return {'train': train, 'held': _log_probs(trainer, trainer.held)}
 
-# %% ../../nbs/training/11b_preferences.ipynb #cb8e7891
+# %% ../../nbs/training/11b_preferences.ipynb #ee8ee08c
 _MAKERS = 'model.source', 'model.revision', 'method.kind', 'precision.compute'
 _UNFIT = {'train': 'is of other training pairs', 'held': 'has no such held-out pairs',
           'recipe': 'is of another model'}
@@ -264,7 +264,7 @@ def _write(file, tensors, origin):
         os.replace(part, file)
         sync_folder(file.absolute().parent)
 
-# %% ../../nbs/training/11b_preferences.ipynb #bddfc9e0
+# %% ../../nbs/training/11b_preferences.ipynb #c66bd05a
 def check_reference(
     recipe: Recipe,  # Of the run
     directory: str | Path,  # Of the run
@@ -279,7 +279,7 @@ def check_reference(
                      'any more: put the file of this run back (without held-out pairs, set '
                      'intervals.evaluation to 0), or begin in another directory')
 
-# %% ../../nbs/training/11b_preferences.ipynb #ec4119ad
+# %% ../../nbs/training/11b_preferences.ipynb #35586b09
 def set_reference(
     trainer: 'PreferenceTrainer',  # Prepared, at its first step or at a later one
     recipe: Recipe,  # That it runs
@@ -300,7 +300,7 @@ def set_reference(
                          'optimizer.steps back, or begin in another directory')
     trainer.pair_collator.reference, trainer.held_reference = found['train'], found['held']
 
-# %% ../../nbs/training/11b_preferences.ipynb #fa0edec7
+# %% ../../nbs/training/11b_preferences.ipynb #9f310d79
 def evaluate_pairs(
     trainer: 'PreferenceTrainer',  # With held-out pairs and a reference
 ) -> dict:  # `loss`, nats; `reward_chosen`, `reward_margin`; `reward_accuracy`, 0 to 1; `pairs`
@@ -316,6 +316,8 @@ def evaluate_pairs(
     return values | {'sources': parts}
 
 def _means(scores, which):
-    columns = scores.losses, scores.chosen, scores.margins, (scores.margins > 0).double()
-    means = {name: float(values[which].mean()) for name, values in zip(('loss', *_REWARDS), columns)}
-    return means | {'pairs': sum(which)}
+    "Give the means over some of the pairs."
+    margins = scores.margins
+    columns = scores.losses, scores.chosen, margins, (margins > 0).double()
+    means = [float(values[which].mean()) for values in columns]
+    return dict(zip(('loss', *_REWARDS), means)) | {'pairs': sum(which)}

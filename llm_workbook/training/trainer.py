@@ -15,7 +15,7 @@ from ..model.adapters import add_adapters, cast_adapters, set_magnitudes
 from ..model.architecture import load_tokenizer
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
-from ..parallel.backends import mixed_precision, set_fsdp, zero_config
+from ..parallel.backends import keep_output_types, mixed_precision, set_fsdp, zero_config
 from .compiled_steps import compile_run
 from .conversation import row_places
 from .early_stopping import note_best
@@ -84,8 +84,7 @@ def _callback(trainer, recipe):
 
     class Metrics(TrainerCallback):
         def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
-            model = trainer.model_wrapped
-            trainer.shards = check_shards(run, recipe, model)
+            trainer.shards = _shards(trainer, recipe)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
                 _confirm(trainer, recipe, train_dataloader)
             if recipe.sharding.loading != 'every_rank':  # The base has just arrived
@@ -118,6 +117,12 @@ def _logged_values(logs, step):
     return values
 
 # %% ../../nbs/training/12a_trainer.ipynb #c81e3b58
+def _shards(trainer, recipe):
+    "Check how the model is sharded; let the scores of pairs leave it as they were computed."
+    model = trainer.model_wrapped
+    if recipe.method.objective == 'dpo': keep_output_types(model)
+    return check_shards(trainer.run, recipe, model)
+
 def _is_due(state, every):
     "Whether held-out rows are judged after this step."
     last = state.global_step == state.max_steps

@@ -2,6 +2,7 @@
 from collections import Counter
 
 import pytest
+import torch
 from bench.lines import step_peak_error
 from bench.lines.rehearsal_error import RealRanks
 from bench.shared.small_rehearsals import AGAIN, FULL, LORA, PAIRS, QLORA, percent, recipe
@@ -9,6 +10,7 @@ from llm_workbook import (
     estimate, estimate_step, evaluation_b, memory, node, reference_pass, rehearse)
 from llm_workbook.config.document import RecipeError
 from llm_workbook.plan.preferences import ReferencePass
+from llm_workbook.training import preferences
 from trouble import slow_case
 
 SHORT = {'batch.length': 64}
@@ -43,7 +45,7 @@ def test_the_messages_of_pairs_are_those_of_the_rehearsal(tmp_path):
 
 
 @pytest.mark.parametrize('changes', [
-    LORA, slow_case(QLORA | AGAIN), slow_case(FULL)], ids=['lora', 'qlora', 'full'])
+    slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
 def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, tmp_path):
     made = recipe('quick', changes | PAIRS | SHORT, tmp_path)
     with RealRanks() as ranks: saw = ranks.measured(made)
@@ -53,6 +55,19 @@ def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, tmp_p
     assert [tuple(message) for message in saw['collectives']] == [
         ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
     assert ours.flops == saw['flops']
+
+
+def test_no_answer_is_rounded_to_bfloat16_on_its_way_out_of_the_model(tmp_path, monkeypatch):
+    seen = []
+
+    def look(log_probs, *others):
+        seen.append(log_probs.dtype)
+        return real(log_probs, *others)
+
+    real = preferences.pair_scores
+    monkeypatch.setattr(preferences, 'pair_scores', look)
+    rehearse(recipe('brief', FULL | PAIRS | SHORT, tmp_path), exact=True)
+    assert set(seen) == {torch.float32}
 
 
 @pytest.mark.slow
@@ -68,11 +83,13 @@ def test_two_rows_of_unequal_length_count_a_mask_and_twice_the_tokens(tmp_path):
     assert tensors_b(pairs) == tensors_b(padded) > tensors_b(answers)
     machine = node('8x-h100').changed(gpus=2)
     of_pairs, of_answers = (estimate_step(one, node=machine) for one in (pairs, padded))
-    assert (of_pairs.tokens, of_pairs.flops_counted) == (of_answers.tokens, of_answers.flops_counted)
+    assert of_pairs.tokens == of_answers.tokens
+    assert of_pairs.flops_counted == of_answers.flops_counted
 
 
 def test_a_reference_is_an_evaluation_before_there_are_states(tmp_path):
-    pairs = recipe('brief', FULL | PAIRS | {'intervals.evaluation': 1, 'optimizer.steps': 90}, tmp_path)
+    judged = {'intervals.evaluation': 1, 'optimizer.steps': 90}
+    pairs = recipe('brief', FULL | PAIRS | judged, tmp_path)
     found = reference_pass(pairs, node=node('8x-h100').changed(gpus=2), rows=90)
     states_b = sum(line.size_b for line in memory(pairs).lines
                    if line.kind == 'optimizer' and line.phase == 'step' and not line.instant)
@@ -82,13 +99,14 @@ def test_a_reference_is_an_evaluation_before_there_are_states(tmp_path):
 
 def test_an_estimate_names_the_reference_and_only_of_pairs(tmp_path):
     machine = node('8x-h100').changed(gpus=2)
-    pairs = recipe('brief', LORA | PAIRS | {'optimizer.steps': 1000}, tmp_path)
+    gpu = LORA | {'cluster.device': 'cuda', 'optimizer.steps': 1000}
+    pairs = recipe('brief', gpu | PAIRS, tmp_path)
     for rows, scored in (1234, '1,234'), (4000, '2,000'), (None, '2,000'):
         notes = estimate(pairs, machine, rows=rows).warnings
         assert [note for note in notes if f'the reference scores {scored} pairs' in note]
-    plain = estimate(recipe('brief', LORA, tmp_path), machine)
+    plain = estimate(recipe('brief', gpu, tmp_path), machine)
     assert not [note for note in plain.warnings if 'reference' in note]
-    assert str(ReferencePass(10, 7200., 0)).endswith('10 pairs once, before the first step: 2.00 hours')
+    assert str(ReferencePass(10, 7200., 0)).endswith('before the first step: 2.00 hours')
 
 
 @pytest.mark.parametrize('head', ['full', 'fused'])

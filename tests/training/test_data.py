@@ -173,7 +173,7 @@ DAMAGE = [
     ('a.jsonl', '{"instruction": "a", "output": ""}', {}, [1], 'empty'),
     ('a.jsonl', '{"text": "  "}\n{"text": "a"}\n{"text": ""}', {}, [1, 3], 'is empty'),
     ('a.jsonl', '{"foo": 1}', {}, [None], 'no known format has the columns foo'),
-    ('a.jsonl', '{"prompt": "a", "chosen": "b", "rejected": "c"}', {}, [None], 'preference pairs'),
+    ('a.jsonl', '{"prompt": "a", "chosen": "b", "rejected": "b"}', {}, [1], 'same answer twice'),
     ('a.jsonl', '{"messages": [{"role": "usr", "content": "a"}]}', {}, [1], "did you mean 'user'?"),
     ('a.jsonl', '{"messages": [{"role": ["user"], "content": "a"}]}', {}, [1], 'unknown role'),
     ('a.jsonl', '{"messages": [{"role": "user", "content": "a"}]}', {}, [1], 'no answer to learn'),

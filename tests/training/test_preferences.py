@@ -2,10 +2,12 @@
 pair that compares nothing is named."""
 import json
 import math
+import os
 import shutil
 
 import pytest
-from safetensors import safe_open
+
+os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 from safetensors.torch import load_file, save_file
 from trouble import fine_tune, slow_case, small_recipe
 
@@ -136,15 +138,72 @@ def test_two_ranks_learn_what_one_process_learns(recipe, tmp_path, method):
     assert max(held) < 0.6  # And no second model
 
 
-@pytest.mark.parametrize('changes', [
-    {'sharding.strategy': 'ddp'}, {'batch.loss_head': 'one_pass'},
-    {'sharding.activation_checkpointing': 'full'}, {'sharding.loading': 'sharded'}],
-    ids=lambda changes: ' '.join(map(str, *changes.items())))
+ZERO = {
+    'zero.persistence_threshold': 1000, 'zero.reduce_bucket': 10**6, 'zero.prefetch_bucket': 10**6}
+HOW = {
+    'ddp': {'sharding.strategy': 'ddp'},
+    'zero2': ZERO | {'sharding.strategy': 'zero2'},
+    'zero3': ZERO | {'sharding.strategy': 'zero3'},
+    'one pass': {'batch.loss_head': 'one_pass'},
+    'segments': {'model.attention': 'segments'},
+    'recomputed': {'sharding.activation_checkpointing': 'full'},
+    'selective': {'sharding.activation_checkpointing': 'selective'},
+    'arriving': {'sharding.loading': 'sharded'}}
+HALF = {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
+
+
+@pytest.fixture(scope='module')
+def adapted(recipe, tmp_path_factory):
+    return fine_tune(recipe.changed(ADAPTED), tmp_path_factory.mktemp('adapted')/'run')
+
+
+@pytest.mark.parametrize('how', HOW)
 @pytest.mark.slow
-def test_how_the_work_is_done_changes_no_loss(recipe, tmp_path, changes):
+def test_how_the_work_is_done_changes_no_loss(recipe, adapted, tmp_path, how):
     "The twin of every case is that of two ranks above."
-    one = fine_tune(recipe.changed(ADAPTED), tmp_path/'one')
-    assert_equal_runs(fine_tune(recipe.changed(ADAPTED | RANKS | changes), tmp_path/'two'), one)
+    changed = recipe.changed(ADAPTED | RANKS | HOW[how])
+    assert_equal_runs(fine_tune(changed, tmp_path/'two'), adapted)
+
+
+@pytest.mark.parametrize('half', [HALF, {'precision.compute': 'bfloat16'}], ids=str)
+@pytest.mark.slow
+def test_half_the_digits_give_nearly_the_same_losses(recipe, adapted, tmp_path, half):
+    run = fine_tune(recipe.changed(ADAPTED | RANKS | half), tmp_path/'run')
+    for ours, theirs in zip(run.metrics, adapted.metrics, strict=True):
+        assert ours['loss'] == pytest.approx(theirs['loss'], rel=0.02)
+
+
+# Which pairs have a reference
+
+def test_a_short_run_computes_the_pairs_that_it_takes(recipe, alone, tmp_path):
+    "Its losses are those of a longer one; without rows to judge, none are computed."
+    short = recipe.changed({
+        'optimizer.steps': 2, 'optimizer.schedule': 'constant', 'intervals.evaluation': 0})
+    run = fine_tune(short, tmp_path/'run')
+    found = load_file(RunFiles(run.directory).reference)
+    assert found['train'].isnan().all(-1).sum() == PAIRS - 8
+    assert found['held'].shape == (0, 2)
+    assert run.metrics[0]['loss'] == alone.metrics[0]['loss']
+    mark_run(run.directory, 'preempted', 2)
+    shutil.rmtree(run.saved)
+    with pytest.raises(RankError, match='no values for some of the pairs that 4 steps take'):
+        fine_tune(short.changed({'optimizer.steps': 4}), run.directory, resume=True)
+    judging = short.changed({'intervals.evaluation': 1})
+    with pytest.raises(ValueError, match='has no such held-out pairs.*set intervals.evaluation'):
+        fine_tune(judging, run.directory, resume=True)
+
+
+@pytest.mark.slow
+def test_sources_of_a_mix_are_judged_one_by_one(recipe, tmp_path):
+    parts = [{'source': recipe.data.source}, {'source': 'sample-preferences'}]
+    mixed = recipe.changed({'data.source': None, 'data.mix': parts})
+    [*_, last] = fine_tune(mixed, tmp_path/'run').evaluations
+    pairs = {name: values['pairs'] for name, values in last['sources'].items()}
+    own = PAIRS // 3  # Their questions are taken from the second source, which has them too
+    assert pairs == {'pairs': own, 'sample-preferences': 40 + own}
+    assert last['pairs'] == 40 + 2 * own
+    total = sum(values['loss'] * values['pairs'] for values in last['sources'].values())
+    assert last['loss'] == pytest.approx(total / last['pairs'], rel=1e-6)
 
 
 # Going on
@@ -178,15 +237,6 @@ def test_a_run_without_its_reference_does_not_go_on(recipe, alone, tmp_path, spo
     with pytest.raises(ValueError, match=said) as caught:
         fine_tune(recipe, directory, resume=True)
     assert 'put the file of this run back' in str(caught.value)
-
-
-def test_pairs_that_had_no_reference_are_not_judged_later(recipe, alone, tmp_path):
-    directory = stopped(alone, tmp_path)
-    file = RunFiles(directory).reference
-    with safe_open(file, 'pt') as saved: facts = saved.metadata()
-    save_file(load_file(file), file, facts | {'held': 'null'})
-    with pytest.raises(ValueError, match='has no such held-out pairs.*set intervals.evaluation'):
-        fine_tune(recipe, directory, resume=True)
 
 
 # What is in force

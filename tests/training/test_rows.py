@@ -160,12 +160,12 @@ def test_columns_that_are_not_read_are_listed_once(tmp_path):
         read(tmp_path/'a.jsonl', [PAIR | {'system': 'A', 'images': None, 'weight': 1}])
 
 
-def test_pairs_of_preferences_train_the_chosen_answer(tmp_path):
+def test_pairs_of_preferences_train_both_answers_or_the_chosen_one(tmp_path):
     row = {
         'conversations': [{'from': 'human', 'value': 'Hi'}],
         'chosen': {'from': 'gpt', 'value': 'Ho'}, 'rejected': {'from': 'gpt', 'value': 'Hm'}}
-    with pytest.raises(DatasetError, match='set completion_column: chosen'):
-        read(tmp_path/'a.jsonl', [row])
+    [pair] = read(tmp_path/'a.jsonl', [row])
+    assert pair['rejected'] == [ASK, ANSWER | {'content': 'Hm'}]
     assert read(tmp_path/'a.jsonl', [row], completion_column='chosen') == [
         {'messages': [ASK, ANSWER]}]
 
