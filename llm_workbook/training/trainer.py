@@ -234,6 +234,7 @@ def make_trainer(
         train_dataset=trainer_table(rows, keys, recipe, longest),
         eval_dataset=trainer_table(held, keys, recipe, longest, by_source=True),
         processing_class=tokenizer)
+    trainer.model_accepts_loss_kwargs = True  # TRL divides by the tokens, whatever the model says
     _set_loss(trainer, recipe)
     set_fsdp(trainer.accelerator, recipe)
     trainer.run.facts = recipe_facts(recipe)

@@ -211,6 +211,25 @@ def _token_is_saved(case):
             return confirmed(f'{place} holds a token of the Hub in plain text')
     return refuted('no training_args.bin holds a token of the Hub')
 
+# %% ../../nbs/watching/11_silent_checks.ipynb #59375444
+@check('bare-beside-experts')
+def _bare_beside_experts(case):
+    import torch
+    from peft.utils.transformers_weight_conversion import _MOE_TARGET_MODULE_MAPPING as mapping
+    names = {name for family in mapping.values() for name in family}
+    for model in case.objects(torch.nn.Module):
+        modules = dict(model.named_modules())
+        experts = [path for path, module in modules.items()
+                   if getattr(module, 'parameter_name', 'weight') != 'weight']
+        bare = [path for path, module in modules.items()
+                if type(module) is torch.nn.Linear and path.rpartition('.')[2] in names]
+        if not experts or not bare:
+            continue
+        return confirmed(f'{experts[0]} has an adapter, and {len(bare)} linear layers with names '
+                         f'of its parts have none, as {bare[0]}')
+    return refuted('no model was given in which experts have an adapter and a layer beside them '
+                   'has none')
+
 # %% ../../nbs/watching/11_silent_checks.ipynb #939d2e13
 @check('log-has-nan')
 def _log_has_nan(case):

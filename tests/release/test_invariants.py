@@ -7,6 +7,7 @@ import pytest
 from bench.lines.try_out import asked_for
 from bench.shared.families import FAMILIES, add_tokenizer, family_fields
 from llm_workbook.config.recipe import Recipe
+from llm_workbook.model.quantize import load_base
 from llm_workbook.release.invariants import check_invariants
 from llm_workbook.release.relations import RELATIONS, make_specimen
 from llm_workbook.release.small_case import (
@@ -284,6 +285,57 @@ def test_a_recipe_keeps_all_relations(changes):
     if changes.get('method.kind') == 'full': expected = {'adapters', 'reach', 'merge'}
     if changes.get('sharding.strategy') == 'none': expected = {'ranks'}
     assert left_out == expected, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('changes', [
+    WHOLE | {'method.kind': 'full', 'sharding.strategy': 'zero3'},
+    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero1'},
+    {'cluster.processes': 4, 'sharding.group': 2}],
+    ids=['zero3-full', 'zero1-lora', 'groups'])
+def test_ranks_agree_under_a_strategy(changes):
+    found = checked(['ranks', 'reported loss', 'schedule'], **changes)
+    assert [one.passed for one in found.relations] == [True] * 4, found
+    assert ('in groups of 2' in found.relations[1].what) == ('sharding.group' in changes)
+
+
+def test_a_recipe_in_groups_has_a_run_in_groups(tmp_path):
+    from llm_workbook.release.invariants import _recipes
+    asked = recipe_for(**{'sharding.group': 2, 'cluster.processes': 4})
+    small = small_recipe(asked, tmp_path/'base', [{'text': 'a'}] * 6)
+    groups = _recipes(small, groups=True)['groups']
+    assert (groups.cluster.ranks, groups.sharding.group) == (6, 2)
+    assert groups.batch.accumulation * groups.batch.micro == 1
+    assert 'groups' not in _recipes(small, groups=False)
+
+
+def test_what_a_norm_in_float32_loses_is_measured():
+    import torch
+    from llm_workbook.release.invariants import _lost_in_norm
+    layer = torch.nn.Linear(1000, 1000, bias=False)
+    layer.weight.grad = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0))
+    exact = layer.weight.grad.double().norm()
+    assert _lost_in_norm(layer) == pytest.approx(
+        abs(float(layer.weight.grad.norm().double() / exact - 1)), rel=1e-2, abs=1e-8)
+
+
+@pytest.mark.slow
+def test_a_classifier_keeps_what_can_be_asked_of_it():
+    named = Recipe.named('reviews-qlora').changed({'model.source': 'tiny-base'})
+    found = check_invariants(named, relations=['ranks', 'accumulation', 'reported loss'])
+    assert [one.passed for one in found.relations] == [True, True, True, None], found
+    assert 'a loss for each row' in found.relations[-1].what
+
+
+def test_tokens_are_counted_whatever_the_class_of_a_model_says(monkeypatch, specimen):
+    "transformers gives no count to a class that says so, as Gemma 4 and Qwen 3 VL with towers."
+    from llm_workbook.training.trainer import make_trainer
+    from transformers import LlamaForCausalLM
+    monkeypatch.setattr(LlamaForCausalLM, 'accepts_loss_kwargs', False, raising=False)
+    base = load_base(specimen.recipe.model.source, specimen.recipe.method, device='cpu')
+    trainer = make_trainer(specimen.recipe, specimen.folder, specimen.rows, base)
+    labels = [{'labels': specimen.batch(specimen.examples)['labels']}]
+    assert int(trainer._get_num_items_in_batch(labels, 'cpu')) == specimen.items
 
 
 @pytest.mark.slow
