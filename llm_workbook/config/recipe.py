@@ -13,7 +13,8 @@ from re import fullmatch
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import (BaseModel, BeforeValidator, Field, PlainSerializer, model_serializer,
+                      model_validator)
 
 from .document import (Count, Document, Name, Part, Problem, Real, RecipeError,
                                           Share, versioned)
@@ -263,6 +264,8 @@ class Batch(Part):
     loss_head: Literal['chunked', 'one_pass', 'full',
                        'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; never kept
 
+_Passes = Annotated[Real, Field(gt=0, le=1e6)]
+
 class Optimizer(Part):
     "The optimizer and its schedule."
     kind: Literal['adamw', 'adamw_fused', 'adamw_bf16', 'adamw_8bit', 'paged_adamw',
@@ -272,8 +275,27 @@ class Optimizer(Part):
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # After the warm-up
     warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
     steps: Count = 100  # Optimizer steps
+    epochs: _Passes | None = None  # Passes over all rows in place of steps, which follow from rows
     clip: _Float32 = 1.0  # Largest norm of the whole gradient; 0 switches clipping off
     weight_decay: _Float32 = 0.0  # Pull of the trained weights towards 0, per unit of learning rate
+
+    @model_validator(mode='before')
+    @classmethod
+    def _leave_out_no_steps(cls, values):
+        return {name: value for name, value in values.items() if (name, value) != ('steps', None)}
+
+    @model_validator(mode='after')
+    def _keep_one_length(self):
+        if self.epochs is None or 'steps' not in self.model_fields_set: return self
+        reason = f'stands beside steps {self.steps}: keep one, and set the other to null'
+        raise RecipeError([Problem('epochs', repr(self.epochs), reason)])
+
+    @model_serializer(mode='wrap')
+    def _write_one_length(self, write, info):
+        values = write(self)
+        if self.epochs is None: return values
+        values.pop('steps')
+        return values if info.exclude_none else values | {'steps': None}
 
 class Intervals(Part):
     "What happens every so many steps, and when a start ends; 0 is never."
@@ -474,7 +496,7 @@ def planned_only(
 
 # %% ../../nbs/config/03_recipe.ipynb #b3e68271
 _TOY = {
-    'optimizer.steps': 240, 'optimizer.in_backward': False,
+    'optimizer.steps': 240, 'optimizer.epochs': None, 'optimizer.in_backward': False,
     'sharding.offload_activations': 'none'}
 _TOY_RATE = {'qlora': 3e-3, 'lora': 3e-3, 'full': 1e-3}
 _TOY_CHAT = Data(source='sample-conversations', format='messages')

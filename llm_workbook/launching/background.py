@@ -13,12 +13,14 @@ from html import escape
 from pathlib import Path
 
 from ..checkpoint.manifest import check_checkpoint, latest_valid
+from ..config.passes import in_steps
 from ..config.recipe import Recipe
 from ..display import html_table
 from ..parallel.fresh_process import end_with_parent, pack_outcome, unpack_outcome
 from ..parallel.ranks import RankError, log_tail
 from ..training.resume import Preempted
 from ..training.run_directory import RunFiles, read_metrics
+from ..training.epochs import rows_of_pass
 from ..training.fine_tune import Run, check_recipe, fine_tune
 
 # %% ../../nbs/launching/07_background.ipynb #2b7a5c01
@@ -409,16 +411,17 @@ def _unanswered(run, code):
 
 # %% ../../nbs/launching/07_background.ipynb #7179849c
 def _check_launch(recipe, workers, timeout_s):
-    "Refuse what cannot be launched, before anything is started."
+    "Refuse what cannot be launched, before anything is started; count the steps of its passes."
     if not isinstance(workers, WorkerProcess | None):
         raise ValueError(f'{workers!r} is no WorkerProcess')
-    check_recipe(recipe)
+    rows, _ = check_recipe(recipe)
     nodes = recipe.cluster.nodes
     if nodes > 1:
         raise ValueError(f'cluster.nodes is {nodes}: a cell starts ranks on its own machine alone; '
                          '`submit` asks SLURM for more')
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f'timeout_s must be more than 0 seconds, not {timeout_s!r}')
+    return in_steps(recipe, rows_of_pass(recipe, rows))
 
 def launch(
     recipe: Recipe,  # For one node
@@ -429,9 +432,9 @@ def launch(
     step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits
 ) -> Launched:  # At once, while it runs
     "Check `recipe` here, and fine-tune beside the kernel."
-    _check_launch(recipe, workers, timeout_s)
+    counted = _check_launch(recipe, workers, timeout_s)
     directory = Path(directory).absolute()
-    launched = Launched(recipe, directory, workers or WorkerProcess())
+    launched = Launched(counted, directory, workers or WorkerProcess())
     box = launched.workers._box
     limits = {'resume': resume, 'timeout_s': timeout_s, 'step_timeout_s': step_timeout_s}
     request = {'do': 'run', 'recipe': recipe.dump(), 'directory': str(directory),

@@ -18,6 +18,7 @@ from ..display import html_table
 from ..files import publish
 from .rendezvous import node_names
 from .render import render
+from ..training.epochs import with_epochs
 from ..training.run_directory import RunFiles, read_metrics, run_state
 
 # %% ../../nbs/launching/06_slurm.ipynb #e7427f56
@@ -250,6 +251,7 @@ def submit(
     not_run = planned_only(recipe)
     if not_run: raise RecipeError(not_run, f'{recipe.name}: nothing was submitted')
     _refuse_second(directory)
+    steps = with_epochs(recipe).optimizer.steps
     script = render(recipe, directory, options=options, python=python).files['job.sbatch']
     log = f'{directory}'.replace('%', '%%') + '/%x-%j.log'
     with _submission_lock(directory):
@@ -257,7 +259,7 @@ def submit(
         answer = _slurm('sbatch', '--parsable', f'--output={log}', script)
         number, _, cluster = answer.partition(';')
         now = datetime.now(timezone.utc).isoformat(' ', 'seconds')
-        job = Job(directory, number, recipe.name, recipe.optimizer.steps, now, cluster)
+        job = Job(directory, number, recipe.name, steps, now, cluster)
         _record(job)
     return job
 

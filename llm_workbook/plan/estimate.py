@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
 from ..config.hardware import Node, node as find_node
+from ..config.passes import in_steps
 from ..config.recipe import Method, Recipe, broken, planned_only, recipe_names
 from ..display import PALETTE, binary_size, gib, html_table, nearest
 from ..model.architecture import presets
@@ -368,11 +369,13 @@ _COLOURS = {'fits': 'green', 'fits if': 'orange', 'does not fit': 'vermilion'}
 def estimate(
     recipe: Recipe,  # Any recipe
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
-    rows: int | None = None,  # Rows of training data, where you know them
+    rows: int | None = None,  # Rows that train, packed if they are; `optimizer.epochs` needs them
     held: int | None = None,  # Held-out rows; None: those that `data.test_share` leaves of `rows`
 ) -> Estimate:  # Verdict, warnings, ledger, and messages and seconds of a step
     "Join the ledger and the time of a step of `recipe`: will it fit, how long, how much?"
     facts = plan_facts(recipe, node, rows)
+    recipe = in_steps(recipe, rows)
+    facts |= recipe.facts()
     problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule))
                 for rule in broken(facts)]
     if problems: raise RecipeError(problems, recipe.name)

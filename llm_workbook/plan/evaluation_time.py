@@ -9,6 +9,7 @@ __all__ = ['EvaluationTime', 'evaluation_time']
 from dataclasses import dataclass
 from math import ceil
 
+from ..config.passes import known_steps
 from .step_time import StepEstimate
 
 # %% ../../nbs/plan/10a_evaluation_time.ipynb #468ec760
@@ -57,7 +58,7 @@ def evaluation_time(
 ) -> EvaluationTime:  # Without hours where nothing says how many rows are held out
     "Count the seconds and hours in which a run judges held-out rows."
     recipe = step.recipe
-    every, steps = recipe.intervals.evaluation, recipe.optimizer.steps
+    every, steps = recipe.intervals.evaluation, known_steps(recipe)
     if not every: raise ValueError('intervals.evaluation is 0: no held-out row is judged')
     if held is not None and (type(held) is not int or held < 1):
         raise ValueError(f'held {held!r} must be a count of held-out rows from 1, or None')

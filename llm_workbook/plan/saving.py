@@ -59,7 +59,8 @@ def _checkpoints(rank, lasting, first, writes) -> Iterator[Line]:
     saving, optimizer = rank.intervals, rank.optimizer
     if not saving.saving: return
     most = _MOST_CHECKPOINTS + (saving.keep == 'best')  # The best one stays, however old
-    count = min(most, optimizer.steps // saving.saving)
+    count = most  # Of a run whose passes are not counted yet
+    if optimizer.epochs is None: count = min(most, optimizer.steps // saving.saving)
     if not count: return
     if saving.checkpoint == 'sharded': yield from _sharded_checkpoints(rank, lasting, writes, count)
     else: yield from _whole_checkpoints(rank, first, count)

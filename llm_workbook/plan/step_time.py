@@ -12,6 +12,7 @@ from html import escape
 from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
+from ..config.passes import known_steps
 from ..display import PALETTE, canvas, html_table
 from ..model.layout import NUMBER_B, coverage, role
 from ..model.spec import spec_of
@@ -394,7 +395,7 @@ class StepEstimate(StepTime):
     @property
     def hours(self) -> float:  # Of training alone: no loading, no evaluation, no saving
         "Give the time of the whole run."
-        return self.recipe.optimizer.steps * self.step_s / 3600
+        return known_steps(self.recipe) * self.step_s / 3600
 
     @property
     def cost(self) -> float:  # USD

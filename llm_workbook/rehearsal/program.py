@@ -113,6 +113,7 @@ _ALWAYS = {
     'cluster.device': 'cpu',
     'cluster.hardware': None,
     'sharding.loading': 'every_rank',
+    'optimizer.epochs': None,
     'optimizer.steps': 1,
     'intervals': {'logging': 1},
 }

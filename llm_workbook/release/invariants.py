@@ -108,7 +108,7 @@ def _recipes(small, groups: bool) -> dict:
     ranks = small.cluster.ranks
     two = small.changed(_FLOAT32 | {
         'batch.packing': False, 'batch.accumulation': _STEP_ROWS // ranks,
-        'optimizer.steps': _STEPS, 'optimizer.warmup': 1 / _STEPS,
+        'optimizer.epochs': None, 'optimizer.steps': _STEPS, 'optimizer.warmup': 1 / _STEPS,
         'intervals.saving': 2, 'intervals.logging': 1})
     one = alone_recipe(two)
     runs = {'one': one,

@@ -147,7 +147,8 @@ def _take_rows(way):
     return (f'{len(way.first)} rows are accepted, {len(tokenised)} train; '
             f'the shortest: {text:.120}')
 
-_STEPS = {'optimizer.steps': 3, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0,
+_STEPS = {'optimizer.epochs': None, 'optimizer.steps': 3,
+          'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0,
           'intervals.evaluation': 3, 'intervals.saving': 2}
 
 # %% ../../nbs/release/05_try_out.ipynb #7e1b0ab1

@@ -44,7 +44,8 @@ _FREE = 'host', 'held', 'precision.trained', 'precision.products'  # Nobody asks
 _OF_A_RANK = 'host', 'held', 'accelerate.rank'  # Each rank has its own
 _MAY_DIFFER = (*_OF_A_RANK, 'precision.products')  # The last hangs on the CPU
 _NEVER_IN_FORCE = ('name', 'version', 'optimizer.warmup', 'data.classes', 'zero.set',
-                   'method.unpacked', 'batch.padded')  # A permission, and a fact for the plan
+                   'method.unpacked', 'batch.padded',  # A permission, and a fact for the plan
+                   'optimizer.epochs')  # Steps by now
 _UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage',
                     'method.keep_inputs'}}  # By a method
 

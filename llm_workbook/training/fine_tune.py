@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config.document import RecipeError
+from ..config.passes import in_steps
 from ..config.recipe import Recipe, planned_only
 from ..display import html_table
 from ..files import resolve
@@ -34,6 +35,7 @@ from .classifier import class_rows, class_tokenizer, token_rows
 from .data import load_rows
 from .early_stopping import restore_best
 from .effective import check_launcher
+from .epochs import note_epochs, noted_steps, rows_of_pass
 from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
@@ -260,8 +262,11 @@ def fine_tune(
     rows, held = check_recipe(recipe)
     _check_machine(recipe)
     directory = Path(directory)
+    asked, number = recipe, rows_of_pass(recipe, rows)
+    recipe = in_steps(asked, number)
     with run_lock(directory):
         start = begin_run(recipe, directory, resume, _rows_facts(recipe, rows, held))
+        note_epochs(directory, asked, number)
         check_reference(recipe, directory, start)
         if start.finished: return Run(recipe, directory, [])
         curve = LossCurve(directory, recipe.optimizer.steps) if live else None
@@ -321,12 +326,16 @@ def train_here(
         with warnings.catch_warnings():
             if rank: warnings.simplefilter('ignore')  # Rank 0 says the same
             rows, held = ([], []) if finished else check_recipe(recipe)
+        asked = recipe
+        if finished: recipe = noted_steps(directory, asked)
+        else: recipe = in_steps(asked, rows_of_pass(asked, rows))
         os.environ.update(fsdp_env(recipe))
         with run_lock(directory) if rank == 0 else nullcontext():
             start = Start(finished=finished)
             if rank == 0:
                 known = None if finished else _rows_facts(recipe, rows, held)
                 start = begin_run(recipe, directory, resume=True, rows=known)
+                if not finished: note_epochs(directory, asked, rows_of_pass(asked, rows))
                 check_reference(recipe, directory, start)
             if start.finished: return _end(recipe, directory, rank, {})
             os.environ.setdefault('LLMW_LOGS', '')  # Somebody reads what rank 0 prints

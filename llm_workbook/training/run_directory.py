@@ -25,6 +25,7 @@ from pathlib import Path
 from ..checkpoint.disk import check_disk, disk_errors
 from ..checkpoint.manifest import check_checkpoint, latest_valid, survey
 from ..config.document import RecipeError
+from ..config.passes import known_steps
 from ..config.recipe import Recipe, differences
 from ..files import publish
 from .watchdog import EXIT_PREEMPTED
@@ -43,6 +44,7 @@ class RunFiles:
         self.of_ranks = self.directory / 'metrics'  # A file of lines for each rank
         self.stage = self.of_ranks / 'stage.json'  # What the run is doing: see `mark_stage`
         self.evaluations = self.directory / 'evaluation.jsonl'  # One line per evaluation
+        self.epochs = self.directory / 'epochs.json'  # Of a run that was asked for passes
         self.effective = self.directory / 'effective.json'  # Settings in force at the first step
         self.reference = self.directory / 'reference.safetensors'  # What dpo began with
         self.certificate = self.directory / 'certificate.json'  # Which adapters had a gradient
@@ -323,7 +325,8 @@ def rate_schedule(
     "Name the schedule of the learning rate: transformers' plain `constant` ignores a warm-up."
     optimizer = recipe.optimizer
     name = 'constant_with_warmup' if optimizer.schedule == 'constant' else optimizer.schedule
-    return name, min(math.ceil(optimizer.warmup * optimizer.steps), optimizer.steps - 1)
+    steps = known_steps(recipe)
+    return name, min(math.ceil(optimizer.warmup * steps), steps - 1)
 
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9b9d
 _PRODUCT = 'ranks x micro x accumulation must stay: a step takes the same rows'
