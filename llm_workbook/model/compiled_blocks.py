@@ -207,6 +207,7 @@ def _first_line(text):
 
 # %% ../../nbs/model/15_compiled_blocks.ipynb #15c00014
 _log = logging.getLogger(__name__)
+_PROGRAMS = 32  # As many as one function may get
 
 def compile_blocks(
     model: 'torch.nn.Module',  # As it trains: sharded, adapted and checkpointed already; changed
@@ -218,6 +219,8 @@ def compile_blocks(
         raise ValueError(f'{type(model).__name__} has no decoder layer of transformers to compile: '
                          "set model.kernels to 'plain'")
     if backend == 'inductor': _look_at_tools(_device(model))
+    import torch
+    torch._dynamo.config.recompile_limit = max(_PROGRAMS, torch._dynamo.config.recompile_limit)
     record = CompiledBlocks(backend)
     for name, layer in layers:
         if isinstance(layer.forward, _Compiled):
