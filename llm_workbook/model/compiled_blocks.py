@@ -181,7 +181,8 @@ class CompiledBlocks:
         "Give all counts, for a record."
         self.update()
         return {'blocks': self.names, 'seconds': round(self.seconds, 3), 'plain': self.plain,
-                'breaks': self.breaks, 'compilations': [each._asdict() for each in self.compilations]}
+                'breaks': self.breaks,
+                'compilations': [each._asdict() for each in self.compilations]}
 
     def __repr__(self):
         self.update()
