@@ -81,7 +81,8 @@ def check_record(run, programs):
 WAYS = {
     'one process': (ONE, 2), 'one, lora': (ONE | LORA, 4),
     'one, checkpointed': (ONE | CHECKPOINTED, 2), 'one, packed': (ONE | PACKED, 2),
-    'two ranks': ({}, 3), 'two ranks, lora': (LORA, 4), 'two ranks, full, checkpointed': (CHECKPOINTED, 3),
+    'two ranks': ({}, 3), 'two ranks, lora': (LORA, 4),
+    'two ranks, full, checkpointed': (CHECKPOINTED, 3),
     'one, qlora': (ONE | QLORA, 4), 'ddp, lora': (LORA | {'sharding.strategy': 'ddp'}, 4)}
 
 
