@@ -101,7 +101,7 @@ def test_a_compiled_run_learns_what_a_plain_one_learns(tmp_path, way):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_goes_on_where_it_was_and_is_exported(tmp_path):
+def test_a_compiled_run_goes_on_where_it_was_and_is_exported(tmp_path, traced):
     recipe = small_recipe(tmp_path, **ONE | LORA | COMPILED | {
         'optimizer.schedule': 'constant', 'optimizer.steps': 4, 'intervals.saving': 2})
     whole = fine_tune(recipe, tmp_path/'whole')
