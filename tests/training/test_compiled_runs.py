@@ -110,7 +110,7 @@ def test_a_compiled_run_goes_on_where_it_was_and_is_exported(tmp_path, traced):
     (tmp_path/'halves'/'run.json').write_text('{"state": "preempted", "step": 2}')
     halves = fine_tune(recipe, tmp_path/'halves', resume=True)
     assert losses(halves.directory) == pytest.approx(losses(whole.directory), rel=LOSS)
-    export(recipe, halves.saved, tmp_path/'merged', facts={'gate': False}, prove=False)
+    export(recipe, halves.saved, tmp_path/'merged', '16-bit', {'gate': False}, False)
     merged, base = names_in(tmp_path/'merged'), names_in(tmp_path/'base')
     assert merged == base
 
