@@ -49,6 +49,7 @@ def _is_torn(file):
     entry_b, entries = struct.unpack_from('<HH', head, 0x3a)
     return file.stat().st_size < table + entry_b * entries
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0000b
 def drop_torn_libraries(
     cache: 'str | Path | None' = None,  # torch's folder of built code; None asks torch for it
 ) -> list[str]:  # Names of the files that are gone
@@ -69,13 +70,14 @@ def drop_torn_libraries(
         except (Timeout, FileNotFoundError): continue  # Somebody builds it, or has removed it
     return dropped
 
-# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0000d
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0000f
 def _inner(model):
     "The model of transformers inside DDP, DeepSpeed and PEFT."
     wraps = type(model).__name__ in ('DistributedDataParallel', 'DeepSpeedEngine')
     bare = model.module if wraps else model
     return bare.get_base_model() if hasattr(bare, 'get_base_model') else bare
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00010
 def _decoder_layers(model):
     "(name in the decoder, module) of each layer, in forward order."
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -90,7 +92,7 @@ def _decoder_layers(model):
     return [(name.replace('._checkpoint_wrapped_module', ''), layer)
             for name, layer in layers.items()]
 
-# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0000f
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00012
 class _Compiled:
     "The forward pass of one layer, which says whose it is before it runs."
     def __init__(self, name, forward, record):
@@ -102,6 +104,7 @@ class _Compiled:
         self.record.block = self.name
         return self.run(*args, **kwargs)
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00013
 class _Backend:
     "Hands a traced graph to one of torch's compilers, and notes that it did."
     def __init__(self, name, note):
@@ -117,13 +120,14 @@ class _Backend:
         # Workers would import torch first, and every rank would start its own
         return compile_fx(graph, inputs, config_patches={'compile_threads': 1} if on_cpu else None)
 
-# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00011
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00015
 class Compilation(NamedTuple):
     "One program that was made."
     block: str  # The layer that asked for it; others use it too
     code: str  # Number of the function, and of its program, as torch counts: '0/1' is the second
     reason: str  # Why the programs that were there did not fit; '' for the first
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00016
 class CompiledBlocks:
     "The compiled layers of a model, and what was compiled for them so far."
     def __init__(self,
@@ -181,7 +185,8 @@ class CompiledBlocks:
         "Give all counts, for a record."
         self.update()
         return {'blocks': self.names, 'seconds': round(self.seconds, 3), 'plain': self.plain,
-                'breaks': self.breaks, 'compilations': [each._asdict() for each in self.compilations]}
+                'breaks': self.breaks,
+                'compilations': [each._asdict() for each in self.compilations]}
 
     def __repr__(self):
         self.update()
@@ -194,19 +199,21 @@ class CompiledBlocks:
         rows = [(each.code, each.block, each.reason or 'the first') for each in self.compilations]
         return f'<p>{escape(repr(self))}</p>' + html_table(('program', 'asked by', 'why'), rows)
 
-# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00012
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00017
 def _graph_breaks():
     from torch._dynamo.utils import counters
     found = Counter()
     for reason, count in counters['graph_break'].items(): found[_first_line(reason)] += count
     return found
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00018
 def _first_line(text):
     "What torch says of a reason, without the line of code that it quotes."
     return (text or '').strip().partition('\n')[0].partition('  #')[0].strip()[:200]
 
-# %% ../../nbs/model/15_compiled_blocks.ipynb #15c00014
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0001a
 _log = logging.getLogger(__name__)
+_PROGRAMS = 32  # As many as one function may get
 
 def compile_blocks(
     model: 'torch.nn.Module',  # As it trains: sharded, adapted and checkpointed already; changed
@@ -218,6 +225,8 @@ def compile_blocks(
         raise ValueError(f'{type(model).__name__} has no decoder layer of transformers to compile: '
                          "set model.kernels to 'plain'")
     if backend == 'inductor': _look_at_tools(_device(model))
+    import torch
+    torch._dynamo.config.recompile_limit = max(_PROGRAMS, torch._dynamo.config.recompile_limit)
     record = CompiledBlocks(backend)
     for name, layer in layers:
         if isinstance(layer.forward, _Compiled):
@@ -226,6 +235,7 @@ def compile_blocks(
         record.names.append(name)
     return record
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0001b
 def _look_at_tools(device):
     find_compiler(device)
     dropped = drop_torn_libraries()
@@ -233,6 +243,7 @@ def _look_at_tools(device):
 
 def _device(model): return 'cuda' if any(p.is_cuda for p in model.parameters()) else 'cpu'
 
+# %% ../../nbs/model/15_compiled_blocks.ipynb #15c0001c
 def count_blocks(
     model: 'torch.nn.Module',  # As `compile_blocks` takes it
 ) -> tuple[int, int]:  # Decoder layers that run compiled, and all of them

@@ -30,7 +30,7 @@ class CompiledSteps:
 
     def note(self,
         step: int | None,  # That is done; None between steps, as in an evaluation
-    ) -> dict:  # `compiled` and `compile_s`, for the line of the step; empty where it compiled nothing
+    ) -> dict:  # `compiled` and `compile_s`, for the line of the step; empty where nothing was
         "Look whether something was compiled since the last call, and write it down."
         values = self.blocks.update()
         if not values: return {}
@@ -61,7 +61,7 @@ def compile_run(
 # %% ../../nbs/training/06a_compiled_steps.ipynb #06ac000a
 def compiled_facts(
     directory: str | Path,  # Of a run
-) -> dict:  # Name -> number, or one for each rank where they differ; empty where nothing is compiled
+) -> dict:  # Name -> number, or one for each rank where they differ; empty if none compiles
     "Read how often the blocks of a run were compiled in its last start, and how long that took."
     folder = RunFiles(directory).of_ranks
     records = [json.loads(file.read_text()) for file in sorted(folder.glob('compiled-*.json'))]

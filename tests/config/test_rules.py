@@ -355,5 +355,19 @@ def test_fp8_passes_packed_layers_by(monkeypatch):
     assert packed[0].weight.shape[1] == 1
 
 
+@repeats('compiled-blocks-break-at-sharded-packs')
+@pytest.mark.slow
+def test_a_sharded_payload_breaks_a_compiled_block():
+    from llm_workbook.model.compiled_blocks import compile_blocks
+    def breaks(shards):
+        model = base('qlora', 'bfloat16', 'bfloat16')
+        if shards: shard(model)
+        record = compile_blocks(model, 'eager')  # Traced, and no code generated
+        step(model)
+        return sum(record.breaks.values())
+    assert run_ranks(breaks, 1, (False,), timeout_s=300) == [0]
+    assert all(found > 0 for found in run_ranks(breaks, 2, (True,), timeout_s=300))
+
+
 def test_every_measured_rule_is_repeated_here():
     assert MEASURED == set(FOR)
