@@ -104,7 +104,7 @@ TRAINERS = {'ours': ours, 'packed': packed, 'default': default}
 
 # What is measured
 
-# Of a trainer's arguments, which decide its time and its memory
+# Of a trainer's arguments; `packing` is TRL's, and off where the library has packed the rows
 SETTINGS = ('per_device_train_batch_size', 'gradient_accumulation_steps', 'gradient_checkpointing',
             'bf16', 'max_length', 'packing', 'packing_strategy', 'padding_free', 'optim',
             'learning_rate', 'lr_scheduler_type', 'weight_decay', 'max_grad_norm',
