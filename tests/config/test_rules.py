@@ -369,5 +369,25 @@ def test_a_sharded_payload_breaks_a_compiled_block():
     assert all(found > 0 for found in run_ranks(breaks, 2, (True,), timeout_s=300))
 
 
+@repeats('routers-count-fill')
+def test_the_loss_of_routers_counts_the_filling_of_packed_rows():
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        'mixtral', hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=128,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4))
+    ids, places = torch.randint(5, 128, (2, 64)), torch.arange(64).repeat(2, 1)
+    ids[1, 40:], places[1, 40:] = 1, torch.arange(24)
+    told = torch.ones_like(ids)
+    told[1, 40:] = 0
+    with torch.no_grad():
+        found = model(input_ids=ids, position_ids=places, output_router_logits=True,
+                      use_cache=False)
+    right = load_balancing_loss_func(found.router_logits, 4, 2, told)
+    assert abs(found.aux_loss / right - 1) > 1e-4  # Rounding is 1e-7
+
+
 def test_every_measured_rule_is_repeated_here():
     assert MEASURED == set(FOR)

@@ -67,7 +67,8 @@ def test_a_shared_expert_is_not_taken_for_the_others(tmp_path):
 
 
 def test_the_old_names_mean_dense_layers_where_no_layer_has_experts(tmp_path):
-    dense = fields_of('DeepSeek V3', tmp_path) | {'first_k_dense_replace': 2, 'num_hidden_layers': 2}
+    dense = fields_of('DeepSeek V3', tmp_path) | {
+        'first_k_dense_replace': 2, 'num_hidden_layers': 2}
     model = add_adapters(skeleton(dense), Method(targets=('up_proj',)))
     assert layers_of(model) == {f'model.layers.{i}.mlp.up_proj': 'Linear' for i in range(2)}
     assert model.peft_config['default'].target_modules == set()
