@@ -69,9 +69,9 @@ def _write_recipe(arguments):
     if arguments.name not in names:
         unknown = f'{arguments.name!r} is no recipe of this package'
         raise ValueError(f'{unknown}; {nearest(arguments.name, names)}')
-    recipe = Recipe.named(arguments.name)
-    print(json.dumps(recipe.model_dump(mode='json'), indent=1) if arguments.json
-          else asset('recipes').joinpath(f'{arguments.name}.yaml').read_text(encoding='utf-8'), end='')
+    file = asset('recipes') / f'{arguments.name}.yaml'
+    if arguments.json: print(json.dumps(Recipe.load(file).model_dump(mode='json'), indent=1))
+    else: print(file.read_text(encoding='utf-8'), end='')
     return 0
 
 def _plan(arguments):

@@ -27,7 +27,8 @@ def first_rows(
     base: Path,  # The miniature of its model, whose tokenizer reads the rows
 ) -> list[dict]:  # `messages` or `text`; a text with its `label` where classes are trained
     "Read and check the first rows of a recipe."
-    own = recipe.changed({'model.source': str(base), 'model.revision': None, 'batch.packing': False})
+    own = recipe.changed({
+        'model.source': str(base), 'model.revision': None, 'batch.packing': False})
     if own.model.head == 'classification':
         names = class_names(own)
         rows = class_rows(own)[0][:FIRST_ROWS]

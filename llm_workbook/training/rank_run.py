@@ -144,9 +144,10 @@ def tell_stage(
     try: mark_stage(directory, stage, reason)
     except OSError as error: _log.warning('the stage %r is not written down: %s', stage, error)
 
-# %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
+# %% ../../nbs/training/06_rank_run.ipynb #fbef80cf
 KEPT_CHECKPOINTS = 2  # Committed ones that stay on the disk: one may turn out to be damaged
 
+# %% ../../nbs/training/06_rank_run.ipynb #12a0c10d
 class RankRun:
     "What one rank keeps of a run beside its model, whichever engine trains it."
     def __init__(self,
@@ -161,8 +162,7 @@ class RankRun:
         self.start = Start()
         self.votes = None  # Of all ranks, once they have met; a rehearsal has nobody to meet
         self.watch = None  # The hang watch, while there is one
-        self.scaler = None  # Of the loss, where float16 needs one
-        self.compiled = None  # `CompiledSteps`, where blocks are compiled
+        self.scaler = self.compiled = None  # Of a float16 loss; `CompiledSteps` of compiled blocks
         self.ended = ''  # Why it ends before its last step
         self.best_step = self.restored = None  # Whose checkpoint stays, and whose weights are back
 

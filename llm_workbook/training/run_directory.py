@@ -44,12 +44,20 @@ class RunFiles:
         self.of_ranks = self.directory / 'metrics'  # A file of lines for each rank
         self.stage = self.of_ranks / 'stage.json'  # What the run is doing: see `mark_stage`
         self.evaluations = self.directory / 'evaluation.jsonl'  # One line per evaluation
-        self.epochs = self.directory / 'epochs.json'  # Of a run that was asked for passes
         self.effective = self.directory / 'effective.json'  # Settings in force at the first step
-        self.reference = self.directory / 'reference.safetensors'  # What dpo began with
         self.certificate = self.directory / 'certificate.json'  # Which adapters had a gradient
         self.adapters = self.directory / 'adapters'  # The result, as peft loads it,
         self.model = self.directory / 'model'  # or, of a full fine-tune, as transformers does
+
+    @property
+    def epochs(self) -> Path:  # Of a run that was asked for passes
+        "Say where passes, rows and steps are written."
+        return self.directory / 'epochs.json'
+
+    @property
+    def reference(self) -> Path:  # Of a run with objective dpo
+        "Say where the log-probabilities lie that it began with."
+        return self.directory / 'reference.safetensors'
 
     @property
     def results(self) -> list[Path]:  # Of `adapters` and `model`, those that hold weights
