@@ -23,7 +23,7 @@ from ..model.miniature import miniature
 from ..parallel.backends import fsdp_env
 from ..parallel.ranks import notebook_ranks
 from .relations import (
-    RELATIONS, Comparison, explained, logits, make_specimen)
+    RELATIONS, Comparison, explained, largest, logits, make_specimen)
 from .small_case import (
     LeftOut, alone_recipe, case_folder, distinct_rows, first_rows, small_recipe, without_bars)
 from ..training.fine_tune import check_recipe, train_rank
@@ -165,7 +165,17 @@ def _prepare(case):
     case.rows, _ = check_recipe(case.recipes['one'])
     kind, = json.loads((case.base / 'config.json').read_text('utf-8'))['architectures']
     case.tried = case.recipes.get('two', case.recipes['one'])
-    return f'{kind}, {case.tried.method.kind}, {len(case.rows)} rows'
+    return f'{kind}, {case.tried.method.kind}, {len(case.rows)} rows{_not_as_asked(case)}'
+
+_TOLD = ('model.attention', 'model.kernels', 'batch.packing', 'precision.compute',
+         'sharding.strategy')
+
+def _not_as_asked(case):
+    "What the runs change in settings that decide how a model computes."
+    asked, tried = case.asked.facts(), case.tried.facts()
+    changed = [f'{name} {asked[name]} -> {tried[name]}' for name in _TOLD
+               if asked[name] != tried[name]]
+    return f'; not as asked: {", ".join(changed)}' if changed else ''
 
 # %% ../../nbs/release/07_invariants.ipynb #4c01a4ef
 _LIMIT_S = 600  # For one start of processes
@@ -269,26 +279,26 @@ _GROWTH = 100  # Of a rounding error by an update between
 def _gradients_apart(case, runs):
     "Compare the norms of the gradients of runs, step by step; later steps by the hundredth."
     first, *others = [[line['grad_norm'] for line in case.lines(run)] for run in runs]
-    worst = 0.0
+    differences = []
     for other in others:
         for step, (given, wanted) in enumerate(zip(other, first, strict=True), 1):
             distance = abs(given - wanted) / wanted
-            worst = max(worst, distance if step <= 2 else distance / _GROWTH)
+            differences.append(distance if step <= 2 else distance / _GROWTH)
     tolerance, why = explained(case.rounding['gradient'])
-    return worst, tolerance, f'{why}; steps 3 and 4, after updates, count by the {_GROWTH}th'
+    return largest(differences), tolerance, f'{why}; steps 3 and 4, after updates, count by the {_GROWTH}th'
 
 # %% ../../nbs/release/07_invariants.ipynb #54c4033d
 def _accumulation(case):
     padding = case.outcomes.get('padding')
     if case.own_loss and padding and padding.passed is None: raise LeftOut(padding.what)
-    what = 'gradients of a step of 6 rows: 6 micro-batches of 1; 1 of 6'
+    what = 'gradient norms of 4 steps of 6 rows: 6 micro-batches of 1; 1 of 6'
     return Comparison(what, *_gradients_apart(case, ('one', 'wide')))
 
 # %% ../../nbs/release/07_invariants.ipynb #9f97a059
 def _ranks(case):
     strategy = case.tried.sharding.strategy
     if 'two' not in case.recipes: raise LeftOut('the recipe runs in one process')
-    what = f'gradients of a step of 6 rows: one process; {strategy} on 2 ranks; on 3'
+    what = f'gradient norms of 4 steps of 6 rows: one process; {strategy} on 2 ranks; on 3'
     runs = ['one', 'two', 'three']
     if 'groups' in case.recipes:
         what += '; on 6 in groups of 2'
@@ -353,15 +363,16 @@ def scheduled_rate(
 
 # %% ../../nbs/release/07_invariants.ipynb #c08cc19b
 def _schedule(case):
-    worst, runs = 0.0, [name for name in ('one', 'two') if name in case.recipes]
+    differences, runs = [], [name for name in ('one', 'two') if name in case.recipes]
     for run in runs:
         recipe = case.recipes[run]
         for line in case.lines(run):
             wanted = scheduled_rate(recipe, line['step'])
-            worst = max(worst, abs(line['learning_rate'] - wanted) / recipe.optimizer.learning_rate)
+            off = abs(line['learning_rate'] - wanted)
+            differences.append(off / recipe.optimizer.learning_rate)
     schedule = case.tried.optimizer.schedule
     what = f'learning rates of {_STEPS} steps: metrics of {" and ".join(runs)}; {schedule} by hand'
-    return Comparison(what, worst, 1e-12, 'a few operations in float64')
+    return Comparison(what, largest(differences), 1e-12, 'a few operations in float64')
 
 # %% ../../nbs/release/07_invariants.ipynb #0e490851
 _BETWEEN_RUNS = {'accumulation': _accumulation, 'ranks': _ranks, 'resume': _resume,
@@ -419,6 +430,8 @@ def _gather(case):
 def _wanted(relations):
     "The names of the relations to look at."
     if relations is None: return _NAMES
+    if isinstance(relations, str) or not relations:
+        raise ValueError(f"relations {relations!r} must be a list of names, as in ['packing']")
     unknown = sorted({*relations} - {*_NAMES})
     if unknown: raise ValueError(f'relation {unknown[0]!r}: {nearest(unknown[0], _NAMES)}')
     return [name for name in _NAMES if name in relations or name == 'miniature']
@@ -432,6 +445,9 @@ def check_invariants(
     "Run a miniature of the recipe's model in pairs that must agree, and compare them."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
+    if recipe.method.objective == 'dpo':
+        raise ValueError("method.objective 'dpo': these relations are of answers; check the same "
+                         'recipe with objective answers, on rows of conversations')
     wanted, start = _wanted(relations), time.monotonic()
     with case_folder(directory) as folder, without_bars():
         case = _Case(recipe, folder, wanted)

@@ -461,6 +461,9 @@ def try_out(
     from tqdm.auto import tqdm
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
+    if recipe.method.objective == 'dpo':
+        raise ValueError("method.objective 'dpo': the way is that of answers; try the same recipe "
+                         'with objective answers, on rows of conversations')
     wanted, visited, passed = _with_needs(stations), [], set()
     with case_folder(directory) as folder, without_bars():
         way = _Way(recipe, folder)

@@ -184,8 +184,7 @@ class RankRun:
         if step_timeout_s:
             folder, hosts = self.files.directory, votes.hosts()
             watch = HangWatch(folder, step_timeout_s, votes.rank, votes.ranks, hosts=hosts)
-        clock = self.metrics.clock
-        with Preemption(votes) as preemption, watch as self.watch, timed_waits(clock):
+        with Preemption(votes) as preemption, watch as self.watch, timed_waits(self.metrics.clock):
             tell_stage(self.files.directory, 'training')
             try: yield preemption
             finally: self.metrics.close()

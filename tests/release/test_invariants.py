@@ -156,6 +156,31 @@ def test_fill_on_the_left_that_is_looked_at_is_found(monkeypatch, specimen):
     assert 'padding' in found_in(specimen)
 
 
+def test_a_gradient_that_is_no_number_is_found(monkeypatch, specimen):
+    from llm_workbook.release import relations
+    right = relations.gradients
+
+    def lost_where_filled(specimen, batches, loss_of=None):
+        loss, gradient = right(specimen, batches, loss_of)
+        if len(batches) == 1 and len(batches[0]['input_ids']) > 1: gradient[3] = float('nan')
+        return loss, gradient
+
+    monkeypatch.setattr(relations, 'gradients', lost_where_filled)
+    assert found_in(specimen) == ['padding', 'checkpointing']
+
+
+def test_a_collator_that_counts_on_from_example_to_example_is_found(monkeypatch, specimen):
+    from llm_workbook.training import packed_rows
+    right = packed_rows._filled_up
+
+    def counting_on(rows, *options):
+        columns = right(rows, *options)
+        return columns | {'position_ids': [[*range(len(row))] for row in columns['position_ids']]}
+
+    monkeypatch.setattr(packed_rows, '_filled_up', counting_on)
+    assert found_in(specimen) == ['packing']
+
+
 def test_a_leak_from_one_example_into_the_next_is_found(monkeypatch, specimen):
     import transformers.masking_utils as masks
     monkeypatch.setattr(masks, 'find_packed_sequence_indices', lambda position_ids: None)
@@ -259,6 +284,13 @@ def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
 
     monkeypatch.setattr(merge_page, '_pairs', doubled)
     assert found_in(specimen) == ['merge']
+
+
+def test_all_that_a_packed_recipe_takes_keeps_all_relations(tmp_path):
+    changes = {
+        'method.kind': 'lora', 'method.scaling': 'rslora', 'method.dora': True, 'method.dropout': 0.0,
+        'model.attention': 'segments', 'batch.loss_head': 'one_pass'}
+    assert found_in(specimen_of(recipe_for(**changes), tmp_path)) == []
 
 
 # Runs
