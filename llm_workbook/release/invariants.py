@@ -285,7 +285,8 @@ def _gradients_apart(case, runs):
             distance = abs(given - wanted) / wanted
             differences.append(distance if step <= 2 else distance / _GROWTH)
     tolerance, why = explained(case.rounding['gradient'])
-    return largest(differences), tolerance, f'{why}; steps 3 and 4, after updates, count by the {_GROWTH}th'
+    why += f'; steps 3 and 4, after updates, count by the {_GROWTH}th'
+    return largest(differences), tolerance, why
 
 # %% ../../nbs/release/07_invariants.ipynb #54c4033d
 def _accumulation(case):

@@ -288,7 +288,8 @@ def test_a_merge_with_a_wrong_scale_is_found(monkeypatch, specimen):
 
 def test_all_that_a_packed_recipe_takes_keeps_all_relations(tmp_path):
     changes = {
-        'method.kind': 'lora', 'method.scaling': 'rslora', 'method.dora': True, 'method.dropout': 0.0,
+        'method.kind': 'lora', 'method.scaling': 'rslora',
+        'method.dora': True, 'method.dropout': 0.0,
         'model.attention': 'segments', 'batch.loss_head': 'one_pass'}
     assert found_in(specimen_of(recipe_for(**changes), tmp_path)) == []
 
