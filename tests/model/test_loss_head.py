@@ -173,7 +173,7 @@ def test_the_same_numbers_come_twice():
     assert all(torch.equal(one, other) for one, other in zip(*seen))
 
 
-def test_memory_does_not_grow_with_the_vocabulary(monkeypatch):
+def test_a_tile_takes_as_many_bytes_whatever_the_vocabulary(monkeypatch):
     monkeypatch.setitem(loss_head._TILE_B, 'cpu', 2**27)
     for words in 8_000, 32_000, 128_256, 1_000_000:
         assert 2**26 < 2 * words * tile_rows(words, 2) <= 2**27

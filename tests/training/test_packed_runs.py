@@ -6,6 +6,7 @@ import pytest
 from trouble import fine_tune, slow_case, small_recipe
 
 from llm_workbook.training import trainer_rows
+from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.training.fine_tune import check_recipe
 from llm_workbook.training.packed_rows import fill_bins, pack_rows
 from llm_workbook.training.run_directory import RunFiles, read_metrics
@@ -101,9 +102,14 @@ def test_packed_rows_that_are_too_few_are_refused_before_anything_is_loaded(reci
         check_recipe(few)
 
 
-def test_every_rank_packs_the_same(recipe):
+def packed_here(recipe):
+    "Rows as a rank reads and packs them."
     rows = check_recipe(recipe)[0]
     numbered = [row | {'row': number} for number, row in enumerate(rows)]
-    packed = [pack_rows(numbered, recipe.batch.length, recipe.seed) for _ in range(2)]
-    assert packed[0] == packed[1]
+    return pack_rows(numbered, recipe.batch.length, recipe.seed)
+
+
+def test_every_rank_packs_the_same(recipe):
+    packed = run_ranks(packed_here, 2, (recipe,), 120)
+    assert packed[0] == packed[1] != packed_here(recipe.changed(seed=recipe.seed + 1))
     assert sorted(number for row in packed[0] for number in row['rows']) == list(range(ROWS))
