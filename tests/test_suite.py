@@ -1,6 +1,4 @@
 """The program behind `make test`: pages and tests run side by side, and no failure is lost."""
-import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -110,18 +108,31 @@ def test_the_report_keeps_an_error_and_shortens_a_success():
     assert suite.pages_report(Done(1, 'Traceback\nof a page')) == 'Traceback\nof a page'
 
 
-def test_every_page_and_every_file_of_tests_is_run():
-    "Nothing is left out by a name or a folder: `nbdev_test` and pytest find what is there."
+@pytest.fixture
+def pages_of(monkeypatch):
+    "A function that gives the pages which `nbdev_test` finds for one of the suites."
     from nbdev.doclinks import nbglob
-    here = Path.cwd()
-    os.chdir(suite.ROOT)
-    try: found = {Path(page).resolve() for page in nbglob(None, as_path=True)}
-    finally: os.chdir(here)
-    assert found == {page.resolve() for page in suite.pages()}
-    long = [page.stem for page in suite.pages() if re.match(suite.LONG, page.name)]
-    assert sorted(long) == sorted(suite.LONG_PAGES)  # Run by `make test-fault`
-    book = [page.stem for page in suite.pages() if re.match(suite.BOOK, page.name)]
-    assert sorted(book) == sorted(suite.CHAPTERS)  # Run by `make test-workbook`
-    assert '00_quickstart' not in book
+    def find(suite_function):
+        found = []
+        def note(name, page_command, test_command):
+            options = page_command[page_command.index('--flags') + 2:]
+            filters = {key.strip('-'): value for key, value in zip(options[::2], options[1::2])}
+            found.extend(page.resolve() for page in nbglob(None, as_path=True, **filters))
+        monkeypatch.setattr(suite, 'pages_and_tests', note)
+        monkeypatch.chdir(suite.ROOT)
+        suite_function()
+        return found
+    return find
+
+
+def test_every_page_and_every_file_of_tests_is_run(pages_of):
+    "Nothing is left out by a name or a folder: `nbdev_test` and pytest find what is there."
+    plain, learning, long = map(pages_of, (suite.checks, suite.workbook, suite.faults))
+    stubs = [page for page in suite.pages() if page.parent.name == 'workbook']  # tests/exercises
+    found = [*plain, *learning, *long, *stubs]
+    assert sorted(found) == sorted(page.resolve() for page in suite.pages())  # Each once
+    assert sorted(page.stem for page in long) == sorted(suite.LONG_PAGES)
+    assert {page.parent.name for page in learning} == {'book', 'answers'}
+    assert '00_quickstart' in [page.stem for page in learning]
     assert 'tests' not in ' '.join(suite.pytest_command(2))
     assert suite.pytest_command(2, '-m', 'slow')[-2:] == ('-m', 'slow')

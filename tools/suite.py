@@ -89,9 +89,9 @@ LONG_PAGES = ('audit', 'audit_cluster', 'real_data', '07_findings', '10_two_node
               '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200', '80_two_t4',
               '81_two_t4_sharded', '05_whole_way', '01_scores', '04_chat')
 LONG = rf'^({"|".join(LONG_PAGES)})\.ipynb$'
-# Pages of the book, without the quickstart; `make test-workbook` runs them
-CHAPTERS = [page.stem for page in sorted((ROOT/'nbs/book').glob('[0-9]*.ipynb'))][1:]
-BOOK = rf'^({"|".join(CHAPTERS)})\.ipynb$'
+# Folders of the learner's pages: the book with its quickstart, and the answers to exercises.
+# `make test-workbook` runs them
+LEARNING = 'book', 'answers'
 
 
 def nbdev_command(workers: int, *options: str) -> tuple[str, ...]:
@@ -159,13 +159,13 @@ def pages_and_tests(name: str, page_command: tuple[str, ...],
 # Commands
 
 def checks() -> None:
-    "Run every page but the long ones and those of the book, and every test that is not slow."
+    "Run every page but the long ones and the learner's, and every test that is not slow."
     workers = max(2, CORES // 4)
-    left_out = rf'^[_.]|{LONG}|{BOOK}'
-    stubs = '^([_.]|workbook$)'  # tests/exercises run these pages, and look at each verdict
+    # tests/exercises run the pages of the workbook, and look at each verdict
+    folders = rf'^([_.]|workbook$|{"$|".join(LEARNING)}$)'
     pages_and_tests(
         'pages and tests',
-        nbdev_command(workers, '--skip_file_re', left_out, '--skip_folder_re', stubs),
+        nbdev_command(workers, '--skip_file_re', rf'^[_.]|{LONG}', '--skip_folder_re', folders),
         pytest_command(workers))
 
 
@@ -178,10 +178,11 @@ def faults() -> None:
 
 
 def workbook() -> None:
-    "Run the pages of the book, and the cheats that every exercise must reject."
+    "Run the pages of the book and the answers, and the cheats that every exercise must reject."
     workers = max(2, CORES // 4)
-    pages_and_tests('the book, and cheats on every exercise',
-                    nbdev_command(workers, '--file_re', BOOK),
+    folders = rf'/({"|".join(LEARNING)})$'
+    pages_and_tests('the book, the answers, and cheats on every exercise',
+                    nbdev_command(workers, '--file_re', '^[0-9]', '--folder_re', folders),
                     pytest_command(workers, '-m', 'workbook', 'tests/exercises'))
 
 
