@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trouble import wait_for
+from trouble import some_rows, wait_for
 
 from llm_workbook.checkpoint import manifest
 from llm_workbook.config.recipe import Recipe, shrink
@@ -105,10 +105,12 @@ def matches(patterns, lines):
 
 
 def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tmp_path):
-    recipe = recipe.changed({'optimizer.steps': 3, 'intervals.evaluation': 3})
+    recipe = recipe.changed({
+        'data.source': str(some_rows(tmp_path/'rows', 1200, 8)), 'data.format': 'messages',
+        'optimizer.steps': 3, 'intervals.evaluation': 3})
     lines = terminal(tmp_path, recipe)
     expected = [
-        r'alone begins: 4,550 rows, 1 a step, 1 rank; loading tiny-base',
+        r'alone begins: 1,200 rows, 1 a step, 1 rank; loading tiny-base',
         r'base loaded and checked; step 1 begins', STEP.format(1), STEP.format(2),
         r'held-out rows after step 3: loss [\d.]+, perplexity [\d.]+', STEP.format(3),
         rf'finished: {tmp_path}/run/adapters']
