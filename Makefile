@@ -39,13 +39,13 @@ quickstart: runs/quickstart/quickstart.ipynb ## Fine-tune the tiny model, sharde
 runs/quickstart/quickstart.ipynb: nbs/book/00_quickstart.ipynb $(VENV)/.run $(PACKAGE)
 	@$(BIN)/python tools/page.py run $< $@
 
-test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and every test, build the package
+test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and test that is not long, build the package
 	@FLAGS="$(FLAGS)" $(BIN)/python tools/suite.py
 
 test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on real ranks, and see that no work is lost
 	@$(BIN)/python tools/suite.py faults
 
-test-workbook: $(VENV)/.dev $(VENV)/.compiler ## Run every page of the book, and cheat on every exercise of the workbook
+test-workbook: $(VENV)/.dev $(VENV)/.compiler ## Run the quickstart, the book and the answers, and cheat on every exercise
 	@$(BIN)/python tools/suite.py workbook
 
 test-cluster: $(VENV)/.dev $(VENV)/.compiler ## Train, preempt, cut and resume on a real SLURM of two nodes (needs root and slurm-wlm)

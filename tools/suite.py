@@ -1,7 +1,7 @@
 """What `make test` and the other suites do; parts print their times.
 
-`make test` runs `nbdev_test` and pytest side by side, with two processes each on two cores: a page
-or a test often waits for others.
+`make test` runs `nbdev_test` and pytest side by side, with four processes on two cores: a page or a
+test often waits for others.
 """
 import filecmp
 import os
@@ -160,13 +160,13 @@ def pages_and_tests(name: str, page_command: tuple[str, ...],
 
 def checks() -> None:
     "Run every page but the long ones and the learner's, and every test that is not slow."
-    workers = max(2, CORES // 4)
     # tests/exercises run the pages of the workbook, and look at each verdict
     folders = rf'^([_.]|workbook$|{"$|".join(LEARNING)}$)'
     pages_and_tests(
         'pages and tests',
-        nbdev_command(workers, '--skip_file_re', rf'^[_.]|{LONG}', '--skip_folder_re', folders),
-        pytest_command(workers))
+        nbdev_command(max(1, CORES // 4), '--skip_file_re', rf'^[_.]|{LONG}',
+                      '--skip_folder_re', folders),
+        pytest_command(max(3, CORES // 2)))
 
 
 def faults() -> None:

@@ -200,7 +200,7 @@ def test_stop_saves_and_frees_and_resume_goes_on(endless, recipe, workers):
     endless.stop()
     endless.stop()
     with pytest.raises(Preempted) as preempted: endless.wait(60)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # A second on quiet cores
     assert endless.state == 'preempted'
     assert below(workers) == []
     step = preempted.value.step
@@ -226,7 +226,7 @@ def test_an_interrupt_saves_and_frees_everything(endless, workers):
     with pytest.raises(Preempted) as preempted:
         interrupt(0.2)
         endless.wait(60)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # A second on quiet cores
     assert preempted.value.step >= 3
     assert below(workers) == []
 
@@ -238,7 +238,7 @@ def test_a_second_interrupt_does_not_wait_for_the_save(endless, workers, monkeyp
     with pytest.raises(KeyboardInterrupt):
         interrupt(0.3, times=2)
         endless.wait(60)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # A second on quiet cores
     assert below(workers) == []
     assert endless.state == 'preempted'
     with pytest.raises(Preempted, match='before its first step'): endless.wait()
