@@ -14,7 +14,7 @@ from llm_workbook.checkpoint import manifest
 from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.files import asset
 from llm_workbook.training import fine_tune
-from llm_workbook.training.run_directory import run_lock, run_state
+from llm_workbook.training.run_directory import read_metrics, run_lock, run_state
 
 PROGRAM = sys.executable, '-m', 'llm_workbook'
 
@@ -116,6 +116,8 @@ def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tm
         rf'finished: {tmp_path}/run/adapters']
     assert matches(expected, lines), lines
     assert terminal(tmp_path, recipe) == [f'finished: {tmp_path}/run/adapters']
+    assert [row['step'] for row in read_metrics(tmp_path/'run'/'metrics.jsonl')] == [1, 2, 3]
+    assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 3}
 
 
 @pytest.mark.slow

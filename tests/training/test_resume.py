@@ -505,15 +505,6 @@ def test_a_program_of_one_rank_needs_no_torchrun_to_shard(recipe, tmp_path):
     assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}, ended.stderr
 
 
-def test_a_program_trains_then_has_nothing_to_do(recipe, tmp_path):
-    alone = recipe.changed(ALONE | PLAIN | {'optimizer.steps': 2})
-    for state in 'trains', 'is finished':
-        ended = program(alone, tmp_path/'run')
-        assert ended.returncode == 0, (state, ended.stderr)
-    assert len(read_metrics(tmp_path/'run'/'metrics.jsonl')) == 2
-    assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
-
-
 def test_a_finished_run_takes_no_more_steps(tmp_path):
     recipe = Recipe.named('reviews-qlora').changed(
         {'optimizer.steps': 4, 'optimizer.schedule': 'constant'})

@@ -8,7 +8,7 @@ import torch
 
 from llm_workbook.parallel.ranks import RankError, run_ranks
 
-BLOCKS, WIDTH, ROWS = 8, 1024, 8192
+BLOCKS, WIDTH, ROWS = 8, 256, 16_384
 COUNT = BLOCKS * (WIDTH + 1) * WIDTH
 
 
@@ -39,5 +39,6 @@ def broken():
 
 
 def mended():
-    activations_b = 4 * ROWS * WIDTH * (2 * BLOCKS + 4)  # Of every layer, and what is passed back
+    # Of every layer, and what is passed back; threads reserve a hundred megabytes too
+    activations_b = 4 * ROWS * WIDTH * (2 * BLOCKS + 10)
     run_ranks(step_within, ranks=1, args=(estimate()[1] + activations_b,))
