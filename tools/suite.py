@@ -1,6 +1,6 @@
 """What `make test` and the other suites do; parts print their times.
 
-`make test` runs `nbdev_test` and pytest side by side, with four processes on two cores: a page or a
+`make test` runs `nbdev_test` and pytest side by side, with five processes on two cores: a page or a
 test often waits for others.
 """
 import filecmp
@@ -164,7 +164,7 @@ def checks() -> None:
     folders = rf'^([_.]|workbook$|{"$|".join(LEARNING)}$)'
     pages_and_tests(
         'pages and tests',
-        nbdev_command(max(1, CORES // 4), '--skip_file_re', rf'^[_.]|{LONG}',
+        nbdev_command(max(2, CORES // 4), '--skip_file_re', rf'^[_.]|{LONG}',
                       '--skip_folder_re', folders),
         pytest_command(max(3, CORES // 2)))
 
