@@ -1,4 +1,4 @@
-"""Properties of the memory plan over 1,000 random recipes that no rule refuses, and the recipes of
+"""Properties of the memory plan over 2,000 random recipes that no rule refuses, and the recipes of
 properties that once did not hold."""
 import json
 
@@ -15,7 +15,7 @@ from llm_workbook.plan.collectives import step_messages
 from llm_workbook.plan.ledger import memory
 from llm_workbook.plan.step_memory import instant_lines
 
-EXAMPLES = 1000 // len(PROPERTIES)  # `make bench LINE=plan_properties`: 20,000
+EXAMPLES = 2000 // len(PROPERTIES)
 RECORD = json.loads((RESULTS/'cpu/plan_properties.json').read_text())
 
 
