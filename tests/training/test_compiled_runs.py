@@ -78,22 +78,21 @@ def check_record(run, programs):
     assert lines[0]['compiled'] >= 1 and 'compiled' not in lines[-1]
 
 
+# 'two ranks' is traced; the others run code that was generated
 WAYS = {
-    'one process': (ONE, 2), 'one, lora': (ONE | LORA, 4),
-    'one, checkpointed': (ONE | CHECKPOINTED, 2), 'one, packed': (ONE | PACKED, 2),
-    'two ranks': ({}, 3), 'two ranks, lora': (LORA, 4),
+    'one, packed': (ONE | PACKED, 2), 'two ranks': ({}, 3), 'two ranks, lora': (LORA, 4),
     'two ranks, full, checkpointed': (CHECKPOINTED, 3),
     'one, qlora': (ONE | QLORA, 4), 'ddp, lora': (LORA | {'sharding.strategy': 'ddp'}, 4)}
 
 
-@pytest.mark.parametrize('way', ['two ranks', slow_case('two ranks, lora')])
+@pytest.mark.parametrize('way', ['two ranks'])
 def test_a_traced_run_learns_what_a_plain_one_learns(tmp_path, traced, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 3, 'intervals.saving': 2})
     check_record(compare(recipe, tmp_path), programs)
 
 
-@pytest.mark.parametrize('way', [slow_case(way) for way in WAYS])
+@pytest.mark.parametrize('way', [slow_case(way) for way in WAYS if way != 'two ranks'])
 def test_a_compiled_run_learns_what_a_plain_one_learns(tmp_path, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 4, 'intervals.saving': 2})
