@@ -44,11 +44,16 @@ def test_the_messages_of_pairs_are_those_of_the_rehearsal(tmp_path):
     assert planned == played
 
 
+@pytest.fixture(scope='module')
+def ranks():
+    with RealRanks() as made: yield made
+
+
 @pytest.mark.parametrize('changes', [
     slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
-def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, tmp_path):
-    made = recipe('quick', changes | PAIRS | SHORT, tmp_path)
-    with RealRanks() as ranks: saw = ranks.measured(made)
+def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, ranks, tmp_path):
+    made = recipe('brief', changes | PAIRS | SHORT, tmp_path)
+    saw = ranks.measured(made)
     ours = rehearse(made, exact=True)
     assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
     assert abs(percent(tensors_b(made), saw['peak_b'])) < 1

@@ -343,11 +343,11 @@ def test_deepspeed_ends_at_the_floor_too(tmp_path, any_cpu, monkeypatch):
 
 @pytest.mark.slow
 def test_the_quickstart_learns_in_float16(tmp_path):
-    "After three fifths of its steps, when 82 % have been measured."
+    "After two fifths of its steps, when 67 % have been measured."
     from transformers import AutoTokenizer
 
     from llm_workbook import answers, asset, exact_match, load_adapters
-    recipe = shrink(Recipe.named('70b-2x24gb-qlora')).changed({'optimizer.steps': 45, **HALF})
+    recipe = shrink(Recipe.named('70b-2x24gb-qlora')).changed({'optimizer.steps': 30, **HALF})
     held = check_recipe(recipe)[1]
     run = training.fine_tune(recipe, tmp_path/'run', 600, live=False)
     assert run.metrics[-1]['loss_scale'] >= 1
@@ -356,4 +356,4 @@ def test_the_quickstart_learns_in_float16(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(asset('tiny-base'))
     score = exact_match(held, answers(model, tokenizer, held))
     print(score, run.metrics[-1])
-    assert score.share >= 0.65
+    assert score.share >= 0.5
