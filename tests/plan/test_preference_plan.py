@@ -52,7 +52,9 @@ def ranks():
 @pytest.mark.parametrize('changes', [
     slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
 def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, ranks, tmp_path):
-    made = recipe('brief', changes | PAIRS | SHORT, tmp_path)
+    # What packed weights add is planned to a percent of a larger model
+    shape = 'quick' if changes == QLORA | AGAIN else 'brief'
+    made = recipe(shape, changes | PAIRS | SHORT, tmp_path)
     saw = ranks.measured(made)
     ours = rehearse(made, exact=True)
     assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
