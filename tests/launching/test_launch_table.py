@@ -1,8 +1,9 @@
 """Each published recipe under each launcher of this machine: the first loss is that of one process,
 and each rank holds its part.
 
-Each command starts recipes of one node and of two; a cell starts the others, as other tests do. SLURM has its row in tests/cluster; the committed record of `make bench LINE=launch_table` has
-them all.
+Each command starts recipes of one node and of two; a cell starts the others, as other tests do.
+SLURM has its row in tests/cluster; the committed record of `make bench LINE=launch_table` has them
+all.
 """
 from functools import cache
 
