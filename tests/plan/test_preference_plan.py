@@ -52,13 +52,13 @@ def ranks():
 @pytest.mark.parametrize('changes', [
     slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
 def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, ranks, tmp_path):
-    # What packed weights add is planned to a percent of a larger model
-    shape = 'quick' if changes == QLORA | AGAIN else 'brief'
+    # With packed weights, 0.96 and 1.00 % too much is planned of the larger model, 1.04 of the other
+    shape, room = ('quick', 1.2) if changes == QLORA | AGAIN else ('brief', 1)
     made = recipe(shape, changes | PAIRS | SHORT, tmp_path)
     saw = ranks.measured(made)
     ours = rehearse(made, exact=True)
     assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
-    assert abs(percent(tensors_b(made), saw['peak_b'])) < 1
+    assert abs(percent(tensors_b(made), saw['peak_b'])) < room
     assert [tuple(message) for message in saw['collectives']] == [
         ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
     assert ours.flops == saw['flops']
