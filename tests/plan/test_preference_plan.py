@@ -52,7 +52,7 @@ def ranks():
 @pytest.mark.parametrize('changes', [
     slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
 def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, ranks, tmp_path):
-    # With packed weights, 0.96 and 1.00 % too much is planned of the larger model, 1.04 of the other
+    # With packed weights 0.96 and 1.00 % too much is planned of the larger model, 1.04 of the other
     shape, room = ('quick', 1.2) if changes == QLORA | AGAIN else ('brief', 1)
     made = recipe(shape, changes | PAIRS | SHORT, tmp_path)
     saw = ranks.measured(made)
