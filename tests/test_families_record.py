@@ -80,12 +80,13 @@ def test_a_rank_that_ended_is_a_failure_of_its_case():
 
 
 @pytest.mark.slow
-def test_a_handful_of_families_live():
-    made = families.measure(['Qwen 3.5 (images)', 'Mixtral'])
+def test_a_family_lives():
+    "Of others, tests/parallel/test_families.py trains those that are unlike a Llama."
+    made = families.measure(['Qwen 3.5 (images)'])
     assert faults(made) == []
     assert made['failed'] == {}
-    assert made['value'] == made['families'] == 2
-    assert len(made['rows']) == 6
+    assert made['value'] == made['families'] == 1
+    assert len(made['rows']) == 3
     for row in made['rows']:
         assert row['losses'] == pytest.approx(ROWS[row['family'], row['method']]['losses'], abs=.01)
 

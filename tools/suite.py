@@ -211,6 +211,7 @@ def test() -> None:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.pop('PYTHONDONTWRITEBYTECODE', None)  # Else every process compiles the same modules
     commands = {
         'faults': faults, 'workbook': workbook, 'cluster': cluster, 'cuda-wheel': cuda_wheel}
     with tempfile.TemporaryDirectory() as folder:  # No test writes into a reader's progress

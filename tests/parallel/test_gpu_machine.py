@@ -57,14 +57,12 @@ def test_a_rank_counts_devices_anew(gpu_machine):
     [
         QLORA,
         slow_case({}),
-        slow_case({'method.kind': 'lora', 'sharding.strategy': 'ddp'}),
         slow_case(QLORA | ALONE),
         slow_case(QLORA | {'sharding.loading': 'sharded'}),
-        slow_case(ZERO),
         slow_case(ZERO | {'sharding.strategy': 'zero3', 'method.kind': 'lora'}),
         slow_case(
             {'optimizer.kind': 'adamw_8bit', 'method.kind': 'lora', 'sharding.strategy': 'ddp'})],
-    ids=['qlora', 'full', 'ddp', 'one process', 'loaded sharded', 'zero2', 'zero3', '8-bit'])
+    ids=['qlora', 'full', 'one process', 'loaded sharded', 'zero3', '8-bit under ddp'])
 def test_cpu_runs_leave_the_gpu_alone(gpu_machine, tmp_path, changes):
     common = {
         'optimizer.steps': 2, 'intervals.saving': 1, 'intervals.evaluation': 2,

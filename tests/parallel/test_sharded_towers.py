@@ -66,7 +66,7 @@ def towers_in(directory):
         return {name: weights.read(name) for name in weights.tensors if 'visual' in name}
 
 
-WAYS = [{'sharding.strategy': strategy} for strategy in ('fsdp2', 'ddp', 'zero2', 'zero3')]
+WAYS = [{'sharding.strategy': strategy} for strategy in ('fsdp2', 'ddp', 'zero3')]
 WAYS.append({'sharding.loading': 'sharded', 'sharding.activation_checkpointing': 'full'})
 
 

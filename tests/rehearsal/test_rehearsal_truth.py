@@ -38,12 +38,12 @@ PAIRS = {'cluster.processes': 4, 'sharding.group': 2}
 
 @pytest.mark.parametrize(
     'changes', [slow_case(how) for how in (
-        FULL, QLORA | AGAIN, HALF, FULL | PAIRS, QLORA | PAIRS, FULL | SELECTIVE,
-        QLORA | SELECTIVE)],
-    ids=['full', 'qlora', 'float16', 'full in pairs', 'qlora in pairs', 'full, selective',
-         'qlora, selective'])
+        QLORA | AGAIN, HALF, FULL | PAIRS, QLORA | PAIRS, FULL | SELECTIVE)],
+    ids=['qlora', 'float16', 'full in pairs', 'qlora in pairs', 'full, selective'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, ranks, tmp_path):
-    made = recipe('quick', changes | SHORT, tmp_path)
+    # Buffers of whole weights in groups are a smaller part of a larger model
+    shape = 'quick' if changes == FULL | PAIRS else 'brief'
+    made = recipe(shape, changes | SHORT, tmp_path)
     saw = ranks.measured(made)
     ours = rehearsed(made)
     assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
@@ -76,8 +76,11 @@ def test_a_copy_that_another_thread_frees_late_is_waited_for():
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))
 
 
-ROWS = [
-    row if i < 2 else slow_case(row) for i, row in enumerate(RECORDS['rehearsal_error']['rows'])]
+# Each of their settings is in another row too, and most of them with the same method
+TWICE = (
+    'large-lora', 'small-lora-full', 'small-qlora', 'small-lora-True-rslora', 'small-full-one_pass')
+ROWS = [row if i < 2 else slow_case(row)
+        for i, row in enumerate(RECORDS['rehearsal_error']['rows']) if label(row) not in TWICE]
 
 
 @pytest.mark.parametrize('row', ROWS, ids=label)

@@ -27,7 +27,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('method', ['full', 'lora', 'qlora'])
+@pytest.mark.parametrize('method', ['full', 'qlora'])
 def test_the_plan_of_a_model_with_a_tower_is_its_rehearsal(method, base):
     assert spec(base).by_kind()['tower'] > spec(base).parameters / 2
     recipe = Recipe.named('70b-2x24gb-qlora').changed(

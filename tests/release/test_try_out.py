@@ -48,6 +48,7 @@ def failed(trial):
 
 @pytest.mark.slow
 def test_a_qwen_3_with_its_published_tokenizer_and_real_rows_passes(tmp_path):
+    "What hangs on a tokenizer or on rows; the families below come to all stations."
     if not (REAL/'tokenizers').is_dir(): pytest.skip('the public data are not at hand')
     from transformers import AutoConfig
     shutil.copytree(REAL/'tokenizers/qwen3', tmp_path/'qwen3')
@@ -55,9 +56,9 @@ def test_a_qwen_3_with_its_published_tokenizer_and_real_rows_passes(tmp_path):
                          ).save_pretrained(tmp_path/'qwen3')
     asked = recipe_for(tmp_path/'qwen3', **{
         'data': {'source': str(REAL/'instructions.json')}, 'batch.length': 1024})
-    trial = try_out(asked)
+    trial = try_out(asked, stations=['mask', 'cache', 'reload', 'export'])
     assert not failed(trial), trial
-    assert [station.passed for station in trial.stations] == [True] * 12
+    assert [station.passed for station in trial.stations] == [True] * 7
 
 
 @pytest.mark.slow

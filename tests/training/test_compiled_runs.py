@@ -4,6 +4,7 @@ and checkpoints with the names that weights had before.
 The unflagged case traces and splits, and generates no code: its compiler is torch's own kernels.
 """
 import json
+import shutil
 
 import pytest
 from safetensors import safe_open
@@ -15,7 +16,7 @@ from llm_workbook.release.export import export
 from llm_workbook.training import compiled_steps
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training.effective import explain_config
-from llm_workbook.training.run_directory import RunFiles, read_metrics
+from llm_workbook.training.run_directory import RunFiles, mark_run, read_metrics
 
 COMPILED = {'model.kernels': 'compile'}
 ONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
@@ -78,22 +79,21 @@ def check_record(run, programs):
     assert lines[0]['compiled'] >= 1 and 'compiled' not in lines[-1]
 
 
+# 'two ranks' is traced; the others run code that was generated
 WAYS = {
-    'one process': (ONE, 2), 'one, lora': (ONE | LORA, 4),
-    'one, checkpointed': (ONE | CHECKPOINTED, 2), 'one, packed': (ONE | PACKED, 2),
-    'two ranks': ({}, 3), 'two ranks, lora': (LORA, 4),
+    'one, packed': (ONE | PACKED, 2), 'two ranks': ({}, 3), 'two ranks, lora': (LORA, 4),
     'two ranks, full, checkpointed': (CHECKPOINTED, 3),
     'one, qlora': (ONE | QLORA, 4), 'ddp, lora': (LORA | {'sharding.strategy': 'ddp'}, 4)}
 
 
-@pytest.mark.parametrize('way', ['two ranks', slow_case('two ranks, lora')])
+@pytest.mark.parametrize('way', ['two ranks'])
 def test_a_traced_run_learns_what_a_plain_one_learns(tmp_path, traced, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 3, 'intervals.saving': 2})
     check_record(compare(recipe, tmp_path), programs)
 
 
-@pytest.mark.parametrize('way', [slow_case(way) for way in WAYS])
+@pytest.mark.parametrize('way', [slow_case(way) for way in WAYS if way != 'two ranks'])
 def test_a_compiled_run_learns_what_a_plain_one_learns(tmp_path, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 4, 'intervals.saving': 2})
@@ -103,14 +103,15 @@ def test_a_compiled_run_learns_what_a_plain_one_learns(tmp_path, way):
 @pytest.mark.slow
 def test_a_compiled_run_goes_on_where_it_was_and_is_exported(tmp_path, traced):
     recipe = small_recipe(tmp_path, **ONE | LORA | COMPILED | {
-        'optimizer.schedule': 'constant', 'optimizer.steps': 4, 'intervals.saving': 2})
+        'optimizer.steps': 4, 'intervals.saving': 2})
     whole = fine_tune(recipe, tmp_path/'whole')
-    half = recipe.changed({'optimizer.steps': 2})
-    fine_tune(half, tmp_path/'halves')
-    (tmp_path/'halves'/'run.json').write_text('{"state": "preempted", "step": 2}')
-    halves = fine_tune(recipe, tmp_path/'halves', resume=True)
-    assert losses(halves.directory) == pytest.approx(losses(whole.directory), rel=LOSS)
-    export(recipe, halves.saved, tmp_path/'merged', '16-bit', {'gate': False}, False)
+    shutil.copytree(whole.directory, tmp_path/'cut')
+    for later in 'adapters', 'checkpoint-4': shutil.rmtree(tmp_path/'cut'/later)
+    mark_run(tmp_path/'cut', 'preempted', 2)
+    cut = fine_tune(recipe, tmp_path/'cut', resume=True)
+    assert len(cut.metrics) == 4 and cut.saved.is_dir()
+    assert losses(cut.directory) == pytest.approx(losses(whole.directory), rel=LOSS)
+    export(recipe, cut.saved, tmp_path/'merged', '16-bit', {'gate': False}, False)
     merged, base = names_in(tmp_path/'merged'), names_in(tmp_path/'base')
     assert merged == base
 

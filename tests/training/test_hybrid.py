@@ -27,7 +27,7 @@ REVIEWS = {
     'data.labels': {1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'}}
 KINDS = {
     'full': {}, 'full, twice': {'batch.accumulation': 2}, 'lora': LORA,
-    'qlora': QLORA | FLOAT32, 'qlora, arriving': QLORA | FLOAT32 | {'sharding.loading': 'sharded'},
+    'qlora, arriving': QLORA | FLOAT32 | {'sharding.loading': 'sharded'},
     'loop': QLORA | FLOAT32 | REVIEWS}
 
 

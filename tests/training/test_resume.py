@@ -38,7 +38,6 @@ QUICK = {  # The page of `fine_tune` has two ranks
     'one process, packed': (ALONE | PLAIN | {'batch.packing': True}, 0)}
 SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'ddp': (PLAIN | {'sharding.strategy': 'ddp'}, 1e-6),
-    'fsdp2': (WHOLE, 1e-6),
     'zero3': (WHOLE | ZERO, 1e-6),
     'zero3, qlora': (ZERO, 1e-6),
     'zero2': (PLAIN | {'sharding.strategy': 'zero2'}, 1e-6),
@@ -47,7 +46,6 @@ SLOW = {  # tests/fault/test_resumed_runs.py runs them
     'fsdp2, packed': (WHOLE | {'batch.packing': True}, 1e-6),
     'fsdp2, dora': (PLAIN | {'method.dropout': 0.0, 'method.dora': True,
                              'method.scaling': 'rslora'}, 1e-6),
-    'zero3, dora': (PLAIN | ZERO | {'method.dropout': 0.0, 'method.dora': True}, 1e-6),
 }
 
 
