@@ -33,6 +33,12 @@ class PairSpecimen(Specimen):
         if self.recipe.method.kind == 'full': _move(self.model)
         else: super().begin()
 
+    def effects(self) -> dict:  # As parts of each result of `measure`
+        "Say what one rounding changes: of a weight, or of a score behind a margin."
+        found = super().effects()
+        digit = _last_digit(self, self.examples)
+        return found | {'margin': largest([found['margin'], digit])}
+
     def texts(self) -> list[list[int]]:  # One for each answer
         "Give the ids of all tokens that the model reads."
         return [list(pair[name]) for name in PAIR_KEYS[::2] for pair in self.examples]
@@ -49,7 +55,7 @@ class PairSpecimen(Specimen):
     def measure(self) -> dict:  # Name -> a number, a tensor, or both
         "Compute what rounding may change."
         return super().measure() | {
-            'margin': margins(self), 'scores': answer_scores(self, self.examples)}
+            'margin': _gained(self), 'scores': answer_scores(self, self.examples)}
 
 def _move(model):
     "Change every weight a little, at random."
@@ -58,6 +64,26 @@ def _move(model):
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + _MOVED * torch.randn(weight.shape, generator=generator))
+
+def _last_digit(specimen, pairs):
+    "What the last digits of a score and of a loss are, as a part of a margin."
+    score = float(answer_scores(specimen, pairs).abs().max())
+    digit = 2.0 ** -23 * (specimen.recipe.method.beta * score + log(2))
+    return digit / float(_gained(specimen).abs().mean())
+
+def _gained(specimen):
+    "What margins are: beta times what chosen answers gained more since the beginning."
+    numbers = [pair['row'] for pair in specimen.examples]
+    gained = answer_scores(specimen, specimen.examples).double() - specimen.start[numbers].double()
+    return specimen.recipe.method.beta * (gained[:, 0] - gained[:, 1])
+
+def _margins_apart(specimen, given, wanted):
+    "How far apart margins of the trainer are, as a part of what margins are."
+    return float((given - wanted).norm() / _gained(specimen).norm())
+
+def _explained(effect):
+    tolerance, why = explained(effect)
+    return tolerance, f'{why}, or of the last digit of a score'
 
 # %% ../../nbs/release/06a_pair_relations.ipynb #481ff2fa
 def answer_scores(
@@ -104,9 +130,9 @@ def swapping(
     specimen: PairSpecimen,  # Any
 ) -> Comparison:  # Of margins
     "Compare each pair with the same pair, the other way round."
-    distance = apart(-margins(specimen, _exchanged), margins(specimen))
+    distance = _margins_apart(specimen, -margins(specimen, _exchanged), margins(specimen))
     what = 'margins of pairs; of the same pairs with chosen and rejected exchanged'
-    return Comparison(what, distance, *explained(specimen.rounding['margin']))
+    return Comparison(what, distance, *_explained(specimen.rounding['margin']))
 
 # %% ../../nbs/release/06a_pair_relations.ipynb #5be67303
 def _with_question(batch):
@@ -119,33 +145,23 @@ def shared_question(
     specimen: PairSpecimen,  # Any
 ) -> Comparison:  # Of margins
     "Compare margins of the answers with those of question and answer."
-    plain = margins(specimen)
-    distance = apart(margins(specimen, _with_question), plain)
-    effect = largest([specimen.rounding['margin'], _last_digit(specimen, plain)])
-    what = 'margins of pairs; with the tokens counted that both answers share'
-    tolerance, _ = explained(effect)
-    why = f'32 x {effect:.1g}, the last digit of the score of a whole text, as a part of a margin'
-    return Comparison(what, distance, tolerance, why)
-
-def _last_digit(specimen, margins):
-    "What the last digit of a score of question and answer is, as a part of a margin."
+    counted = margins(specimen, _with_question)
+    distance = _margins_apart(specimen, counted, margins(specimen))
     ids, labels = PAIR_KEYS[::2], PAIR_KEYS[1::2]
     whole = [pair | {name: pair[other] for name, other in zip(labels, ids)}
              for pair in specimen.examples]
-    score = float(answer_scores(specimen, whole).abs().max())
-    return specimen.recipe.method.beta * score * 2.0 ** -23 / float(margins.abs().mean())
+    effect = largest([specimen.rounding['margin'], _last_digit(specimen, whole)])
+    what = 'margins of pairs; with the tokens counted that both answers share'
+    return Comparison(what, distance, *_explained(effect))
 
 # %% ../../nbs/release/06a_pair_relations.ipynb #e7b2c928
 def standing_reference(
     specimen: PairSpecimen,  # Any
 ) -> Comparison:  # Of margins
     "Compare the trainer's margins with what the answers have gained since the beginning."
-    numbers = [pair['row'] for pair in specimen.examples]
-    gained = answer_scores(specimen, specimen.examples).double() - specimen.start[numbers].double()
-    wanted = specimen.recipe.method.beta * (gained[:, 0] - gained[:, 1])
     what = 'margins of pairs; beta times what chosen answers gained more since the beginning'
-    distance = apart(margins(specimen), wanted)
-    return Comparison(what, distance, *explained(specimen.rounding['margin']))
+    distance = apart(margins(specimen), _gained(specimen))
+    return Comparison(what, distance, *_explained(specimen.rounding['margin']))
 
 # %% ../../nbs/release/06a_pair_relations.ipynb #ccc5d3dc
 class _FullHead:

@@ -80,7 +80,7 @@ class Specimen:
         self.items = self.count()
         self.tokenizer = trainer.processing_class
         self.begin()
-        self.rounding = _effect_of_rounding(self)
+        self.rounding = self.effects()
 
     def count(self) -> int:  # At least 1
         "Count the tokens that train: the loss is a mean over so many."
@@ -90,6 +90,10 @@ class Specimen:
     def begin(self) -> None:
         "Let adapters begin with an effect."
         _give_effect(self.model)
+
+    def effects(self) -> dict:  # As parts of each result of `measure`
+        "Say what one rounding of each weight changes."
+        return _effect_of_rounding(self)
 
     def texts(self) -> list[list[int]]:  # One for each answer
         "Give the ids of all tokens that the model reads."
