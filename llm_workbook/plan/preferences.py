@@ -10,6 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..config.hardware import Node
+from ..config.passes import known_steps
 from ..config.recipe import Recipe
 from ..model.spec import ModelSpec, spec_of
 from .collectives import node_of
@@ -72,6 +73,6 @@ def whole_time(
     spec, node = spec or spec_of(recipe), node_of(recipe, node)
     step = estimate_step(recipe, spec, node)
     if recipe.method.objective != 'dpo': return WholeTime(step, step.hours, step.cost)
-    pairs = recipe.optimizer.steps * recipe.global_batch
+    pairs = known_steps(recipe) * recipe.global_batch
     hours = step.hours + _passes_s(recipe, step, pairs) / 3600
     return WholeTime(step, hours, hours * recipe.cluster.nodes * node.price_hour)

@@ -1,4 +1,6 @@
 "Pairs keep their relations; of the mistakes planted one by one, each breaks its relation."
+import os
+
 import pytest
 
 from llm_workbook.config.recipe import Recipe
@@ -85,6 +87,7 @@ def test_a_reference_that_trains_is_found(monkeypatch, specimen):
     assert found_in(specimen) == ['reference']
 
 
+@pytest.mark.slow
 def test_answers_that_change_places_in_the_loss_are_found(monkeypatch, specimen):
     def exchanged(right, now, then, beta): return right(-now, -then, beta)
 
@@ -92,11 +95,13 @@ def test_answers_that_change_places_in_the_loss_are_found(monkeypatch, specimen)
     assert found_in(specimen) == ['reference']
 
 
+@pytest.mark.slow
 def test_another_beta_is_found(monkeypatch, specimen):
     scoring(monkeypatch, lambda right, now, then, beta: right(now, then, 2 * beta))
     assert found_in(specimen) == ['reference']
 
 
+@pytest.mark.slow
 def test_a_reference_of_one_side_alone_is_found(monkeypatch, specimen):
     def one_sided(right, now, then, beta):
         kept = then.clone()
@@ -138,6 +143,7 @@ def test_a_question_that_counts_is_found(monkeypatch, specimen):
     assert 'no question' in found_in(specimen)
 
 
+@pytest.mark.slow
 def test_an_end_token_that_does_not_count_is_found(monkeypatch, specimen):
     end = specimen.tokenizer.eos_token_id
     collating(monkeypatch, lambda batch: batch['labels'].masked_fill_(batch['labels'] == end, -100))
@@ -161,6 +167,7 @@ def test_scores_that_are_means_over_tokens_are_found(monkeypatch, specimen):
     assert found_in(specimen)[0] in ('loss head', 'shared question')
 
 
+@pytest.mark.slow
 def test_a_mean_over_the_pairs_of_a_batch_is_found(monkeypatch, specimen):
     def of_the_batch(go_on, inputs, items): return go_on(len(inputs['labels']) // 2)
 
@@ -168,6 +175,7 @@ def test_a_mean_over_the_pairs_of_a_batch_is_found(monkeypatch, specimen):
     assert 'padding' in found_in(specimen)
 
 
+@pytest.mark.slow
 def test_fill_that_counts_is_found(monkeypatch, specimen):
     def counted(batch):
         batch['labels'] = batch['labels'].where(batch['attention_mask'].bool(), 0)
@@ -178,12 +186,16 @@ def test_fill_that_counts_is_found(monkeypatch, specimen):
 
 # Runs
 
+# A check of two ranks takes a quarter of a minute: FAMILIES=all runs them all
+few = pytest.mark.skipif(os.environ.get('FAMILIES') != 'all', reason='a long sweep: FAMILIES=all')
+ALONE = WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'none', 'cluster.processes': 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('changes', [
-    {}, {'method.kind': 'full'},
-    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero3'},
-    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'none', 'cluster.processes': 1}],
-    ids=['qlora', 'full', 'zero3', 'alone'])
+    ALONE, *[pytest.param(changes, marks=few) for changes in (
+        {'method.kind': 'full'}, WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero3'})]],
+    ids=['alone', 'full', 'zero3'])
 def test_a_recipe_of_pairs_keeps_all_relations(changes):
     found = check_invariants(recipe_for(**changes))
     assert found.passed, found
@@ -208,7 +220,7 @@ def test_a_reference_in_another_order_is_found(monkeypatch):
     def turned(*given): return right(*given).flip(0)
 
     monkeypatch.setattr(preferences, '_log_probs', turned)
-    found = check_invariants(recipe_for(), relations=['swap', 'start', 'reference file'])
+    found = check_invariants(recipe_for(**ALONE), relations=['start', 'reference file'])
     assert broken(found) == ['start', 'reference file'], found
 
 
@@ -222,11 +234,12 @@ def test_a_reference_that_is_computed_again_after_a_stop_is_found(monkeypatch):
         right(trainer, recipe, loader)
 
     monkeypatch.setattr('llm_workbook.training.trainer.set_reference', again)
-    found = check_invariants(recipe_for(), relations=['resume', 'start', 'reference file'])
+    found = check_invariants(recipe_for(**ALONE), relations=['start', 'reference file'])
     assert 'reference file' in broken(found) and 'start' not in broken(found), found
 
 
 @pytest.mark.slow
+@few
 def test_rewards_of_rank_0_alone_are_found(monkeypatch):
     right = preferences._of_all_ranks
 
