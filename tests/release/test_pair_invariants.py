@@ -1,5 +1,6 @@
 "Pairs keep their relations; of the mistakes planted one by one, each breaks its relation."
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -229,7 +230,7 @@ def test_a_reference_that_is_computed_again_after_a_stop_is_found(monkeypatch):
     right = preferences.set_reference
 
     def again(trainer, recipe, loader):
-        trainer.run.start = trainer.run.start._replace(step=0)
+        trainer.run.start = replace(trainer.run.start, step=0)
         trainer.run.files.reference.unlink(missing_ok=True)
         right(trainer, recipe, loader)
 
