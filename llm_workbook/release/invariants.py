@@ -23,7 +23,7 @@ from ..model.miniature import miniature
 from ..parallel.backends import fsdp_env
 from ..parallel.ranks import notebook_ranks
 from .pair_relations import (
-    PAIR_RELATIONS, PairSpecimen, kept_reference, pair_start, reported_pairs)
+    PAIR_RELATIONS, PairSpecimen, kept_reference, margin_effect, pair_start, reported_pairs)
 from .relations import (
     RELATIONS, Comparison, Specimen, explained, largest, logits, make_specimen)
 from .small_case import (
@@ -260,7 +260,9 @@ def _specimen(case):
     kind = PairSpecimen if case.is_dpo else Specimen
     specimen = make_specimen(case.recipes['one'], case.folder / 'specimen', kind)
     case.rounding = specimen.rounding | {'norm': _lost_in_norm(specimen.model)}
-    if case.is_dpo: case.own_loss, case.start = log(2), specimen.start
+    if case.is_dpo:
+        case.own_loss, case.start = log(2), specimen.start
+        case.rounding['margin'] = margin_effect(specimen)
     else: case.own_loss = _own_loss(specimen, case.rows[:_STEP_ROWS])
     return specimen
 

@@ -72,15 +72,14 @@ class Specimen:
         folder: Path,  # For files
     ):
         self.recipe, self.trainer, self.folder = recipe, trainer, folder
-        self.model = trainer.model
+        self.model, self.tokenizer = trainer.model, trainer.processing_class
         every = list(trainer.train_dataset)
         step = max(1, (len(every) - 1) // (_EXAMPLES - 1))
         self.examples = every[::step][:_EXAMPLES]
         self.rows = [rows[example['row']] for example in self.examples]
         self.items = self.count()
-        self.tokenizer = trainer.processing_class
         self.begin()
-        self.rounding = self.effects()
+        self.rounding = _effect_of_rounding(self)
 
     def count(self) -> int:  # At least 1
         "Count the tokens that train: the loss is a mean over so many."
@@ -90,10 +89,6 @@ class Specimen:
     def begin(self) -> None:
         "Let adapters begin with an effect."
         _give_effect(self.model)
-
-    def effects(self) -> dict:  # As parts of each result of `measure`
-        "Say what one rounding of each weight changes."
-        return _effect_of_rounding(self)
 
     def texts(self) -> list[list[int]]:  # One for each answer
         "Give the ids of all tokens that the model reads."

@@ -347,7 +347,7 @@ print(json.dumps({'before': before, 'after': list(losses()), 'alone': alone}))
 '''
 
 def _plain_losses(way, texts, base=None):
-    "The losses of texts, each a sum over its tokens, in a process with transformers and peft alone."
+    "The losses of texts, sums over tokens, in a process with transformers and peft alone."
     recipe = way.recipe
     packing = nf4_config(recipe.method, recipe.precision).to_dict() if way.is_packed else None
     base = base or (way.run.saved if way.is_full else way.base)

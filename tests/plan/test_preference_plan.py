@@ -149,4 +149,4 @@ def test_pairs_that_fit_no_card_are_refused_with_the_bytes_that_lack():
     assert 'memory' in kinds and 'rule' in kinds
     said = ' '.join(reason for refusal in found.refused for reason in refusal.reasons)
     assert 'too small' in said and '[dpo-scores-in-tiles]' in said
-    with pytest.raises(ValueError, match='GiB'): found.best
+    with pytest.raises(ValueError, match='GiB'): str(found.best)

@@ -176,10 +176,11 @@ def test_half_the_digits_give_nearly_the_same_losses(recipe, adapted, tmp_path, 
 
 def test_the_card_of_a_run_names_objective_reference_and_rewards(alone):
     card, last = model_card(alone), alone.metrics[-1]
-    for row in ('| objective | dpo |', '| method.beta | 0.5 |', '| reference | the same model before',
-                f'{PAIRS} pairs to train on', '\n- dpo\n', f'{last["reward_margin"]:.4f} in the mean',
-                '| step | loss | reward_chosen | reward_margin | reward_accuracy | pairs |'):
-        assert row in card, row
+    rows = [
+        '| objective | dpo |', '| method.beta | 0.5 |', '| reference | the same model before',
+        f'{PAIRS} pairs to train on', '\n- dpo\n', f'{last["reward_margin"]:.4f} in the mean',
+        '| step | loss | reward_chosen | reward_margin | reward_accuracy | pairs |']
+    for row in rows: assert row in card, row
     for line in alone.evaluations: assert f'| {line["reward_margin"]:.4g} |' in card
     assert '\n- sft\n' not in card
 
