@@ -28,6 +28,7 @@ from .rendezvous import (
 from ..model.architecture import load_tokenizer
 from ..training.fine_tune import check_recipe
 from ..training.tokens import TokenView
+from ..training.trainer_rows import PAIR_KEYS
 from .check_table import (
     CheckRow, rows_of_checks, checks_text, place_tables, report_evidence, text_table)
 from .known_faults import fault_evidence, fault_findings
@@ -401,14 +402,18 @@ def _price_of_answers(rows, host):
 _SHOWN = 800  # Characters of the first row
 
 def _row_text(recipe, row):
-    if 'input_ids' not in row: text = f"{row['text']}  ->  class {row['label']}"
-    else:
-        tokenizer = load_tokenizer(
-            recipe.model.source, recipe.model.revision, recipe.data.template)
-        ids, labels = list(row['input_ids']), list(row['labels'])
-        tokens = tuple(tokenizer.decode([token]) for token in ids)
-        text = str(TokenView(tuple(ids), tokens, tuple(label != -100 for label in labels)))
-    return text if len(text) <= _SHOWN else f'{text[:_SHOWN]} …'
+    if 'input_ids' not in row: return _shortened(f"{row['text']}  ->  class {row['label']}")
+    tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
+    text = _tokens_text(tokenizer, row['input_ids'], row['labels'])
+    if PAIR_KEYS[-1] not in row: return text
+    return f'{text}\n  rejected: {_tokens_text(tokenizer, *[row[key] for key in PAIR_KEYS[2:]])}'
+
+def _tokens_text(tokenizer, ids, labels):
+    tokens = tuple(tokenizer.decode([token]) for token in ids)
+    trained = tuple(label != -100 for label in labels)
+    return _shortened(str(TokenView(tuple(ids), tokens, trained)))
+
+def _shortened(text): return text if len(text) <= _SHOWN else f'{text[:_SHOWN]} …'
 
 # %% ../../nbs/launching/05_preflight.ipynb #24b6ec6c
 @dataclass

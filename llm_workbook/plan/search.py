@@ -22,7 +22,7 @@ from ..model.spec import spec_of
 from .collectives import node_of
 from .estimate import Room, estimate, plan_facts
 from .ledger import memory
-from .step_time import estimate_step
+from .preferences import whole_time
 
 # %% ../../nbs/plan/12_search.ipynb #0cf907dc
 class Plan(NamedTuple):
@@ -33,8 +33,8 @@ class Plan(NamedTuple):
     spare_b: int  # Bytes of it that stay free
     tight: bool  # Context, NCCL and allocator have been seen to take more than is free
     tokens_per_s: float  # Of all ranks together
-    hours: float  # For all steps
-    usd: float  # For all steps, at the price of the machines; 0: nobody gave a price
+    hours: float  # For all steps, and the reference of preference pairs
+    usd: float  # For these hours, at the price of the machines; 0: nobody gave a price
     not_run: tuple[str, ...] = ()  # Why this version can only plan it, in words; empty: it runs
 
     @property
@@ -246,7 +246,7 @@ def _count(settings, draft, spec, node) -> Plan | Refusal:
     if fullest.spare_b < 0:
         reason = f'too small: {fullest.where}'
         return Refusal(settings, 'memory', (reason,), -fullest.spare_b, False, draft)
-    step = estimate_step(draft, spec, node)
+    whole = whole_time(draft, spec, node)
     _, most_b = ledger.band
     return Plan(
         settings=settings,
@@ -254,9 +254,9 @@ def _count(settings, draft, spec, node) -> Plan | Refusal:
         gpu_b=rooms[0].need_b,
         spare_b=rooms[0].spare_b,
         tight=most_b > node.gpu.usable_b,
-        tokens_per_s=step.tokens_per_s,
-        hours=step.hours,
-        usd=step.cost)
+        tokens_per_s=whole.step.tokens_per_s,
+        hours=whole.hours,
+        usd=whole.usd)
 
 # %% ../../nbs/plan/12_search.ipynb #ce656749
 def _family_and_weight(trial, changes) -> tuple[tuple, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
-from math import ceil, cos, pi
+from math import ceil, cos, log, pi
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,10 @@ from ..display import html_table, nearest
 from ..model.miniature import miniature
 from ..parallel.backends import fsdp_env
 from ..parallel.ranks import notebook_ranks
+from .pair_relations import (
+    PAIR_RELATIONS, PairSpecimen, kept_reference, margin_effect, pair_start, reported_pairs)
 from .relations import (
-    RELATIONS, Comparison, explained, largest, logits, make_specimen)
+    RELATIONS, Comparison, Specimen, explained, largest, logits, make_specimen)
 from .small_case import (
     LeftOut, alone_recipe, case_folder, distinct_rows, first_rows, small_recipe, without_bars)
 from ..training.fine_tune import check_recipe, train_rank
@@ -135,12 +137,14 @@ class _Case:
     "What the relations of one recipe share."
     def __init__(self, asked, folder, wanted):
         self.asked, self.folder, self.wanted = asked, folder, wanted
+        self.is_dpo = asked.method.objective == 'dpo'
         self.base = folder / 'base'
         self.tried = None  # The recipe in miniature
         self.recipes, self.rows = {}, []  # Of the runs; what trains in them
         self.outcomes = {}  # Name of a relation -> `Relation`
         self.errors = {}  # Name of a run -> why it failed
-        self.own_loss = None  # Of the first six rows, from full logits
+        self.own_loss = None  # Of the first six rows, from full logits; ln 2 of pairs
+        self.start = None  # Of pairs: log-probabilities of all answers by the base, (rows, 2)
         self.rounding = {'loss': 1e-6, 'gradient': 1e-6}  # Where no specimen measures it
 
     def place(self, run): return self.folder / run
@@ -151,7 +155,9 @@ class _Case:
         return read_metrics(RunFiles(self.place(run)).metrics)
 
     @property
-    def runs(self): return {run for name in self.wanted for run in _RUNS.get(name, ())}
+    def runs(self):
+        table = _RUNS | _PAIR_RUNS if self.is_dpo else _RUNS
+        return {run for name in self.wanted for run in table.get(name, ())}
 
 # %% ../../nbs/release/07_invariants.ipynb #c722f723
 def _prepare(case):
@@ -165,7 +171,8 @@ def _prepare(case):
     case.rows, _ = check_recipe(case.recipes['one'])
     kind, = json.loads((case.base / 'config.json').read_text('utf-8'))['architectures']
     case.tried = case.recipes.get('two', case.recipes['one'])
-    return f'{kind}, {case.tried.method.kind}, {len(case.rows)} rows{_not_as_asked(case)}'
+    rows = f'{len(case.rows)} {"pairs" if case.is_dpo else "rows"}'
+    return f'{kind}, {case.tried.method.kind}, {rows}{_not_as_asked(case)}'
 
 _TOLD = ('model.attention', 'model.kernels', 'batch.packing', 'precision.compute',
          'sharding.strategy')
@@ -229,15 +236,14 @@ def _cut(case):
 # %% ../../nbs/release/07_invariants.ipynb #6106e60e
 def _first_process(case):
     "Do all that one process does; give back what it found."
+    relations = PAIR_RELATIONS if case.is_dpo else RELATIONS
     try:
-        specimen = make_specimen(case.recipes['one'], case.folder / 'specimen')
-        case.rounding = specimen.rounding | {'norm': _lost_in_norm(specimen.model)}
-        case.own_loss = _own_loss(specimen, case.rows[:_STEP_ROWS])
-        for name in RELATIONS:
-            if name in case.wanted: _look(case, name, lambda: RELATIONS[name](specimen))
+        specimen = _specimen(case)
+        for name in relations:
+            if name in case.wanted: _look(case, name, lambda: relations[name](specimen))
         _excuse_leak(case)
     except LeftOut as reason:
-        case.outcomes |= {name: Relation(name, None, str(reason)) for name in RELATIONS}
+        case.outcomes |= {name: Relation(name, None, str(reason)) for name in relations}
     alone = [name for name in ('one', 'wide', 'whole') if name in case.runs
              and case.recipes[name].cluster.ranks == 1]
     if 'cut' in case.runs: alone.append('cut')
@@ -247,7 +253,18 @@ def _first_process(case):
             if name == 'cut': _cut(case)
             else: _train(*_asked_run(case, name))
         except Exception as error: case.errors[name] = _said(error)
-    return case.outcomes, case.errors, case.rounding, case.own_loss
+    return case.outcomes, case.errors, case.rounding, case.own_loss, case.start
+
+def _specimen(case):
+    "Make the specimen; keep what the runs are compared with."
+    kind = PairSpecimen if case.is_dpo else Specimen
+    specimen = make_specimen(case.recipes['one'], case.folder / 'specimen', kind)
+    case.rounding = specimen.rounding | {'norm': _lost_in_norm(specimen.model)}
+    if case.is_dpo:
+        case.own_loss, case.start = log(2), specimen.start
+        case.rounding['margin'] = margin_effect(specimen)
+    else: case.own_loss = _own_loss(specimen, case.rows[:_STEP_ROWS])
+    return specimen
 
 # %% ../../nbs/release/07_invariants.ipynb #9fc008d9
 def _excuse_leak(case):
@@ -306,10 +323,8 @@ def _ranks(case):
         runs.append('groups')
     worst, tolerance, why = _gradients_apart(case, runs)
     lost = case.rounding.get('norm', 0.0)
-    if strategy.startswith('zero'):
-        tolerance += lost
-        why += f'; and {lost:.1g}, which a norm in float32 loses: DeepSpeed sums in float64'
-    return Comparison(what, worst, tolerance, why)
+    why += f'; and {lost:.1g}, which a norm in float32 loses: shares are summed one by one'
+    return Comparison(what, worst, tolerance + lost, why)
 
 def _lost_in_norm(model):
     "How far the norm of the gradient in float32, tensor by tensor, is from that in float64."
@@ -375,9 +390,36 @@ def _schedule(case):
     what = f'learning rates of {_STEPS} steps: metrics of {" and ".join(runs)}; {schedule} by hand'
     return Comparison(what, largest(differences), 1e-12, 'a few operations in float64')
 
+# %% ../../nbs/release/07_invariants.ipynb #ff11d7f9
+def _lines(case, runs): return {run: case.lines(run) for run in runs if run in case.recipes}
+
+def _start(case):
+    scores, beta = float(case.start.abs().max()), case.asked.method.beta
+    effect = beta * scores * case.rounding['scores']
+    return pair_start(_lines(case, _PAIR_RUNS['start']), effect)
+
+def _reported_pairs(case):
+    return reported_pairs(_lines(case, _PAIR_RUNS['reported loss']), case.rounding['margin'])
+
+def _reference_file(case):
+    places = {run: case.place(run) for run in _PAIR_RUNS['reference file']
+              if run == 'cut' or run in case.recipes}
+    for run in places: case.lines(run)  # Raises what the run failed with
+    files = {run: RunFiles(place).reference for run, place in places.items()}
+    return kept_reference(files, case.start, case.rounding['scores'])
+
 # %% ../../nbs/release/07_invariants.ipynb #0e490851
 _BETWEEN_RUNS = {'accumulation': _accumulation, 'ranks': _ranks, 'resume': _resume,
                  'reported loss': _reported_loss, 'schedule': _schedule}
+
+# %% ../../nbs/release/07_invariants.ipynb #c659150b
+_PAIR_RUNS = {  # Where pairs have others
+    'start': ('one', 'wide', 'two', 'three'), 'reference file': ('one', 'cut', 'two', 'three'),
+    'reported loss': ('one', 'wide', 'two', 'three')}
+
+# %% ../../nbs/release/07_invariants.ipynb #886fa614
+_BETWEEN_PAIRS = _BETWEEN_RUNS | {
+    'start': _start, 'reference file': _reference_file, 'reported loss': _reported_pairs}
 
 # %% ../../nbs/release/07_invariants.ipynb #58213764
 _RUNS = {'accumulation': ('one', 'wide'), 'ranks': ('one', 'two', 'three', 'groups'),
@@ -387,10 +429,16 @@ _RUNS = {'accumulation': ('one', 'wide'), 'ranks': ('one', 'two', 'three', 'grou
 _NEEDS = {'accumulation': ('miniature', 'reach', 'padding'),
           'ranks': ('miniature', 'reach'), 'resume': ('miniature', 'reach'),
           'reported loss': ('miniature', 'reach', 'loss head', 'accumulation'),
-          'schedule': ('miniature', 'reach')}
+          'schedule': ('miniature', 'reach'),
+          'shared question': ('miniature', 'loss head', 'padding', 'swap'),
+          'reference': ('miniature', 'loss head', 'whole answers', 'swap', 'shared question'),
+          'start': ('miniature', 'reach', 'reference'),
+          'reference file': ('miniature', 'reach')}
 
 # %% ../../nbs/release/07_invariants.ipynb #085a4d81
-_NAMES = ['miniature', *RELATIONS, *_BETWEEN_RUNS]
+_NAMES = {
+    'answers': ['miniature', *RELATIONS, *_BETWEEN_RUNS],
+    'dpo': ['miniature', *PAIR_RELATIONS, *_BETWEEN_PAIRS]}  # By `method.objective`
 
 # %% ../../nbs/release/07_invariants.ipynb #2f73b7f3
 def _unmet(case, name):
@@ -421,21 +469,21 @@ def _gather(case):
     import datasets, peft, trl.trainer.sft_trainer  # Once for all ranks
     recipe = case.recipes['one']
     found, = notebook_ranks(_first_process, 1, (case,), _LIMIT_S, fsdp_env(recipe))
-    case.outcomes, case.errors, case.rounding, case.own_loss = found
+    case.outcomes, case.errors, case.rounding, case.own_loss, case.start = found
     if 'two' not in case.recipes or _unmet(case, 'ranks'): return
     _launch(case, ['two', 'whole'])
     _launch(case, ['three'])
     _launch(case, ['groups'])
 
 # %% ../../nbs/release/07_invariants.ipynb #80f68c33
-def _wanted(relations):
-    "The names of the relations to look at."
-    if relations is None: return _NAMES
+def _wanted(relations, names):
+    "The names of the relations to look at, of those that there are."
+    if relations is None: return names
     if isinstance(relations, str) or not relations:
         raise ValueError(f"relations {relations!r} must be a list of names, as in ['packing']")
-    unknown = sorted({*relations} - {*_NAMES})
-    if unknown: raise ValueError(f'relation {unknown[0]!r}: {nearest(unknown[0], _NAMES)}')
-    return [name for name in _NAMES if name in relations or name == 'miniature']
+    unknown = sorted({*relations} - {*names})
+    if unknown: raise ValueError(f'relation {unknown[0]!r}: {nearest(unknown[0], names)}')
+    return [name for name in names if name in relations or name == 'miniature']
 
 # %% ../../nbs/release/07_invariants.ipynb #1e0fcb14
 def check_invariants(
@@ -446,17 +494,15 @@ def check_invariants(
     "Run a miniature of the recipe's model in pairs that must agree, and compare them."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
-    if recipe.method.objective == 'dpo':
-        raise ValueError("method.objective 'dpo': these relations are of answers; check the same "
-                         'recipe with objective answers, on rows of conversations')
-    wanted, start = _wanted(relations), time.monotonic()
+    wanted = _wanted(relations, _NAMES[recipe.method.objective])
+    start = time.monotonic()
     with case_folder(directory) as folder, without_bars():
         case = _Case(recipe, folder, wanted)
         _look(case, 'miniature', lambda: _prepare(case))
         if case.outcomes['miniature'].passed: _gather(case)
         for name in wanted:
             if name in case.outcomes: continue
-            compare = _BETWEEN_RUNS.get(name)
+            compare = (_BETWEEN_PAIRS if case.is_dpo else _BETWEEN_RUNS).get(name)
             _look(case, name, lambda: compare(case))
         found = tuple(case.outcomes[name] for name in wanted)
         return Invariants(recipe, case.tried, found, time.monotonic() - start)

@@ -86,7 +86,8 @@ def _data_text(recipe, shown):
     names = [origin.source for origin in shown.data.origins]
     try: rows, held = load_rows(recipe.data, recipe.seed)
     except ValueError: return f'{", ".join(names)}; the rows were not at hand for this card.'
-    text = f'{", ".join(names)}: {len(rows):,} rows to train on, {len(held):,} held out.'
+    kind = 'pairs' if recipe.method.objective == 'dpo' else 'rows'
+    text = f'{", ".join(names)}: {len(rows):,} {kind} to train on, {len(held):,} held out.'
     if not recipe.data.mix: return text
     cells = []
     for name, part in zip(names, mixture(recipe, rows).parts):
@@ -100,6 +101,7 @@ _SETTINGS = (
     'precision.compute', 'sharding.strategy', 'cluster.ranks', 'seed')
 _OF_ADAPTERS = ('method.rank', 'method.alpha', 'method.scaling', 'method.dora', 'method.dropout',
                 'method.targets')
+_REFERENCE = 'the same model before the first step, scored once'
 
 def _settings_text(run):
     "Give the settings that decide what was learned, and how many steps were done."
@@ -108,6 +110,9 @@ def _settings_text(run):
     done = f'{state["step"]:,} of {recipe.optimizer.steps:,}'
     rows = [('method', recipe.method.kind), ('steps', done)]
     if 'reason' in state: rows.append(('its end', state['reason']))
+    if recipe.method.objective == 'dpo':
+        rows += [('objective', 'dpo'), ('method.beta', recipe.method.beta),
+                 ('reference', _REFERENCE)]
     names = _SETTINGS if recipe.method.kind == 'full' else (*_OF_ADAPTERS, *_SETTINGS)
     rows += [(name, facts[name]) for name in names]
     return _table(('setting', 'value'), rows)
@@ -119,11 +124,17 @@ def _losses_text(run):
     if metrics:
         first, last = metrics[0], metrics[-1]
         text = (f'Training loss {first["loss"]:.4f} at step {first["step"]:,}, '
-                f'{last["loss"]:.4f} at step {last["step"]:,}.')
+                f'{last["loss"]:.4f} at step {last["step"]:,}.{_rewards_text(last)}')
     if not evaluations: return text
     names = [name for name, value in evaluations[-1].items() if isinstance(value, (int, float))]
     rows = [[line.get(name, '') for name in names] for line in evaluations]
     return f'{text}\n\nHeld-out rows:\n\n{_table(names, rows)}{_parts_text(evaluations[-1])}'
+
+def _rewards_text(line):
+    "Say what a line of metrics says of pairs."
+    if 'reward_margin' not in line: return ''
+    return (f' There, rewards of chosen answers were higher by {line["reward_margin"]:.4f} in the '
+            f'mean, and higher in {line["reward_accuracy"]:.0%} of the pairs.')
 
 # %% ../../nbs/release/02a_model_card.ipynb #98f77edd
 def _parts_text(line):
@@ -200,11 +211,13 @@ def model_card(
     full = recipe.method.kind == 'full'
     what = 'All weights' if full else f'Adapters ({recipe.method.kind})'
     base = f'{shown.model.source}, revision {shown.model.revision or "not pinned"}'
-    head = card_head(recipe, [recipe.method.kind, 'sft'], 'transformers' if full else 'peft',
-                     license)
+    is_dpo = recipe.method.objective == 'dpo'
+    learned = 'fine-tuned by DPO on pairs of answers' if is_dpo else 'fine-tuned'
+    tags = [recipe.method.kind, 'dpo' if is_dpo else 'sft']
+    head = card_head(recipe, tags, 'transformers' if full else 'peft', license)
     parts = [
         f'---\n{head}\n---',
-        f'# {recipe.name}\n\n{what} of {base}, fine-tuned with llm-workbook.',
+        f'# {recipe.name}\n\n{what} of {base}, {learned} with llm-workbook.',
         _section('Data', _data_text(recipe, shown)),
         _section('Training', _settings_text(run)),
         _section('Results', _losses_text(run), _samples_text(samples)),

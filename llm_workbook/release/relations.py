@@ -72,16 +72,37 @@ class Specimen:
         folder: Path,  # For files
     ):
         self.recipe, self.trainer, self.folder = recipe, trainer, folder
-        self.model = trainer.model
+        self.model, self.tokenizer = trainer.model, trainer.processing_class
         every = list(trainer.train_dataset)
         step = max(1, (len(every) - 1) // (_EXAMPLES - 1))
         self.examples = every[::step][:_EXAMPLES]
         self.rows = [rows[example['row']] for example in self.examples]
-        labels = [label for example in self.examples for label in example['labels'][1:]]
-        self.items = sum(label != -100 for label in labels)  # Tokens that train
-        self.tokenizer = trainer.processing_class
-        _give_effect(self.model)
+        self.items = self.count()
+        self.begin()
         self.rounding = _effect_of_rounding(self)
+
+    def count(self) -> int:  # At least 1
+        "Count the tokens that train: the loss is a mean over so many."
+        labels = [label for example in self.examples for label in example['labels'][1:]]
+        return sum(label != -100 for label in labels)
+
+    def begin(self) -> None:
+        "Let adapters begin with an effect."
+        _give_effect(self.model)
+
+    def texts(self) -> list[list[int]]:  # One for each answer
+        "Give the ids of all tokens that the model reads."
+        return [list(example['input_ids']) for example in self.examples]
+
+    def answers(self) -> list[tuple[dict, list[int]]]:  # A row and the labels of its answers
+        "Give what trains, as the collator says."
+        batches = self.singles()
+        return [(row, batch['labels'][0].tolist()) for row, batch in zip(self.rows, batches)]
+
+    def measure(self) -> dict:  # Name -> a number, a tensor, or both
+        "Compute what rounding may change."
+        step = gradients(self, self.singles())
+        return {'loss': step[0], 'gradient': step, 'logits': logits(self)}
 
     def batch(self,
         examples: list[dict],  # Of `examples`
@@ -105,8 +126,8 @@ def logits(
     import torch
     if not specimen.examples: raise ValueError('the specimen has no example')
     model = model or specimen.model
-    longest = max(specimen.examples, key=lambda example: len(example['input_ids']))
-    given = {'input_ids': [longest['input_ids']], 'use_cache': False} | (inputs or {})
+    longest = max(specimen.texts(), key=len)
+    given = {'input_ids': [longest], 'use_cache': False} | (inputs or {})
     given = {name: torch.tensor(value) if isinstance(value, list) else value
              for name, value in given.items()}
     was_training = model.training
@@ -152,12 +173,12 @@ def largest(
 
 # %% ../../nbs/release/06_relations.ipynb #c31dfc8d
 def apart(
-    given: 'torch.Tensor | tuple',  # Of numbers; or loss and gradient
-    wanted: 'torch.Tensor | tuple',  # Likewise
+    given: 'float | torch.Tensor | tuple',  # Of numbers; or loss and gradient
+    wanted: 'float | torch.Tensor | tuple',  # Likewise
 ) -> float:  # 0: equal
     "Say how far apart two results are, as a part of the second."
-    if isinstance(wanted, tuple):
-        return largest([abs(given[0] - wanted[0]) / abs(wanted[0]), apart(given[1], wanted[1])])
+    if isinstance(wanted, tuple): return largest([*map(apart, given, wanted)])
+    if isinstance(wanted, float): return abs(given - wanted) / abs(wanted)
     if given.shape != wanted.shape:
         raise ValueError(f'{tuple(given.shape)} and {tuple(wanted.shape)} numbers are no pair')
     distance = (given.double() - wanted.double()).norm() / wanted.double().norm()
@@ -176,14 +197,13 @@ def _give_effect(model):
 # %% ../../nbs/release/06_relations.ipynb #961993a8
 def _effect_of_rounding(specimen) -> dict:
     "Change the last digit of every weight, and see what that does."
-    before = gradients(specimen, specimen.singles()), logits(specimen)
+    before = specimen.measure()
     weights = [parameter for parameter in specimen.model.parameters() if _is_plain(parameter)]
     kept = [weight.detach().clone() for weight in weights]
     _change_last_digits(weights)
-    try: after = gradients(specimen, specimen.singles()), logits(specimen)
+    try: after = specimen.measure()
     finally: _put_back(weights, kept)
-    return {'loss': abs(after[0][0] - before[0][0]) / abs(before[0][0]),
-            'gradient': apart(after[0], before[0]), 'logits': apart(after[1], before[1])}
+    return {name: apart(after[name], before[name]) for name in before}
 
 # %% ../../nbs/release/06_relations.ipynb #bc776990
 def _is_plain(parameter):
@@ -208,8 +228,10 @@ def _put_back(weights, kept):
 def make_specimen(
     recipe: Recipe,  # As `alone_recipe` gives it, in float32
     folder: Path,  # For files of the trainer
+    kind: type = Specimen,  # Or one that knows other rows
 ) -> Specimen:  # Of a model that predicts tokens
     "Load a miniature and put it into its trainer."
+    if not issubclass(kind, Specimen): raise ValueError(f'{kind!r} is no kind of Specimen')
     if recipe.model.head != 'causal_lm':
         raise LeftOut('a head of classes has a loop of its own, with one label a row')
     if recipe.precision.compute != 'float32':
@@ -220,15 +242,14 @@ def make_specimen(
     model = load_base(base.source, recipe.method, recipe.precision, 'cpu', base.revision,
                       base.attention)
     trainer = make_trainer(recipe, folder, rows, model)
-    return Specimen(recipe, trainer, rows, folder)
+    return kind(recipe, trainer, rows, folder)
 
 # %% ../../nbs/release/06_relations.ipynb #7bd20029
 _COUNTED = 'tokens are counted, nothing is rounded'
 
 def _stretches(specimen):
-    "For each example: its row, and the ids of every stretch of tokens that train."
-    for example, row in zip(specimen.examples, specimen.rows):
-        labels = specimen.batch([example])['labels'][0].tolist()
+    "For each answer: its row, and the ids of every stretch of tokens that train."
+    for row, labels in specimen.answers():
         found, before = [], -100
         for label in labels:
             if label != -100 and before == -100: found.append([])
@@ -289,7 +310,7 @@ def _filled(batch, amount, side, pad):
     import torch
     rows, width = batch['input_ids'].shape
     fills = {'input_ids': pad, 'labels': -100, 'attention_mask': 0}
-    filled = {}
+    filled = {name: batch[name] for name in _AS_THEY_ARE if name in batch}
     for name, fill in fills.items():
         extra = torch.full((rows, amount), fill, dtype=batch[name].dtype)
         parts = [batch[name], extra] if side == 'right' else [extra, batch[name]]
@@ -300,6 +321,7 @@ def _filled(batch, amount, side, pad):
     return filled
 
 # %% ../../nbs/release/06_relations.ipynb #43a0d964
+_AS_THEY_ARE = ('reference',)  # Of a batch: a number for each row
 _FILLS = ('right', 0), ('right', 7), ('right', 31), ('left', 7)
 
 def padding(
@@ -419,11 +441,12 @@ def checkpointing(
 # %% ../../nbs/release/06_relations.ipynb #0fff128e
 def loss_head(
     specimen: Specimen,  # With the loss head of its recipe
+    full: Callable | None = None,  # Of specimen and batch: the loss by full logits; None: of tokens
 ) -> Comparison:  # Of loss and gradient
     "Compare the trainer's loss with that of the full logits."
     batches = specimen.singles()
     with _loud(specimen):
-        wanted = gradients(specimen, batches, full_loss)
+        wanted = gradients(specimen, batches, full or full_loss)
         distance = apart(gradients(specimen, batches), wanted)
     head = specimen.recipe.batch.loss_head
     what = f'loss and gradient: head {head!r} of the trainer; full logits'

@@ -17,6 +17,7 @@ from ..model.architecture import load_tokenizer
 from ..training.classifier import class_names, class_rows
 from ..training.data import load_rows
 from ..training.mix import mix_rows
+from ..training.preferences import tokenise_pairs
 from ..training.tokens import check_rows
 
 # %% ../../nbs/release/04a_small_case.ipynb #a3168207
@@ -25,7 +26,7 @@ FIRST_ROWS = 64  # Rows of a recipe that are checked
 def first_rows(
     recipe: Recipe,  # Its rows, template and length are read
     base: Path,  # The miniature of its model, whose tokenizer reads the rows
-) -> list[dict]:  # `messages` or `text`; a text with its `label` where classes are trained
+) -> list[dict]:  # `messages` or `text`; with `label` of classes, or `rejected` of pairs
     "Read and check the first rows of a recipe."
     own = recipe.changed({
         'model.source': str(base), 'model.revision': None, 'batch.packing': False})
@@ -36,8 +37,11 @@ def first_rows(
     data = own.data
     rows = mix_rows(own, load_rows(data, own.seed)[0])[:FIRST_ROWS]
     tokenizer = load_tokenizer(str(base), template=data.template)
-    check_rows(rows, tokenizer, own.batch.length, data.answers, data.too_long)
-    return [{key: row[key] for key in ('messages', 'text') if key in row} for row in rows]
+    length = own.batch.length
+    if own.method.objective == 'dpo': rows = tokenise_pairs(rows, tokenizer, length, data.too_long)
+    else: check_rows(rows, tokenizer, length, data.answers, data.too_long)
+    keys = 'messages', 'text', 'rejected'
+    return [{key: row[key] for key in keys if key in row} for row in rows]
 
 # %% ../../nbs/release/04a_small_case.ipynb #29028bd2
 def distinct_rows(
@@ -82,6 +86,7 @@ def small_recipe(
 
 def _form(recipe, row) -> dict:
     "How rows are written down that are read already."
+    if 'rejected' in row: return {'data.format': 'preference', 'data.text_column': None}
     if 'messages' in row: return {'data.format': 'messages', 'data.text_column': None}
     if 'label' not in row: return {'data.format': 'text', 'data.text_column': 'text'}
     words = class_names(recipe)
@@ -89,8 +94,14 @@ def _form(recipe, row) -> dict:
             'data.label_column': 'label', 'data.labels': {word: word for word in words}}
 
 def _write_rows(file, rows) -> str:
-    file.write_text('\n'.join(map(json.dumps, rows)) + '\n', encoding='utf-8')
+    lines = [json.dumps(_written(row)) for row in rows]
+    file.write_text('\n'.join(lines) + '\n', encoding='utf-8')
     return str(file)
+
+def _written(row):
+    "A row as it stands in a file: a pair is two conversations, or two texts, that begin alike."
+    if 'rejected' not in row: return row
+    return {'chosen': row.get('messages') or row['text'], 'rejected': row['rejected']}
 
 # %% ../../nbs/release/04a_small_case.ipynb #baa46cf1
 def alone_recipe(

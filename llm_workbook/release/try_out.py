@@ -33,8 +33,10 @@ from .small_case import (
     LeftOut, alone_recipe, case_folder, distinct_rows, first_rows, small_recipe, without_bars)
 from ..training.data import load_rows
 from ..training.fine_tune import check_recipe, fine_tune
+from ..training.preferences import pair_scores
 from ..training.run_directory import mark_run
 from ..training.tokens import ChatFormat, answer_tokens
+from ..training.trainer_rows import PAIR_KEYS
 
 # %% ../../nbs/release/05_try_out.ipynb #7e060ab6
 class Station(NamedTuple):
@@ -109,6 +111,9 @@ class _Way:
     def is_full(self): return self.recipe.method.kind == 'full'
 
     @property
+    def is_dpo(self): return self.recipe.method.objective == 'dpo'
+
+    @property
     def is_packed(self):
         method = self.recipe.method
         return method.kind == 'qlora' and method.quant == 'nf4'
@@ -158,12 +163,15 @@ def _check_mask(way):
     "Compare the trained tokens of each row with those after another question."
     rows = [row for row in way.first if 'messages' in row][:_TRAINED]
     if not rows: raise LeftOut('no conversation: every token of a text trains, none of a review')
-    data = way.recipe.data
+    data, answers = way.recipe.data, way.recipe.data.answers
+    if way.is_dpo:
+        rows = [{'messages': row[side]} for row in rows for side in ('messages', 'rejected')]
+        answers = 'last'
     tokenizer = load_tokenizer(str(way.base), template=data.template)
     chat, count = ChatFormat(tokenizer), 0
     for row in rows:
-        trained = _trained_ids(row, chat, data.answers)
-        if trained != _trained_ids(_asked_otherwise(row), chat, data.answers):
+        trained = _trained_ids(row, chat, answers)
+        if trained != _trained_ids(_asked_otherwise(row), chat, answers):
             text = tokenizer.decode(sum(trained, []))
             raise ValueError('what trains depends on what the user says: of '
                              f'{json.dumps(row):.100} these tokens train: {text:.100}')
@@ -325,40 +333,39 @@ model = getattr(transformers, kind).from_pretrained(
     base, quantization_config=packing, dtype=getattr(torch, dtype), attn_implementation=attention)
 for layer in model.modules():
     if hasattr(layer, 'support_avx512bf16_for_cpu'): layer.support_avx512bf16_for_cpu = False
-def loss():
-    total, tokens = 0.0, 0
+def losses():
     for ids, labels in rows:
         labels = torch.tensor(labels)[1:]
         with torch.inference_mode(): logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-        total += cross_entropy(logits.float(), labels, reduction='sum').item()
-        tokens += int((labels != -100).sum())
-    return total / tokens, tokens
-before, tokens = loss()
+        yield cross_entropy(logits.float(), labels, reduction='sum').item()
+before = list(losses())
 if adapters:
     from peft import PeftModel
     model = PeftModel.from_pretrained(model, adapters).eval()
 alone = not any(name.startswith('llm_workbook') for name in sys.modules)
-print(json.dumps({'before': before, 'after': loss()[0], 'tokens': tokens, 'alone': alone}))
+print(json.dumps({'before': before, 'after': list(losses()), 'alone': alone}))
 '''
 
-def _plain_losses(way, rows):
-    "The losses of a process that has transformers and peft alone."
+def _plain_losses(way, texts, base=None):
+    "The losses of texts, sums over tokens, in a process with transformers and peft alone."
     recipe = way.recipe
     packing = nf4_config(recipe.method, recipe.precision).to_dict() if way.is_packed else None
-    base = way.run.saved if way.is_full else way.base
+    base = base or (way.run.saved if way.is_full else way.base)
     adapters = None if way.is_full else str(way.run.saved)
-    pairs = [[list(row['input_ids']), list(row['labels'])] for row in rows]
+    texts = [[list(ids), list(labels)] for ids, labels in texts]
     dtype = 'float32' if way.is_full else recipe.precision.compute
     kind = auto_class(base_config(recipe.model)).__name__
     attention = recipe.model.attention
     if attention == 'segments': attention = 'sdpa'  # transformers alone does not have it
-    task = kind, str(base), adapters, packing, attention, dtype, pairs
+    task = kind, str(base), adapters, packing, attention, dtype, texts
     done = subprocess.run([sys.executable, '-c', _PLAIN, json.dumps(task, default=str)],
                           cwd=way.folder, capture_output=True, text=True, timeout=_LIMIT_S,
                           env=os.environ | {'HF_HUB_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''})
     if done.returncode:
         raise ValueError(f'transformers alone cannot load it: {done.stderr.strip()[-300:]}')
-    return json.loads(done.stdout.splitlines()[-1])
+    plain = json.loads(done.stdout.splitlines()[-1])
+    if not plain['alone']: raise ValueError('the fresh process has imported llm_workbook')
+    return plain
 
 # %% ../../nbs/release/05_try_out.ipynb #7e340ab3
 def _check_reload(way):
@@ -367,20 +374,39 @@ def _check_reload(way):
         raise LeftOut('a head of classes is scored by its own page, and is not exported')
     _, held = check_recipe(way.recipe)
     seen = way.run.evaluations[-1]
-    plain = _plain_losses(way, held)
-    if not plain['alone']: raise ValueError('the fresh process has imported llm_workbook')
-    if plain['tokens'] != seen['tokens']:
+    if way.is_dpo: return _reload_pairs(way, held, seen)
+    plain = _plain_losses(way, [(row['input_ids'], row['labels']) for row in held])
+    tokens = sum(label != -100 for row in held for label in row['labels'][1:])
+    if tokens != seen['tokens']:
         raise ValueError(f'the run counted {seen["tokens"]} held-out tokens that train, '
-                         f'plain transformers {plain["tokens"]}')
-    distance = abs(plain['after'] - seen['loss'])
-    change = abs(plain['after'] - plain['before'])
+                         f'the rows have {tokens}')
+    before, after = [sum(plain[when]) / tokens for when in ('before', 'after')]
+    distance = abs(after - seen['loss'])
+    change = abs(after - before)
     if not way.is_full and not change > 5 * distance:
         raise ValueError(f'the adapters change the held-out loss by {change:.2g}, and the fresh '
                          f'process differs from the run by {distance:.2g}')
     if not distance < 0.01 * seen['loss']:
         raise ValueError(f'the held-out loss was {seen["loss"]:.4f} in the run and is '
-                         f'{plain["after"]:.4f} in a fresh process')
-    return f'held-out loss {seen["loss"]:.4f} in the run, {plain["after"]:.4f} in a fresh process'
+                         f'{after:.4f} in a fresh process')
+    return f'held-out loss {seen["loss"]:.4f} in the run, {after:.4f} in a fresh process'
+
+# %% ../../nbs/release/05_try_out.ipynb #b0279628
+def _reload_pairs(way, held, seen):
+    "Compare the held-out margins of the run with those of a fresh process."
+    import torch
+    sides = PAIR_KEYS[:2], PAIR_KEYS[2:]
+    texts = [(row[ids], row[labels]) for ids, labels in sides for row in held]
+    plain = _plain_losses(way, texts)
+    before = _plain_losses(way, texts, way.base)['after'] if way.is_full else plain['before']
+    scores = [-torch.tensor(losses) for losses in (plain['after'], before)]
+    margins = pair_scores(*scores, way.recipe.method.beta).margins
+    given, wanted = seen['reward_margin'], float(margins.mean())
+    size = float(margins.abs().mean())
+    if not abs(given - wanted) < 0.1 * size:
+        raise ValueError(f'the held-out margin was {given:.4g} in the run and is {wanted:.4g} in a '
+                         f'fresh process, where margins have a size of {size:.4g}')
+    return f'held-out margin {given:.4g} in the run, {wanted:.4g} in a fresh process'
 
 # %% ../../nbs/release/05_try_out.ipynb #7e370ab3
 def _check_merge(way):
@@ -461,9 +487,6 @@ def try_out(
     from tqdm.auto import tqdm
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
-    if recipe.method.objective == 'dpo':
-        raise ValueError("method.objective 'dpo': the way is that of answers; try the same recipe "
-                         'with objective answers, on rows of conversations')
     wanted, visited, passed = _with_needs(stations), [], set()
     with case_folder(directory) as folder, without_bars():
         way = _Way(recipe, folder)

@@ -257,6 +257,20 @@ def test_rows_are_checked_as_the_run_will_check_them(tmp_path):
     assert any('rows.jsonl: these columns are not read: id' in f.what for f in found.findings)
 
 
+def test_of_the_first_pair_both_answers_are_shown(tmp_path):
+    from llm_workbook.launching.preflight import _row_text
+    from llm_workbook.training.fine_tune import check_recipe
+    file = tmp_path/'rows.jsonl'
+    file.write_text('{"prompt": "Hi", "chosen": "Ho", "rejected": "No"}\n' * 2)
+    recipe = Recipe(
+        name='pairs', model={'source': 'tiny-base'}, batch={'length': 64},
+        method={'kind': 'lora', 'objective': 'dpo'},
+        data={'source': str(file), 'format': 'preference', 'test_share': 0.0})
+    assert _row_text(recipe, check_recipe(recipe)[0][0]) == (
+        '<|user|>Hi<|assistant|>[ ][H][o][<|endoftext|>]\n'
+        '  rejected: <|user|>Hi<|assistant|>[ No][<|endoftext|>]')
+
+
 def test_the_price_of_answers_that_are_rows_is_said(tmp_path):
     template, file = tmp_path/'rewrites.jinja', tmp_path/'rows.jsonl'
     template.write_text(

@@ -7,7 +7,7 @@ from bench.lines import step_peak_error
 from bench.lines.rehearsal_error import RealRanks
 from bench.shared.small_rehearsals import AGAIN, FULL, LORA, PAIRS, QLORA, percent, recipe
 from llm_workbook import (
-    estimate, estimate_step, evaluation_b, memory, node, reference_pass, rehearse)
+    draft, estimate, estimate_step, evaluation_b, memory, node, reference_pass, rehearse, search)
 from llm_workbook.config.document import RecipeError
 from llm_workbook.plan.preferences import ReferencePass
 from llm_workbook.training import preferences
@@ -122,3 +122,38 @@ def test_an_estimate_names_the_reference_and_only_of_pairs(tmp_path):
 def test_heads_that_no_plan_counts_are_refused(head, tmp_path):
     with pytest.raises(RecipeError, match='dpo-scores-in-tiles'):
         recipe('brief', LORA | PAIRS | {'batch.loss_head': head}, tmp_path)
+
+
+# Questions of a user
+
+PREFERS = {'method.objective': 'dpo', 'data.source': 'sample-preferences',
+           'data.format': 'preference', 'method.dropout': 0.0}
+QUICK = {'optimizer.kind': 'adamw_fused', 'sharding.reshard_after_forward': True}
+
+
+@pytest.mark.parametrize('model, machine, kind', [
+    ('llama-3.1-8b', '1x-rtx-4090', 'qlora'), ('llama-3.1-8b', '1x-a40', 'lora'),
+    ('llama-3.1-70b', '8x-h100', 'lora'), ('llama-2-7b', '8x-a100-80', 'full')])
+def test_the_cheapest_way_to_learn_from_pairs_runs_fits_and_pays_for_the_reference(
+    model, machine, kind
+):
+    asked = draft(model, machine).changed(PREFERS)
+    plan = search(asked, QUICK | {'method.kind': kind}, by='usd').cheapest
+    found = estimate(plan.recipe)
+    assert found.fits and not plan.not_run and plan.recipe.method.objective == 'dpo'
+    assert plan.recipe.batch.loss_head != 'full'
+    extra_h = reference_pass(plan.recipe).seconds / 3600
+    assert plan.hours == pytest.approx(found.step.hours + extra_h)
+    assert plan.usd == pytest.approx(plan.hours * node(machine).price_hour)
+    assert extra_h > 0.05 * found.step.hours
+
+
+def test_pairs_that_fit_no_card_are_refused_with_the_bytes_that_lack():
+    asked = draft('llama-3.1-8b', '1x-rtx-4090').changed(PREFERS)
+    found = search(asked, QUICK | {'method.kind': 'full', 'batch.loss_head': ['chunked', 'full']})
+    assert not found.accepted
+    kinds = {refusal.kind for refusal in found.refused}
+    assert 'memory' in kinds and 'rule' in kinds
+    said = ' '.join(reason for refusal in found.refused for reason in refusal.reasons)
+    assert 'too small' in said and '[dpo-scores-in-tiles]' in said
+    with pytest.raises(ValueError, match='GiB'): str(found.best)

@@ -16,6 +16,7 @@ from llm_workbook.files import asset
 from llm_workbook.model.architecture import load_tokenizer
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError
+from llm_workbook.release.model_card import model_card
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training.conversation import DatasetError
 from llm_workbook.training.data import load_rows
@@ -171,6 +172,17 @@ def test_half_the_digits_give_nearly_the_same_losses(recipe, adapted, tmp_path, 
     run = fine_tune(recipe.changed(ADAPTED | RANKS | half), tmp_path/'run')
     for ours, theirs in zip(run.metrics, adapted.metrics, strict=True):
         assert ours['loss'] == pytest.approx(theirs['loss'], rel=0.02)
+
+
+def test_the_card_of_a_run_names_objective_reference_and_rewards(alone):
+    card, last = model_card(alone), alone.metrics[-1]
+    rows = [
+        '| objective | dpo |', '| method.beta | 0.5 |', '| reference | the same model before',
+        f'{PAIRS} pairs to train on', '\n- dpo\n', f'{last["reward_margin"]:.4f} in the mean',
+        '| step | loss | reward_chosen | reward_margin | reward_accuracy | pairs |']
+    for row in rows: assert row in card, row
+    for line in alone.evaluations: assert f'| {line["reward_margin"]:.4g} |' in card
+    assert '\n- sft\n' not in card
 
 
 # Which pairs have a reference
