@@ -66,8 +66,7 @@ class Rehearsal:
 
     def plot(self) -> 'Figure':  # 700 pixels wide
         "Draw the step."
-        card = _card(self.recipe)
-        return self.timeline.plot(self._title(), card and card.usable_b)
+        return self.timeline.plot(self._title(), _card_b(self.recipe))
 
     def to_dict(self) -> dict:  # Plain values
         "Give what a record needs."
@@ -108,6 +107,11 @@ def _card(recipe):
     "The GPU of a recipe; None where it names no hardware."
     hardware = recipe.cluster.hardware
     return find_node(hardware).gpu if hardware else None
+
+def _card_b(recipe):
+    "Bytes of its memory."
+    card = _card(recipe)
+    return card and card.usable_b
 
 def _with_workspaces(timeline, recipe):
     "The same with what cuBLAS keeps on a GPU: no product of a CPU needs it."
