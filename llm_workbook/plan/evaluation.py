@@ -95,10 +95,10 @@ def evaluation_b(
     rank: int = 0,  # Whose
 ) -> int:  # Bytes of tensors on the GPU, or on a CPU what would be there
     "Count what an evaluation holds at its fullest instant."
-    hardware = recipe.cluster.hardware
+    lines, hardware = evaluation_lines(recipe, spec, rank), recipe.cluster.hardware
     card = find_node(hardware).gpu if hardware else None
     sizes = {'': WORKSPACES * workspace_b(recipe, card)}  # A step has left them
-    for line in evaluation_lines(recipe, spec, rank):
+    for line in lines:
         if line.place == 'gpu': sizes[line.instant] = sizes.get(line.instant, 0) + line.size_b
     always_b = sizes.pop('')
     return always_b + max(sizes.values())

@@ -37,7 +37,7 @@ _FIXED = {  # Class -> bytes planned, at most; source
              'stas00/ml-engineering: after the first collective'),
 }
 _MEASURED_CONTEXTS = {  # Compute capability -> the same, where this project measured one
-    9.0: (804_061_184, int(.92 * _GIB), 'one H200 after three steps: the page What a GPU has shown')}
+    9.0: (804_061_184, int(.92 * _GIB), 'one H200 after three steps: notes/gpu')}
 _ALLOCATOR = ('fitted on published pairs, none of which names expandable segments: '
               'benchmark published_error')
 _WASTED, _MOST_WASTED, _LEAST_WASTED = .3, .6, .05  # Shares, as that source has them

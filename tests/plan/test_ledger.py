@@ -445,7 +445,8 @@ def verdicts(changes: dict) -> tuple:
 def forget():
     "Empty the caches of lines."
     from llm_workbook.plan import ledger, step_memory
-    for cached in (step_memory.passing_lines, ledger._passing, ledger._held, ledger._fixed_lines):
+    for cached in (step_memory.passing_lines, ledger._passing, ledger._held, ledger._fixed_lines,
+                   ledger._workspace_lines):
         cached.cache_clear()
 
 
