@@ -30,7 +30,8 @@ _FINER = {
     'weights': ['base', 'payload', 'absmax', 'buffers', 'padding'],
     'optimizer': ['master', 'counters'],
     'gathered': ['unsharded', 'prefetch', 'collective', 'zero_buckets', 'dequantised'],
-    'other': ['overhead', 'allocator', 'context', 'nccl', 'process', 'pinned_rounding']}
+    'other': ['overhead', 'workspace', 'allocator', 'context', 'nccl', 'process',
+              'pinned_rounding']}
 _BELONGS = {finer: name for name, parts in _FINER.items() for finer in parts}
 
 # %% ../nbs/package/01a_pictures.ipynb #3e972c1e

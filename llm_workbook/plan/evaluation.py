@@ -9,7 +9,9 @@ __all__ = ['evaluation_lines', 'evaluation_b']
 from dataclasses import replace
 from functools import lru_cache
 
+from ..config.hardware import node as find_node
 from ..config.recipe import Recipe
+from ..config.workspaces import WORKSPACES, workspace_b
 from ..model.spec import ModelSpec, spec_of
 from .activations import LayerSizes, StepRun, StepSizes, step_sizes
 from .layer_tape import head_tape, layer_tape
@@ -93,8 +95,10 @@ def evaluation_b(
     rank: int = 0,  # Whose
 ) -> int:  # Bytes of tensors on the GPU, or on a CPU what would be there
     "Count what an evaluation holds at its fullest instant."
-    sizes = {'': 0}
-    for line in evaluation_lines(recipe, spec, rank):
+    lines, hardware = evaluation_lines(recipe, spec, rank), recipe.cluster.hardware
+    card = find_node(hardware).gpu if hardware else None
+    sizes = {'': WORKSPACES * workspace_b(recipe, card)}  # A step has left them
+    for line in lines:
         if line.place == 'gpu': sizes[line.instant] = sizes.get(line.instant, 0) + line.size_b
     always_b = sizes.pop('')
     return always_b + max(sizes.values())

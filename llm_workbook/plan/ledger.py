@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..config.hardware import Node, node as find_node
 from ..config.recipe import Recipe
+from ..config.workspaces import WORKSPACES, workspace_b
 from ..display import PALETTE, Markup, canvas, gib, html_table
 from ..pictures import Look, class_looks
 from ..model.spec import ModelSpec, spec as find_spec
@@ -35,6 +36,8 @@ _FIXED = {  # Class -> bytes planned, at most; source
     'nccl': (int(1.3 * _GIB), int(1.5 * _GIB),
              'stas00/ml-engineering: after the first collective'),
 }
+_MEASURED_CONTEXTS = {  # Compute capability -> the same, where this project measured one
+    9.0: (804_061_184, int(.92 * _GIB), 'one H200 after three steps: notes/gpu')}
 _ALLOCATOR = ('fitted on published pairs, none of which names expandable segments: '
               'benchmark published_error')
 _WASTED, _MOST_WASTED, _LEAST_WASTED = .3, .6, .05  # Shares, as that source has them
@@ -44,28 +47,46 @@ _LEVELS = 'allocated', 'reserved', 'device'  # Each has what the one before it h
 _PHASES = 'load', 'step', 'evaluation', 'save'
 _PLACES = 'gpu', 'host', 'pinned', 'disk'
 
-def _fixed(tensors, card_b) -> Iterator[Line]:
-    "What no tensor asks for, beside a ledger of tensors; `card_b`: memory of the GPU, or None."
-    kinds, room_b = _fixed_kinds(tensors.recipe), card_b
-    if card_b: room_b -= sum(_FIXED[kind][0] for kind in kinds)
+def _fixed(tensors, card) -> Iterator[Line]:
+    "What no tensor asks for, beside a ledger of tensors; `card`: the GPU, or None."
+    rows = _fixed_rows(tensors.recipe, card)
+    room_b = card and card.usable_b - sum(planned_b for _, (planned_b, _, _) in rows)
     for phase in tensors.phases:
-        yield from _fixed_lines(phase, kinds)
-        if kinds: yield _unused(tensors, phase, room_b)
+        yield from _fixed_lines(phase, rows)
+        if rows: yield _unused(tensors, phase, room_b)
 
 @cache
-def _fixed_lines(phase, kinds) -> tuple[Line, ...]:
-    "What is the same in every plan."
+def _fixed_lines(phase, fixed) -> tuple[Line, ...]:
+    "What is the same in every plan for such a card."
     rows = [('process', 'host', _PROCESS_B, 'the ledger page', 'Python and libraries')]
-    for kind in kinds:
-        planned_b, _, source = _FIXED[kind]
+    for kind, (planned_b, _, source) in fixed:
         rows.append((kind, 'gpu', planned_b, source, kind))
     return tuple(
         Line(kind, phase, '', place, size_b, 'c', {'c': size_b}, source, 'cited', name)
         for kind, place, size_b, source, name in rows)
 
-def _fixed_kinds(recipe) -> tuple[str, ...]:
+def _fixed_rows(recipe, card) -> tuple[tuple, ...]:
+    "(class, (bytes planned, at most, source)) of a process on `card`, or on one nobody named."
     if recipe.cluster.device != 'cuda': return ()
-    return ('context', 'nccl') if recipe.cluster.ranks > 1 else ('context',)
+    capability = card and card.capability
+    context = 'context', _MEASURED_CONTEXTS.get(capability, _FIXED['context'])
+    return (context, ('nccl', _FIXED['nccl'])) if recipe.cluster.ranks > 1 else (context,)
+
+# %% ../../nbs/plan/08_ledger.ipynb #c7ae1428
+@lru_cache(256)
+def _workspace_lines(size_b, judges, sure) -> tuple[Line, ...]:
+    "What cuBLAS keeps from the first step on: as many workspaces as threads multiply."
+    phases = ('step', 'evaluation', 'save') if judges else ('step', 'save')
+    symbols = {'n': WORKSPACES, 'b': size_b}
+    return tuple(Line(
+        'workspace', phase, '', 'gpu', WORKSPACES * size_b, 'n * b', symbols,
+        'torch, CublasHandlePool.cpp', sure, 'workspaces of cuBLAS') for phase in phases)
+
+def _workspaces(recipe, card) -> tuple[Line, ...]:
+    size_b = workspace_b(recipe, card)
+    if not size_b: return ()
+    sure = 'exact' if card and card.capability else 'model'
+    return _workspace_lines(size_b, recipe.intervals.evaluation, sure)
 
 # %% ../../nbs/plan/08_ledger.ipynb #97779ea1
 def _unused(tensors, phase, room_b) -> Line:
@@ -322,9 +343,10 @@ class Ledger(Totals):
             reserved = [_reserved_b(self.pools(phase), _wrapping_b(self, phase), _MOST_WASTED)
                         for phase in self.phases]
             most_b = max(int((1 + _LEAST_WASTED) * least_b), *reserved)
-        for kind in _fixed_kinds(self.recipe):
-            least_b += _FIXED[kind][0]
-            most_b += _FIXED[kind][1]
+        machine = _machine(self.node or self.recipe.cluster.hardware)
+        for _, (planned_b, at_most_b, _) in _fixed_rows(self.recipe, machine and machine.gpu):
+            least_b += planned_b
+            most_b += at_most_b
         return least_b, most_b
 
     def rooms(self,
@@ -416,13 +438,15 @@ def memory(
     passing = _passing(run, step, this.zero)
     held = _held(this, spec, rank, tuple(passing_lines(run, step)))
     optimizer = () if this.zero else temporary_lines(run, step, recipe.optimizer.kind)
-    lines = (*held.step, *passing.step, *optimizer, *held.others)
-    sums = held.sums + passing.sums + _Sums.of(optimizer)
-    tensors = Ledger(recipe, spec, rank, lines, sums=sums)
     machine = _machine(node or recipe.cluster.hardware)
+    card = machine and machine.gpu
+    more = (*optimizer, *_workspaces(recipe, card))
+    lines = (*held.step, *passing.step, *more, *held.others)
+    sums = held.sums + passing.sums + _Sums.of(more)
+    tensors = Ledger(recipe, spec, rank, lines, sums=sums)
     if recipe.intervals.evaluation:
         tensors = tensors.with_lines(tuple(evaluation_lines(recipe, spec, rank)))
-    ledger = tensors.with_lines(tuple(_fixed(tensors, machine and machine.gpu.usable_b)), node)
+    ledger = tensors.with_lines(tuple(_fixed(tensors, card)), node)
     return _saved_in_room(ledger, this, machine) if recipe.intervals.saving else ledger
 
 # %% ../../nbs/plan/08_ledger.ipynb #8912f1de

@@ -12,7 +12,8 @@ from typing import NamedTuple
 KINDS = [  # In the order in which they are shown
     'weights', 'payload', 'absmax', 'adapters', 'padding', 'buffers', 'gradients', 'master',
     'optimizer', 'counters', 'activations', 'logits', 'unsharded', 'prefetch', 'collective',
-    'dequantised', 'zero_buckets', 'pinned_rounding', 'allocator', 'context', 'nccl', 'process']
+    'dequantised', 'zero_buckets', 'workspace', 'pinned_rounding', 'allocator', 'context', 'nccl',
+    'process']
 
 class Line(NamedTuple):
     "One item of the ledger."

@@ -203,8 +203,8 @@ _GROUPS = {
     'logits': _Group(PALETTE['yellow'], ('logits',)),
     'gathered': _Group(PALETTE['vermilion'], ('unsharded', 'prefetch', 'collective', 'zero_buckets',
                                    'dequantised')),
-    'overhead': _Group(PALETTE['grey'], ('allocator', 'context', 'nccl', 'process',
-                                   'pinned_rounding'))}
+    'overhead': _Group(PALETTE['grey'], ('workspace', 'allocator', 'context', 'nccl',
+                                              'process', 'pinned_rounding'))}
 
 class _Bar(NamedTuple):
     label: str  # As in 'GPU, step'

@@ -129,6 +129,7 @@ def fullest_forward(
 ) -> Instant:  # What is alive then
     "Walk the forward pass of `tape` to its fullest instant."
     kept, ends = set(tape.saved), _ends(tape)
+    if start in apart: kept.add(start)  # Whoever runs the layer again has its input
     saving = [place for place, op in enumerate(tape.ops) if op.saves and op.out.needs]
     last = max(saving, default=0)
     alive = {start, *apart}

@@ -417,6 +417,7 @@ def _adds_in_place(args):
     "Say whether this addition is one of the engine's that it would do in place without a mode."
     import torch
     if torch._C._current_graph_task_id() == -1: return False  # No backward pass is running
+    if torch.is_grad_enabled(): return False  # A layer runs forward again, with sums of its own
     node = torch._C._current_autograd_node()
     if node is None: return False
     total, gradient = args[0], args[1]  # Of a model's own backward pass, also numbers

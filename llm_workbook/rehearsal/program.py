@@ -121,7 +121,8 @@ _NOTES = [
     'the base is there when the step begins: rehearse_load rehearses its loading',
     'every row has batch.length tokens, and padding is a mask alone, of batch.padded; '
     'experts get all tokens that are routed to them, evenly or not',
-    'kernels may take workspaces of their own, and the allocator keeps blocks: neither is seen',
+    'the allocator keeps blocks, and kernels other than products may take workspaces: neither is '
+    'seen',
 ]
 
 # %% ../../nbs/rehearsal/04_program.ipynb #a4765ad3

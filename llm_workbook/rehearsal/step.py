@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from ..config.hardware import node as find_node
 from ..config.recipe import Recipe
+from ..config.workspaces import WORKSPACES, workspace_b
 from ..display import binary_size, html_table
 from ..model.spec import spec as find_spec
 from .program import record_step, rehearsable
@@ -102,10 +103,22 @@ def _arithmetic(flops):
     if flops >= 1e12: return f'{flops / 1e12:,.1f} TFLOP'
     return f'{flops / 1e9:,.1f} GFLOP'
 
+def _card(recipe):
+    "The GPU of a recipe; None where it names no hardware."
+    hardware = recipe.cluster.hardware
+    return find_node(hardware).gpu if hardware else None
+
 def _card_b(recipe):
-    "Bytes of the memory of a GPU; None where the recipe names no hardware."
-    if not recipe.cluster.hardware: return None
-    return find_node(recipe.cluster.hardware).gpu.usable_b
+    "Bytes of its memory."
+    card = _card(recipe)
+    return card and card.usable_b
+
+def _with_workspaces(timeline, recipe):
+    "The same with what cuBLAS keeps on a GPU: no product of a CPU needs it."
+    size_b = WORKSPACES * workspace_b(recipe, _card(recipe))
+    if not timeline or not size_b: return timeline
+    parts = [span._replace(kinds=span.kinds | {'workspace': size_b}) for span in timeline.spans]
+    return Timeline(tuple(parts), timeline.layers)
 
 # %% ../../nbs/rehearsal/05_step.ipynb #8ecca9f2
 _IN_BUCKETS = 'ddp', 'zero1', 'zero2', 'zero3'  # What does not follow the layers
@@ -139,7 +152,7 @@ def rehearse(
         depths = None
         timelines = run(None)
         notes.append(f'every layer ran: {error}')
-    timeline, evaluation = timelines
+    timeline, evaluation = [_with_workspaces(part, recipe) for part in timelines]
     if recipe.batch.accumulation > 3:
         timeline = _repeated(timeline, recipe.batch.accumulation)
     ran = depths[:2] if depths else (timeline.layers,)
