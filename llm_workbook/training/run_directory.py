@@ -27,7 +27,7 @@ from ..checkpoint.manifest import check_checkpoint, latest_valid, survey
 from ..config.document import RecipeError
 from ..config.passes import known_steps
 from ..config.recipe import Recipe, differences
-from ..files import publish
+from ..files import as_path, publish
 from .watchdog import EXIT_PREEMPTED
 
 # %% ../../nbs/training/05_run_directory.ipynb #257663f9
@@ -36,7 +36,7 @@ class RunFiles:
     def __init__(self,
         directory: str | Path,  # Of a run, or where one may begin
     ):
-        self.directory = Path(directory)
+        self.directory = as_path(directory)
         self.recipe = self.directory / 'recipe.yaml'  # What was asked
         self.lock = self.directory / '.llmw.lock'  # Held while a run goes on: see `run_lock`
         self.state = self.directory / 'run.json'  # How far the run says it is: see `run_state`
@@ -331,7 +331,7 @@ def rate_schedule(
     recipe: Recipe,  # Its `optimizer` is read
 ) -> tuple[str, int]:  # Name of transformers' schedule, and steps of warm-up
     "Name the schedule of the learning rate: transformers' plain `constant` ignores a warm-up."
-    optimizer = recipe.optimizer
+    optimizer = Recipe.expect(recipe).optimizer
     name = 'constant_with_warmup' if optimizer.schedule == 'constant' else optimizer.schedule
     steps = known_steps(recipe)
     return name, min(math.ceil(optimizer.warmup * steps), steps - 1)
@@ -421,8 +421,9 @@ def recipe_facts(
     recipe: Recipe,  # What runs
 ) -> dict:  # `method` and `recipe_hash`, for a manifest
     "Say in a checkpoint of which recipe it is."
+    text = Recipe.expect(recipe).dump()
     return {'method': recipe.method.kind,
-            'recipe_hash': hashlib.sha256(recipe.dump().encode()).hexdigest()[:16]}
+            'recipe_hash': hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9ba9
 def _changes_since(files, checkpoint, step, recipe, rows):
