@@ -38,8 +38,8 @@ def set_allocator(
     if other: raise ValueError(other)
     os.environ.update(recipe.cluster.allocator)
     for asked in recipe.cluster.allocator.values():
-        if read_allocator() == asked: continue
-        try: torch._C._accelerator_setAllocatorSettings(asked)
+        try:
+            if read_allocator() != asked: torch._C._accelerator_setAllocatorSettings(asked)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f'cluster.variables asks for {asked!r}, which torch does not take: '
                              f'{str(error).splitlines()[0]}') from error
