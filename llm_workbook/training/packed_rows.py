@@ -127,7 +127,8 @@ def pack_rows(
 def _check_columns(place, row):
     "Refuse a row that was not tokenised, or that has no number."
     if not isinstance(row, Mapping):
-        raise ValueError(f'row {place} is {row!r:.60}, and must be a dict of input_ids, labels, row')
+        raise ValueError(f'row {place} is {row!r:.60}, and must be a dict: '
+                         'pack tokenised rows')
     missing = [name for name in ('input_ids', 'labels', 'row') if name not in row]
     if missing:
         raise ValueError(f'row {place} has no {", ".join(missing)}: pass its tokens as input_ids, '

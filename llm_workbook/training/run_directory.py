@@ -505,7 +505,7 @@ def run_status(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> tuple[int, str]:  # 0 finished, 75 preempted and committed, 1 all else; the same in words
     "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
-    if not Path(directory).is_dir():
+    if not as_path(directory).is_dir():
         return 1, f'{Path(directory).name!r} is no directory: no run has begun there'
     holder = _holder(directory)  # First: a process writes its last state before it lets go
     run, directory = run_state(directory), Path(directory)
@@ -537,7 +537,7 @@ def announce_import(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> bool:  # Whether it was written down
     "Say of a directory that is there and free that libraries are imported for a run in it."
-    if os.environ.get('RANK', '0') != '0' or not Path(directory).is_dir(): return False
+    if os.environ.get('RANK', '0') != '0' or not as_path(directory).is_dir(): return False
     if _holder(directory) != 'no run holds it': return False
     try: mark_stage(directory, 'importing')
     except OSError: return False  # The run itself will say what is wrong with the disk
