@@ -178,7 +178,7 @@ def _preflight(arguments):
     return code
 
 # %% ../nbs/package/04_command.ipynb #f7732013
-def _export(arguments):
+def _metrics(arguments):
     endings = signal.SIGINT, signal.SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, endings)  # Threads inherit this
     try:
@@ -221,7 +221,7 @@ _EPILOG = """examples:
   llm-workbook invariants mine.yaml                and in pairs of runs that must agree
   llm-workbook train mine.yaml --directory runs/mine
   llm-workbook status runs/mine
-  llm-workbook export runs/mine                    its metrics, for Prometheus
+  llm-workbook metrics runs/mine                   all ranks' figures, for Prometheus
   llm-workbook diagnose runs/mine                  what broke, by which evidence, what to change
   llm-workbook exercises                           what is solved, and how well
 
@@ -303,24 +303,24 @@ def _running_verbs(verbs):
     check.add_argument('--port', type=int, help='where rank 0 listens')
     status = _verb(verbs, 'status', _status, 'say how a run stands, in words and by exit code')
     status.add_argument('directory', type=Path, help='of the run')
-    return [training, check, status, _export_verb(verbs), _dashboard_verb(verbs),
+    return [training, check, status, _metrics_verb(verbs), _dashboard_verb(verbs),
             _diagnosis_verb(verbs)]
 
-def _export_verb(verbs):
-    export = _verb(verbs, 'export', _export, 'give the metrics of a run to Prometheus')
-    export.add_argument('directory', type=Path, help='of the run; it may begin later')
-    export.add_argument('--port', type=int, default=9752, help='0 takes one that is free')
-    export.add_argument('--address', default='127.0.0.1',
+def _metrics_verb(verbs):
+    metrics = _verb(verbs, 'metrics', _metrics, 'give the metrics of a run to Prometheus')
+    metrics.add_argument('directory', type=Path, help='of the run; it may begin later')
+    metrics.add_argument('--port', type=int, default=9752, help='0 takes one that is free')
+    metrics.add_argument('--address', default='127.0.0.1',
                         help='where to listen; on another than loopback others can read too')
-    export.add_argument('--textfile', type=Path, metavar='FILE.prom',
+    metrics.add_argument('--textfile', type=Path, metavar='FILE.prom',
                         help='listen nowhere: write this file for node-exporter')
-    export.add_argument('--every', type=_seconds, default=15, metavar='S',
+    metrics.add_argument('--every', type=_seconds, default=15, metavar='S',
                         help='of --textfile: how often')
-    export.add_argument('--no-gpus', dest='gpus', action='store_false',
+    metrics.add_argument('--no-gpus', dest='gpus', action='store_false',
                         help='leave out facts of GPUs, where dcgm-exporter has them')
-    export.add_argument('--no-plan', dest='plan', action='store_false',
+    metrics.add_argument('--no-plan', dest='plan', action='store_false',
                         help='leave out MFU, HFU and planned memory, and do without torch')
-    return export
+    return metrics
 
 def _dashboard_verb(verbs):
     board = _verb(verbs, 'dashboard', _dashboard, 'write a dashboard that Grafana imports')
@@ -336,7 +336,7 @@ def _diagnosis_verb(verbs):
 
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants', 'train',
-          'preflight', 'status', 'export', 'dashboard', 'diagnose', 'exercises')
+          'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
 
 def _parser():
     parser = argparse.ArgumentParser(

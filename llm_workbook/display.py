@@ -6,6 +6,7 @@
 __all__ = ['PALETTE', 'gib', 'binary_size', 'nearest', 'Markup', 'html_table', 'fields_table', 'canvas']
 
 # %% ../nbs/package/01_display.ipynb #49d64528
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from html import escape
 
@@ -15,7 +16,11 @@ def gib(
     digits: int = 2,  # After the decimal point
 ) -> str:  # As in '70.55 GiB'
     "Write a size in GiB."
-    return f'{size_b / 2**30:,.{digits}f} GiB'
+    return f'{_number(size_b) / 2**30:,.{digits}f} GiB'
+
+def _number(size_b):
+    if hasattr(size_b, '__float__'): return size_b
+    raise ValueError(f'size_b {size_b!r:.60} must be a number of bytes')
 
 # %% ../nbs/package/01_display.ipynb #e3157368
 _UNITS = (2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB')
@@ -25,6 +30,7 @@ def binary_size(
     digits: int = 1,  # After the decimal point; bytes have none
 ) -> str:  # As in '3.1 MiB'
     "Write a size in the largest binary unit that fits."
+    size_b = _number(size_b)
     for unit_b, unit in _UNITS:
         if abs(size_b) >= unit_b: return f'{size_b / unit_b:,.{digits}f} {unit}'
     return f'{size_b:,.0f} bytes'
@@ -35,7 +41,8 @@ def nearest(
     names: list[str],  # What could have been meant
 ) -> str:  # A question that names the nearest one, or the list of all
     "Suggest what `word` should have been."
-    near = get_close_matches(word, names, 1)
+    if not isinstance(names, Iterable): raise ValueError(f'names {names!r} must be a list of words')
+    near = get_close_matches(str(word), names, 1)
     return f"did you mean '{near[0]}'?" if near else f'known: {", ".join(names)}'
 
 # %% ../nbs/package/01_display.ipynb #79870aa8
@@ -53,6 +60,8 @@ def html_table(
     numbers: tuple = (),  # Positions of the columns to align at the right
 ) -> str:  # HTML
     "Write a table in which everything is escaped that is not `Markup`."
+    if not isinstance(rows, Iterable): raise ValueError(f'rows {rows!r} must be a list of tuples')
+
     def line(tag, cells):
         sides = ['right' if place in numbers else 'left' for place in range(len(cells))]
         return '<tr>' + ''.join(map(_cell, [tag] * len(cells), cells, sides)) + '</tr>'
@@ -65,6 +74,7 @@ def fields_table(
     caption: str = '',  # Above the table
 ) -> str:  # HTML
     "Write a table of names and values, escaped as in `html_table`."
+    if not isinstance(fields, Mapping): raise ValueError(f'fields {fields!r:.60} must be a dict')
     title = f'<caption>{escape(caption)}</caption>' if caption else ''
     rows = ''.join(f'<tr>{_cell("th", name, "left")}{_cell("td", value, "left")}</tr>'
                    for name, value in fields.items() if value not in (None, ''))

@@ -7,6 +7,7 @@ __all__ = ['Count', 'Real', 'Share', 'Name', 'Problem', 'RecipeError', 'Part', '
 
 # %% ../../nbs/config/01_document.ipynb #ef428a79
 import reprlib
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from re import fullmatch
@@ -16,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..display import nearest
-from ..files import publish
+from ..files import as_path, publish
 
 # %% ../../nbs/config/01_document.ipynb #eba29874
 class Problem(NamedTuple):
@@ -39,6 +40,8 @@ class RecipeError(ValueError):
     "Everything that is wrong with one recipe, in `problems`."
 
     def __init__(self, problems, source='this recipe'):
+        if isinstance(problems, str) or not isinstance(problems, Iterable):
+            raise ValueError(f'problems {problems!r:.60} must be a list of `Problem`s')
         super().__init__(tuple(problems), source)
         self.problems, self.source = self.args
 
@@ -165,6 +168,8 @@ def _text_keys(value):
 
 def _read_yaml(text, source) -> tuple[dict, dict]:
     "Read `text` as plain values, with the line of every dotted path."
+    if not isinstance(text, str):
+        raise ValueError(f'{text!r:.60} is no text: pass YAML')
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -172,8 +177,11 @@ def _read_yaml(text, source) -> tuple[dict, dict]:
         value = loader.construct_document(node) if node else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError([Problem('', '', f'not plain YAML: {error}')], source) from None
+    if value is None:
+        reason = 'nothing is written here: begin with `version:`'
+        raise RecipeError([Problem('', '', reason)], source)
     if not isinstance(value, dict):
-        reason = 'it must be a mapping that starts with `version:`'
+        reason = 'must be a mapping that starts with `version:`'
         raise RecipeError([Problem('', reprlib.repr(value), reason)], source)
     return _text_keys(value), {'.'.join(path): line for path, line in lines.items()}
 
@@ -213,12 +221,22 @@ class Document(Part):
         path: str | Path,  # YAML file
     ) -> Self:  # The checked value
         "Read a YAML file."
-        try: text = Path(path).expanduser().read_text(encoding='utf-8')
+        path = as_path(path)
+        try: text = path.expanduser().read_text(encoding='utf-8')
         except (OSError, ValueError, RuntimeError) as error:
             reason = f'cannot be read as UTF-8 text: {error}'
             if isinstance(error, FileNotFoundError): reason = 'cannot be read: No such file'
             raise RecipeError([Problem('', '', reason)], repr(str(path))[1:-1]) from None
         return cls.parse(text, str(path))
+
+    @classmethod
+    def expect(
+        cls,
+        value: object,  # What was passed
+    ) -> Self:  # The same
+        "Take a value of this class; refuse all else."
+        if isinstance(value, cls): return value
+        raise ValueError(f'{value!r:.60} is no {cls.__name__}: {cls.__name__}.load(path) reads one')
 
     def dump(self) -> str:  # YAML with every field that is not None
         "Write this value as YAML."
@@ -238,6 +256,8 @@ class Document(Part):
         **fields: object,  # The same for whole fields, as in seed=1
     ) -> Self:  # A new value, checked like any other
         "Copy this value with some fields changed."
+        if changes is not None and not isinstance(changes, dict):
+            raise ValueError(f"changes {changes!r:.60} must be a dict, as in {{'method.rank': 8}}")
         values = self.model_dump()
         for path, value in {**(changes or {}), **fields}.items(): _set_path(values, path, value)
         return type(self)(**values)
@@ -247,6 +267,8 @@ def versioned(
     formats: dict[int, str],  # Format number -> what it brought, in words
 ) -> type:  # Annotation for a field `version`
     "Make a field that takes the newest format only and says what changed since an older one."
+    if not isinstance(formats, dict) or not formats:
+        raise ValueError(f'formats {formats!r:.60} must be a dict of one format or more')
     newest = max(formats)
 
     def check(value):

@@ -18,6 +18,7 @@ def steps_of_pass(
 ) -> int:  # Optimizer steps
     "Count the steps of one pass over `rows`; the last batch and the last step may be smaller."
     if type(rows) is not int or rows < 1: raise ValueError(f'rows {rows!r} must be a count from 1')
+    Recipe.expect(recipe)
     batches = ceil(rows / (recipe.batch.micro * recipe.cluster.ranks))
     return ceil(batches / recipe.batch.accumulation)
 
@@ -26,7 +27,7 @@ def in_steps(
     rows: int | None,  # That train, as above; None: nobody knows
 ) -> Recipe:  # With `optimizer.steps` alone
     "Turn the passes of a recipe into steps."
-    epochs = recipe.optimizer.epochs
+    epochs = Recipe.expect(recipe).optimizer.epochs
     if epochs is None: return recipe
     if rows is None: known_steps(recipe)  # Raises
     steps = ceil(epochs * steps_of_pass(recipe, rows))
@@ -37,7 +38,7 @@ def known_steps(
     recipe: Recipe,  # Any recipe
 ) -> int:  # Its `optimizer.steps`
     "Give the steps of a recipe; refuse one whose passes are not counted yet."
-    epochs = recipe.optimizer.epochs
+    epochs = Recipe.expect(recipe).optimizer.epochs
     if epochs is None: return recipe.optimizer.steps
     reason = ('the number of rows that train decides how many steps these are: give it (rows=, '
               '--rows), or let with_epochs(recipe) count them')

@@ -484,7 +484,7 @@ def planned_only(
     facts: dict | None = None,  # With those that only a plan knows, as `plan_facts` gives them
 ) -> list[Problem]:  # With what to set instead; empty when training carries everything out
     "List the settings of `recipe` that can be planned and that this version does not run."
-    facts, problems = facts or recipe.facts(), []
+    facts, problems = facts or Recipe.expect(recipe).facts(), []
     for field, values in _runnable_values().items():
         if facts[field] in values: continue
         usable = ' or '.join('nothing' if value is None else str(value) for value in values)
@@ -561,7 +561,7 @@ def shrink(
     "Keep method, sharding, head and schedule; replace what is large, needs a GPU or is not run."
     if model not in ('tiny-base', 'own'):
         raise ValueError(f"model {model!r} must be 'tiny-base' or 'own'")
-    sharding, intervals = recipe.sharding, recipe.intervals
+    sharding, intervals = Recipe.expect(recipe).sharding, recipe.intervals
     loads_shards = (sharding.strategy, sharding.loading) == ('fsdp2', 'sharded')
     is_zero = sharding.strategy.startswith('zero')
     is_hybrid = sharding.group and sharding.group < recipe.cluster.ranks
@@ -584,7 +584,7 @@ def differences(
     b: Recipe,  # Another
 ) -> list[tuple[str, object, object]]:  # (dotted field, value in `a`, value in `b`)
     "List the fields in which two recipes differ."
-    left, right = _flat(a), _flat(b)
+    left, right = _flat(Recipe.expect(a)), _flat(Recipe.expect(b))
     return [(field, value, right[field]) for field, value in left.items() if value != right[field]]
 
 # %% ../../nbs/config/03_recipe.ipynb #4323d1b4

@@ -64,6 +64,8 @@ def note_verdict(
     first: object = None,  # The prediction that counts; None: there is none
 ) -> Attempt:  # As it is now kept
     "Add what a check found."
+    if not isinstance(verdict, Verdict):
+        raise ValueError(f'{verdict!r:.60} is no Verdict: a check gives one')
     attempts = read_progress()
     attempt = attempts.setdefault(verdict.number, Attempt(begun_s=time.time()))
     if verdict.state != 'not attempted': attempt.tries += 1

@@ -34,6 +34,8 @@ def ask(
     locked: object = None,  # What was said the first time; None: nothing yet
 ) -> tuple[Verdict, object]:  # With the value that was judged; None: not attempted
     "Take the value of an answer, or the one that was said first, and judge it."
+    if not isinstance(question, Question):
+        raise ValueError(f'{question!r:.60} is no Question: pass the question, then the answer')
     if not callable(answer):
         raise ValueError(f'question {question.number} takes a function, not {answer!r}')
     try: value = answer()

@@ -13,6 +13,7 @@ from shlex import quote
 import yaml
 
 from ..config.document import Problem, RecipeError
+from ..config.recipe import Recipe
 from ..display import nearest
 from ..parallel.backends import transport_env
 
@@ -164,7 +165,7 @@ def _slurm_options(recipe, options) -> dict:
     return chosen | options
 
 def sbatch(
-    recipe: 'Recipe',  # What to run; its cluster says on how many nodes
+    recipe: Recipe,  # What to run; its cluster says on how many nodes
     directory: 'str | Path',  # Where the run writes, the same on every node
     file: 'str | Path | None' = None,  # The recipe's YAML on the nodes; None: that in `directory`
     options: dict | None = None,  # For SLURM, as in {'time': '1-00:00:00', 'partition': 'gpu'}
@@ -172,7 +173,7 @@ def sbatch(
     python: str = 'python3',  # The interpreter, as the nodes see it
 ) -> str:  # A script for `sbatch`, with no value in it that a shell could read as anything else
     "Render the job script of `recipe` for SLURM."
-    recipe = recipe.changed()  # Checked again, however it was made
+    recipe = Recipe.expect(recipe).changed()  # Checked again, however it was made
     chosen = _slurm_options(recipe, options or {})
     directives = [_directive(name, value) for name, value in chosen.items()]
     if 'cpus-per-task' not in chosen:  # Else all ranks of a node would share one processor
@@ -235,7 +236,7 @@ def _object_name(recipe) -> str:
 
 # %% ../../nbs/launching/01_job_scripts.ipynb #43ab8d03
 def trainjob(
-    recipe: 'Recipe',  # What to run; one pod for each node
+    recipe: Recipe,  # What to run; one pod for each node
     directory: 'str | Path',  # Where the claim is mounted: the run writes there, beside recipe.yaml
     image: str,  # Of a container with this library, as in 'ghcr.io/you/llm-workbook:0.1.0'
     claim: str,  # A PersistentVolumeClaim that all nodes can write to
@@ -243,7 +244,7 @@ def trainjob(
     runtime: str = 'torch-distributed',  # A ClusterTrainingRuntime that sets up torchrun
 ) -> str:  # YAML for `kubectl apply`
     "Render a TrainJob of Kubeflow Trainer 2."
-    recipe = recipe.changed()
+    recipe = Recipe.expect(recipe).changed()
     cluster = recipe.cluster
     place = _matching(directory, _MOUNT_PATTERN, 'directory')
     env = _trainer_env(recipe, secret)
@@ -278,7 +279,7 @@ exec python3 -m torch.distributed.run --nnodes={nodes} --node-rank="$SKYPILOT_NO
 """
 
 def skypilot(
-    recipe: 'Recipe',  # What to run
+    recipe: Recipe,  # What to run
     directory: 'str | Path',  # Where the volume is mounted, and the run writes
     volume: str,  # Of SkyPilot, one that all nodes can write to
     gpu: str,  # As SkyPilot calls it, as in 'H100' or 'A100-80GB'
@@ -286,7 +287,7 @@ def skypilot(
     secrets: tuple = ('HF_TOKEN',),  # Names of environment variables, never their values
 ) -> str:  # YAML for `sky launch`
     "Render a task of SkyPilot."
-    recipe = recipe.changed()
+    recipe = Recipe.expect(recipe).changed()
     cluster = recipe.cluster
     place = _matching(directory, _MOUNT_PATTERN, 'directory')
     if cluster.device == 'cpu':

@@ -215,7 +215,7 @@ def render(
     replace: bool = False,  # Whether files of another recipe, or changed by hand, are overwritten
 ) -> Rendered:  # What lies there now
     "Write every file that starts `recipe`, and an index; doing it again changes nothing."
-    recipe = recipe.changed()  # Checked again, however it was made
+    recipe = Recipe.expect(recipe).changed()  # Checked again, however it was made
     directory = Path(safe_path(directory, 'directory'))
     asked = {'directory': str(directory), 'head': head,
              'options': dict(options or {}), 'python': python}

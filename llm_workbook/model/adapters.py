@@ -21,6 +21,7 @@ from unittest.mock import patch
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Method
 from ..display import html_table
+from ..files import as_path
 from .architecture import (
     configuration, in_tower, skeleton, towers, weight_use)
 from .quantize import load_base
@@ -527,7 +528,7 @@ def load_adapters(
     "Put saved adapters onto their base and check that every tensor arrived."
     from peft import PeftModel
     from safetensors.torch import load_file
-    file = Path(directory) / 'adapter_model.safetensors'
+    file = as_path(directory) / 'adapter_model.safetensors'
     if not file.is_file():
         raise ValueError(f'{Path(directory).name!r} has no {file.name}: nothing was saved there')
     is_name = isinstance(source, (str, Path))

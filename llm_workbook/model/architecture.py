@@ -220,6 +220,7 @@ def config_value(
     name: str,  # Of a field, as in 'head_dim'
 ) -> object:  # None where the configuration has no such field
     "Read a field; where layers differ in it, give the largest of their values."
+    if not isinstance(name, str): raise ValueError(f'name {name!r:.60} must be that of a field')
     if name not in (getattr(config, 'per_layer_attributes', None) or ()):
         return getattr(config, name, None)
     return max(getattr(layer, name) for layer in config.per_layer_config)

@@ -94,44 +94,54 @@ def _empty_scores(count, outputs, device):
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550015
 class _Scorer:
-    "Turns logits into scores, a block of rows at a time, and logits into their gradient."
+    "Turns a block of logits into scores, and then the same block into its gradient."
     def __init__(self, rows, words, device, logits):
         import torch
-        self.logits = logits  # `LogitMap`
-        self.rows = min(rows, block_rows(words, _place(device)))
-        self.x = torch.empty(self.rows, words, device=device)  # Logits in float32
-        self.p = torch.empty(self.rows, words, device=device)  # And their softmax
+        self.logit_map = logits
+        self.rows = min(rows, block_rows(words, _place(device)))  # Of a block
+        self.logits = torch.empty(self.rows, words, device=device)  # In float32
+        self.probabilities = torch.empty(self.rows, words, device=device)  # Their softmax
 
     def score(self, tile, targets, scores):
-        "Score the rows of `tile` into `scores`; leave the softmax of the last block in `self.p`."
+        "Score the rows of `tile` into `scores`; their logits and probabilities are kept."
         import torch
-        x, p = self.x[:len(tile)], self.p[:len(tile)]
-        self._read(tile, x)
-        torch.softmax(x, -1, out=p)
-        # The likeliest word has 1 / total of p, where total sums exp(x - best)
-        log_total = x.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
-        found = x.gather(-1, targets[:, None])
-        scores.log_probs.copy_((found - log_total)[:, 0])
-        if scores.is_top1 is not None: scores.is_top1.copy_(x.argmax(-1) == targets)
+        logits, probabilities = self._kept(len(tile))
+        self._read(tile, logits)
+        torch.softmax(logits, -1, out=probabilities)
+        log_sum = _log_sum(logits, probabilities)
+        of_target = logits.gather(-1, targets[:, None])[:, 0]
+        scores.log_probs.copy_(of_target - log_sum)
+        if scores.is_top1 is not None: scores.is_top1.copy_(logits.argmax(-1) == targets)
         if scores.entropy is not None:
-            scores.entropy.copy_(log_total[:, 0] - torch.linalg.vecdot(p, x))
-
-    def _read(self, tile, x):
-        "Put the logits of `tile` into `x`, as the model would have them."
-        scale, softcap = self.logits
-        x.copy_(tile)
-        if scale != 1: x.mul_(scale)
-        if softcap: x.div_(softcap).tanh_().mul_(softcap)
+            mean_logit = torch.linalg.vecdot(probabilities, logits)
+            scores.entropy.copy_(log_sum - mean_logit)
 
     def write_gradient(self, tile, targets, unit):
-        "Put the gradient of minus the log-probabilities into `tile`, as `score` has left them."
+        "Overwrite `tile`, just scored, with `unit` times the gradient of minus its log_probs."
         import torch
-        x, p, softcap = self.x[:len(tile)], self.p[:len(tile)], self.logits.softcap
+        logits, gradient = self._kept(len(tile))  # By a logit: its probability,
         lines = torch.arange(len(tile), device=tile.device)
-        p[lines, targets] -= 1
-        if softcap: p.mul_(x.div_(softcap).square_().neg_().add_(1))
-        if unit != 1: p.mul_(unit)
-        tile.copy_(p)
+        gradient[lines, targets] -= 1  # and 1 less at the target
+        softcap = self.logit_map.softcap
+        if softcap:
+            slope = logits.div_(softcap).square_().neg_().add_(1)  # Of the cap, a tanh
+            gradient.mul_(slope)
+        if unit != 1: gradient.mul_(unit)
+        tile.copy_(gradient)
+
+    def _kept(self, rows):
+        return self.logits[:rows], self.probabilities[:rows]
+
+    def _read(self, tile, logits):
+        "Put the logits of `tile` into `logits`, as the model would have them."
+        scale, softcap = self.logit_map
+        logits.copy_(tile)
+        if scale != 1: logits.mul_(scale)
+        if softcap: logits.div_(softcap).tanh_().mul_(softcap)
+
+def _log_sum(logits, probabilities):
+    "The logarithm of the sum of exp(logits): the likeliest word has exp(its logit) / sum."
+    return logits.amax(-1) - probabilities.amax(-1).log()
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550017
 PART_NUMBERS = 2**20  # Of a head or its gradient, which a CPU copies or sums at once

@@ -13,6 +13,7 @@ from html import escape
 from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
+from ..config.recipe import Recipe
 from ..display import PALETTE, canvas, html_table
 from .architecture import (
     WEIGHT_KINDS, Weight, attentions, config_value, configuration, inventory, presets, skeleton)
@@ -294,10 +295,10 @@ def _build(raw, name, head, classes) -> ModelSpec:
 
 # %% ../../nbs/model/02_spec.ipynb #c4a0d0f1
 def spec_of(
-    recipe: 'Recipe',  # Its `model` is read
+    recipe: Recipe,  # Its `model` is read
 ) -> ModelSpec:  # The same object for equal models
     "Build the model of `recipe`."
-    model = recipe.model
+    model = Recipe.expect(recipe).model
     try: return spec(model.source, model.revision, model.head, model.classes)
     except RecipeError: raise
     except ValueError as error:

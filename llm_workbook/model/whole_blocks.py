@@ -34,7 +34,7 @@ def _reads_right() -> bool:
     return bool(((dequantize_4bit(packed, state) - weight).abs() < .16 * scales).all())
 
 def read_whole_blocks() -> bool:  # Whether bitsandbytes' own kernel was replaced, now or before
-    "Let packed rows that are no whole blocks be read on the CPU as they were packed."
+    "Let 4-bit weights with rows of no whole blocks be read on the CPU as they were packed."
     from torch.library import Library, get_kernel
     if _Installed.library: return True
     if _reads_right(): return False
@@ -44,7 +44,7 @@ def read_whole_blocks() -> bool:  # Whether bitsandbytes' own kernel was replace
         warnings.simplefilter('ignore')  # That a kernel is replaced, which is the purpose
         library.impl('dequantize_4bit', partial(_as_one_row, original), 'CPU', with_keyset=True)
     if not _reads_right():
-        raise RuntimeError('this bitsandbytes reads packed rows otherwise than it packed them, and '
+        raise RuntimeError('this bitsandbytes reads 4-bit rows otherwise than it packed them, and '
                            'what this library does about it has no effect: take 0.50.2')
     _Installed.library = library
     return True

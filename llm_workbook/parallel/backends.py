@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ..config.recipe import Recipe
+
 # %% ../../nbs/parallel/04_backends.ipynb #a110c002
 _ALLOCATOR_NAMES = 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_HIP_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'
 
 def foreign_allocator(
-    recipe: 'Recipe',  # Its cluster is read
+    recipe: Recipe,  # Its cluster is read
     env: Mapping,  # Variables of a process, as in `os.environ`
 ) -> str:  # One sentence with the fix; '' where nothing is in the way
     "Say which variable would keep torch's allocator from what `recipe` asks."
-    for name, asked in recipe.cluster.allocator.items():
+    for name, asked in Recipe.expect(recipe).cluster.allocator.items():
         for other in _ALLOCATOR_NAMES[:_ALLOCATOR_NAMES.index(name) + 1]:
             if env.get(other, asked) == asked: continue
             return (f'{other}={env[other]} is set here, and torch would read it in place of '
@@ -28,7 +30,7 @@ def foreign_allocator(
     return ''
 
 def set_allocator(
-    recipe: 'Recipe',  # Its cluster is read
+    recipe: Recipe,  # Its cluster is read
 ) -> str:  # The settings in force, as torch says them; '' where its defaults hold
     "Set torch's allocator in this process as `recipe` asks; best before a GPU is opened."
     import torch
@@ -36,7 +38,11 @@ def set_allocator(
     if other: raise ValueError(other)
     os.environ.update(recipe.cluster.allocator)
     for asked in recipe.cluster.allocator.values():
-        if read_allocator() != asked: torch._C._accelerator_setAllocatorSettings(asked)
+        try:
+            if read_allocator() != asked: torch._C._accelerator_setAllocatorSettings(asked)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f'cluster.variables asks for {asked!r}, which torch does not take: '
+                             f'{str(error).splitlines()[0]}') from error
     return read_allocator()
 
 def read_allocator() -> str:  # As a variable has them; '' where torch's defaults hold
@@ -49,10 +55,10 @@ def read_allocator() -> str:  # As a variable has them; '' where torch's default
 
 # %% ../../nbs/parallel/04_backends.ipynb #a8c21988
 def transport_env(
-    recipe: 'Recipe',  # Its cluster is read
+    recipe: Recipe,  # Its cluster is read
 ) -> dict[str, str]:  # For every rank, before a process group is made
     "Say interface, allocator and variables of `recipe` to gloo, NCCL, torch and thread libraries."
-    env = dict(recipe.cluster.allocator)
+    env = dict(Recipe.expect(recipe).cluster.allocator)
     interface = recipe.cluster.interface
     if interface:
         env['GLOO_SOCKET_IFNAME'] = interface
@@ -61,10 +67,10 @@ def transport_env(
     return env | dict(recipe.cluster.variables)
 
 def check_transport(
-    recipe: 'Recipe',  # Its cluster is read
+    recipe: Recipe,  # Its cluster is read
 ) -> None:
     "Refuse an interface that this machine lacks, and variables that would not come into force."
-    interface = recipe.cluster.interface
+    interface = Recipe.expect(recipe).cluster.interface
     present = [name for _, name in socket.if_nameindex()]
     if interface and interface not in present:
         raise ValueError(f'cluster.interface {interface!r} is not on {socket.gethostname()}, '
@@ -81,9 +87,10 @@ def check_transport(
 
 # %% ../../nbs/parallel/04_backends.ipynb #defbdebe
 def fsdp_env(
-    recipe: 'Recipe',  # Its sharding, method, precision and cluster are read
+    recipe: Recipe,  # Its sharding, method, precision and cluster are read
 ) -> dict[str, str]:  # For every rank, before accelerate or a trainer is made
     "Say the sharding of `recipe` in the variables that accelerate reads."
+    Recipe.expect(recipe)
     sharding, cluster = recipe.sharding, recipe.cluster
     mixed, full = mixed_precision(recipe), recipe.method.kind == 'full'
     env = {'ACCELERATE_USE_FSDP': _flag(sharding.strategy == 'fsdp2'),
@@ -113,10 +120,10 @@ def fsdp_env(
 def _flag(value): return str(value).lower()
 
 def mixed_precision(
-    recipe: 'Recipe',  # Its precision, method and strategy are read
+    recipe: Recipe,  # Its precision, method and strategy are read
 ) -> str:  # 'bf16', 'fp16' or 'no', as accelerate and transformers say it
     "Say in which 16-bit type products are, where the weights that are updated are in float32."
-    precision, zero = recipe.precision, recipe.sharding.strategy.startswith('zero')
+    precision, zero = Recipe.expect(recipe).precision, recipe.sharding.strategy.startswith('zero')
     keeps_copy = zero or recipe.method.kind == 'full'
     if precision.master != 'float32' or not keeps_copy: return 'no'
     return {'bfloat16': 'bf16', 'float16': 'fp16'}.get(precision.compute, 'no')

@@ -332,6 +332,7 @@ class Ledger(Totals):
         node: 'Node | str | None' = None,  # Machine to fit
     ) -> 'Ledger':  # Another one; this stays as it is
         "Add lines, without adding up the others again."
+        if not isinstance(lines, tuple): raise ValueError(f'lines {lines!r:.60} must be a tuple')
         sums = self._sums + _Sums.of(lines)
         return Ledger(self.recipe, self.spec, self.rank, (*self.lines, *lines), node, sums)
 
@@ -431,7 +432,7 @@ def memory(
     rank: int = 0,  # Rank 0 gathers and writes; under ZeRO-1 and 2 another has up to 2 % more
 ) -> Ledger:  # In under 2 ms once the spec is cached
     "Account for every byte that `rank` holds while it loads, steps, judges rows and saves."
-    model = recipe.model
+    model = Recipe.expect(recipe).model
     spec = spec or find_spec(model.source, model.revision, model.head, model.classes)
     this = rank_of(recipe, spec, rank)
     run, step = step_sizes(spec, recipe)

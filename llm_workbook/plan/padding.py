@@ -39,6 +39,8 @@ def padding_note(
     ledger: Ledger,  # Of a recipe, from `memory`
 ) -> str:  # A sentence; '' where fewer ranks would not take less
     "Say whether fewer ranks for one copy of the weights take less of a GPU in a step."
+    if not isinstance(ledger, Ledger):
+        raise ValueError(f'{ledger!r:.60} is no Ledger: memory(recipe) gives one')
     recipe, spec = ledger.recipe, ledger.spec
     if recipe.sharding.strategy != 'fsdp2': return ''
     ranks = recipe.sharding.group or recipe.cluster.ranks

@@ -203,6 +203,8 @@ class ChatPanel:
     "A place to type, and both answers below; display it as the last value of a cell."
 
     def __init__(self, chat: Chat):  # From `load_chat`
+        if not isinstance(chat, Chat):
+            raise ValueError(f'{chat!r:.60} is no Chat: load_chat(recipe, adapters) gives one')
         ui = _ipywidgets()
         self.given = chat
         self.prompt = ui.Textarea(description='You', placeholder='Ask both', layout=_WIDE)

@@ -12,6 +12,7 @@ import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from math import ceil, cos, log, pi
 from pathlib import Path
@@ -236,24 +237,20 @@ def _cut(case):
 # %% ../../nbs/release/07_invariants.ipynb #6106e60e
 def _first_process(case):
     "Do all that one process does; give back what it found."
+    _look_at_model(case)
+    for name in _runs_alone(case): _run_alone(case, name)
+    return case.outcomes, case.errors, case.rounding, case.own_loss, case.start
+
+def _look_at_model(case):
+    "Look at the relations of one model; where none can be made, all are left out for that reason."
     relations = PAIR_RELATIONS if case.is_dpo else RELATIONS
     try:
         specimen = _specimen(case)
-        for name in relations:
-            if name in case.wanted: _look(case, name, lambda: relations[name](specimen))
+        for name, relation in relations.items():
+            if name in case.wanted: _look(case, name, partial(relation, specimen))
         _excuse_leak(case)
     except LeftOut as reason:
         case.outcomes |= {name: Relation(name, None, str(reason)) for name in relations}
-    alone = [name for name in ('one', 'wide', 'whole') if name in case.runs
-             and case.recipes[name].cluster.ranks == 1]
-    if 'cut' in case.runs: alone.append('cut')
-    if _unmet(case, 'ranks'): alone = []
-    for name in alone:
-        try:
-            if name == 'cut': _cut(case)
-            else: _train(*_asked_run(case, name))
-        except Exception as error: case.errors[name] = _said(error)
-    return case.outcomes, case.errors, case.rounding, case.own_loss, case.start
 
 def _specimen(case):
     "Make the specimen; keep what the runs are compared with."
@@ -265,6 +262,20 @@ def _specimen(case):
         case.rounding['margin'] = margin_effect(specimen)
     else: case.own_loss = _own_loss(specimen, case.rows[:_STEP_ROWS])
     return specimen
+
+def _runs_alone(case) -> list:
+    "The names of the runs that one process trains, in their order."
+    if _unmet(case, 'ranks'): return []
+    wanted = [name for name in ('one', 'wide', 'whole') if name in case.runs]
+    alone = [name for name in wanted if case.recipes[name].cluster.ranks == 1]
+    return [*alone, 'cut'] if 'cut' in case.runs else alone
+
+def _run_alone(case, name):
+    "Train one of them; keep why it fails."
+    try:
+        if name == 'cut': _cut(case)
+        else: _train(*_asked_run(case, name))
+    except Exception as error: case.errors[name] = _said(error)
 
 # %% ../../nbs/release/07_invariants.ipynb #9fc008d9
 def _excuse_leak(case):

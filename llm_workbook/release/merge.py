@@ -13,7 +13,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import NamedTuple
 
-from ..config.recipe import Method, Model, Precision
+from ..config.recipe import Method, Model, Precision, Recipe
 from ..display import PALETTE, canvas, html_table, nearest
 from ..files import resolve
 from ..model.adapters import load_adapters, moved
@@ -488,11 +488,12 @@ class MergeComparison:
 
 # %% ../../nbs/release/02_merge.ipynb #e3bd5563
 def compare_merges(
-    recipe: 'Recipe',  # What trained the adapters
+    recipe: Recipe,  # What trained the adapters
     adapters: 'str | Path',  # What `save_adapters` wrote
     rows: list[dict],  # Conversations to judge on, best held-out ones
 ) -> MergeComparison:  # One gate per way; after a LoRA on a 16-bit base there is but one
     "Merge in every way that the method knows, and judge each."
+    Recipe.expect(recipe)
     base, method, precision = recipe.model, recipe.method, recipe.precision
     ways = list(MERGE_TARGETS) if method.kind == 'qlora' else ['16-bit']
     for into in ways: Merge(base.source, adapters, into, method, precision, base.revision)
@@ -510,12 +511,13 @@ def compare_merges(
 
 # %% ../../nbs/release/02_merge.ipynb #86d7571c
 def judge(
-    recipe: 'Recipe',  # What trained the adapters
+    recipe: Recipe,  # What trained the adapters
     adapters: 'str | Path',  # What `save_adapters` wrote
     rows: list[dict],  # Conversations to judge on, best held-out ones
     into: str = 'dequantised',  # One of `MERGE_TARGETS`
 ) -> Gate:  # Within both budgets
     "Merge in memory; raise when the result is too far from the base with its adapters beside it."
+    Recipe.expect(recipe)
     base, method, precision = recipe.model, recipe.method, recipe.precision
     Merge(base.source, adapters, into, method, precision, base.revision)  # Refuses before loading
     tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)

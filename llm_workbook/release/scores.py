@@ -19,13 +19,17 @@ def question(
     row: dict,  # A conversation
 ) -> list[dict]:  # Its messages up to the last answer
     "Take from `row` what a model is asked."
-    return row['messages'][:-1]
+    return _messages(row)[:-1]
 
 def expected(
     row: dict,  # A conversation
 ) -> str:  # The text of its last answer
     "Take from `row` what a model should answer."
-    return row['messages'][-1]['content']
+    return _messages(row)[-1]['content']
+
+def _messages(row):
+    if isinstance(row, dict) and 'messages' in row: return row['messages']
+    raise ValueError(f'{row!r:.60} is no conversation: load_rows gives rows with messages')
 
 # %% ../../nbs/release/01_scores.ipynb #c0a51e7e
 def completions(
@@ -37,12 +41,15 @@ def completions(
 ) -> list[str]:  # One text per prompt; it ends in ' …' where it was cut
     "Let `model` continue `prompts`, and decode what is new up to the first end token."
     import torch
+    all_ends = settings.eos_token_id
+    if not isinstance(all_ends, list):
+        raise ValueError(f'settings.eos_token_id {all_ends!r} must be a list, as in [{all_ends!r}]')
     with torch.inference_mode():
         generated = model.generate(**prompts.to(model.device), generation_config=settings)
     prompt_length = prompts['input_ids'].shape[1]
     texts = []
     for ids in generated[:, prompt_length:].tolist():
-        ends = [place for place, token in enumerate(ids) if token in settings.eos_token_id]
+        ends = [place for place, token in enumerate(ids) if token in all_ends]
         answer = ids[:ends[0]] if ends else ids
         text = tokenizer.decode(answer, skip_special_tokens=skip_special_tokens).strip()
         texts.append(text if ends else f'{text} …')

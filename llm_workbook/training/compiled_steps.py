@@ -25,6 +25,9 @@ class CompiledSteps:
         rank: int,  # This process
         blocks: CompiledBlocks,  # Of its model
     ):
+        if not isinstance(files, RunFiles):
+            raise ValueError(f'{files!r:.60} is no RunFiles: '
+                             'RunFiles(directory) names the files of a run')
         self.blocks, self.steps = blocks, []
         self._file, self._warned = files.compiled(rank), False
 

@@ -8,6 +8,7 @@ __all__ = ['DatasetError', 'RowPlace', 'DataRow', 'rows_error', 'row_places', 'r
 
 # %% ../../nbs/training/00_conversation.ipynb #6ac00004
 import json
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..config.recipe import Data
@@ -18,6 +19,8 @@ class DatasetError(ValueError):
     "Rows that cannot be trained on: `source`, and `problems` as (row number, reason)."
 
     def __init__(self, source, problems, unit='row'):
+        if not isinstance(problems, Iterable):
+            raise ValueError(f'problems {problems!r:.60} must be a list of (row number, reason)')
         super().__init__(source, tuple(problems), unit)
         self.source, self.problems, self.unit = self.args
 
@@ -54,6 +57,8 @@ def rows_error(
     name: str = 'tokenised rows',  # Of the rows, where they do not know their place
 ) -> DatasetError:  # To be raised
     "Name rows at fault by file and line, or by number where they were made by hand."
+    if not isinstance(problems, Iterable):
+        raise ValueError(f'problems {problems!r:.60} must be a list of (number, row, reason)')
     places = [getattr(row, 'place', None) for _, row, _ in problems]
     if None in places: return DatasetError(name, [(count, why) for count, _, why in problems])
     files = {(place.file, place.unit) for place in places}
@@ -66,6 +71,7 @@ def row_places(
     rows: list[dict],  # Of `load_rows`, or made by hand
 ) -> dict[int, RowPlace]:  # Position in `rows` -> where the row was read, where that is known
     "Say where rows were read, for those who know them by number alone."
+    if not isinstance(rows, Iterable): raise ValueError(f'rows {rows!r:.60} must be a list')
     places = {number: getattr(row, 'place', None) for number, row in enumerate(rows)}
     return {number: place for number, place in places.items() if place}
 
@@ -80,11 +86,10 @@ def recipe_columns(
     data: Data,  # The `data` part of a recipe
 ) -> dict:  # Role -> name or position of its column; empty where the recipe names none
     "Give the column of each role that the recipe names."
-    columns = {}
-    for role in _USUAL_COLUMNS:
-        column = getattr(data, f'{role}_column')
-        if column is not None: columns[role] = column
-    return columns
+    try: columns = {role: getattr(data, f'{role}_column') for role in _USUAL_COLUMNS}
+    except AttributeError:
+        raise ValueError(f'{data!r:.60} is no Data: write Data(source=...)') from None
+    return {role: column for role, column in columns.items() if column is not None}
 
 def find_columns(
     row: dict,  # Or the names of its columns
@@ -92,9 +97,12 @@ def find_columns(
 ) -> dict:  # Role ('prompt', 'completion', 'text', 'label') -> name or position of its column
     "Find which column of `row` plays which role."
     columns = {}
-    for role, names in _USUAL_COLUMNS.items():
-        present = [name for name in names if name in row]
-        columns[role] = present[0] if present else names[0]
+    try:
+        for role, names in _USUAL_COLUMNS.items():
+            present = [name for name in names if name in row]
+            columns[role] = present[0] if present else names[0]
+    except TypeError:
+        raise ValueError(f'row {row!r} must be a dict, or the names of its columns') from None
     return columns | recipe_columns(data)
 
 # %% ../../nbs/training/00_conversation.ipynb #fd7ee58f

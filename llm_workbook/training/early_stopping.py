@@ -44,7 +44,8 @@ def note_best(
     step: int,  # That is done, and judged
 ) -> str:  # Why the run ends here; '' where it goes on
     "Keep the best checkpoint from being deleted, and see whether patience is at its end."
-    every = recipe.intervals
+    _check_run(run)
+    every = Recipe.expect(recipe).intervals
     if not every.patience and every.keep == 'last': return ''
 
     def ask():
@@ -66,8 +67,12 @@ def restore_best(
     trained: tuple,  # Model, optimizer and scheduler, as of `commit_step`; changed in place
 ) -> int:  # The step whose weights `trained` now has
     "Put the weights with the lowest held-out loss back, where they are to be the result."
+    _check_run(run)
     if recipe.intervals.keep == 'last' or run.best_step in (None, step): return step
     load_step(run, run.files.checkpoint(run.best_step), trained)
     run.restored = run.best_step
     run.log.announce(f'the result is that of step {run.restored:,}')
     return run.restored
+
+def _check_run(run):
+    if not isinstance(run, RankRun): raise ValueError(f'{run!r:.60} is no RankRun of this rank')

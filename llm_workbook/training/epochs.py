@@ -24,14 +24,14 @@ def rows_of_pass(
     rows: list[dict],  # Training rows of `check_recipe`
 ) -> int:  # Rows of one pass; of packed rows, so many
     "Count rows as they train."
-    if not recipe.batch.packing: return len(rows)
+    if not Recipe.expect(recipe).batch.packing: return len(rows)
     return len(fill_bins([len(row['input_ids']) for row in rows], recipe.batch.length))
 
 def count_rows(
     recipe: Recipe,  # Its data, model, length and seed are read
 ) -> int:  # Sequences that train in one pass over all rows, packed if the recipe packs
     "Count what there is to train on."
-    rows, _ = load_rows(recipe.data, recipe.seed)
+    rows, _ = load_rows(Recipe.expect(recipe).data, recipe.seed)
     if recipe.model.head == 'classification': return len(rows)
     tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     data = recipe.data
@@ -46,6 +46,7 @@ def with_epochs(
     rows: int | None = None,  # That train; None counts them, which reads and tokenises all
 ) -> Recipe:  # With `optimizer.steps` set; one without epochs is as it was
     "Turn passes over the rows into steps."
+    Recipe.expect(recipe)
     if epochs is None: epochs = recipe.optimizer.epochs
     if epochs is None: return recipe
     is_number = type(epochs) in (int, float) and isfinite(epochs)
@@ -59,7 +60,7 @@ def epochs_of(
     rows: int | None = None,  # That train; None counts them
 ) -> float:  # Passes over all rows
     "Say how many passes the steps of a recipe are."
-    if recipe.optimizer.epochs is not None: return recipe.optimizer.epochs
+    if Recipe.expect(recipe).optimizer.epochs is not None: return recipe.optimizer.epochs
     return recipe.optimizer.steps / steps_of_pass(recipe, rows or count_rows(recipe))
 
 # %% ../../nbs/training/13a_epochs.ipynb #6ddce4d9

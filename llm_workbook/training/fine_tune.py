@@ -40,7 +40,7 @@ from .loop import skip_compiler, train_loop
 from .loss_curve import LossCurve, loss_figure
 from .memory_trace import memory_trace
 from .mix import mix_rows
-from .packed_attention import check_packed
+from .packed_attention import check_packed_rows
 from .packed_rows import fill_bins
 from .rank_run import (
     check_payload, payload_digest, set_up_device, tell_stage)
@@ -73,7 +73,7 @@ def check_recipe(
         check_targets(recipe.model.source, method.targets, recipe.model.revision,
                       method.dropout, method.scaling, method.dora)
     check_base(recipe)
-    check_packed(recipe)
+    check_packed_rows(recipe)
     train, held = _read_rows(recipe)
     _check_counts(recipe, train, held)
     return train, held

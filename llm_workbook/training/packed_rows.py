@@ -9,45 +9,70 @@ __all__ = ['fewest_bins', 'fill_bins', 'pack_rows', 'joins_rows', 'PackedCollato
 import random
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from operator import index
 
 # %% ../../nbs/training/02a_packed_rows.ipynb #41009763
 def fewest_bins(
     lengths: Sequence[int],  # Tokens of each row
-    capacity: int,  # Tokens that a bin holds
+    capacity: int,  # Tokens that a bin holds: 1 or more
 ) -> int:  # No packing has fewer
     "Divide all tokens by `capacity`, rounded up."
-    if capacity < 1: raise ValueError(f'capacity {capacity} must be 1 or more tokens')
-    return -(-sum(lengths) // capacity)
+    _check_capacity(capacity)
+    try: tokens = index(sum(lengths))
+    except TypeError: raise _not_lengths(lengths) from None
+    return -(-tokens // capacity)
+
+def _check_capacity(capacity):
+    if isinstance(capacity, Integral) and capacity >= 1: return
+    raise ValueError(f'capacity {capacity!r:.60} must be 1 or more tokens')
+
+def _not_lengths(lengths):
+    return ValueError(f'lengths {lengths!r:.60} must be a list of whole numbers')
 
 # %% ../../nbs/training/02a_packed_rows.ipynb #16f51b1a
+class _Groups:
+    "Bins with the same contents, counted and not listed; those with little room come first."
+    def __init__(self):
+        self.of_room = defaultdict(list)  # Room -> (lengths in a bin, number of such bins)
+        self.rooms = []  # Of the groups that are there, in ascending order
+
+    def put(self, contents, bins, room):
+        "Add a group, if there is a bin in it."
+        if not bins: return
+        if not self.of_room[room]: insort(self.rooms, room)
+        self.of_room[room].append((contents, bins))
+
+    def take(self, length):
+        "Take out a group with the least room that is enough: contents, number of bins, room."
+        place = bisect_left(self.rooms, length)
+        room = self.rooms[place]
+        contents, bins = self.of_room[room].pop()
+        if not self.of_room[room]: del self.rooms[place]
+        return contents, bins, room
+
 def _fill(counts, capacity) -> list[tuple]:
     "(Lengths in a bin, number of such bins), by best fit from the longest length to the shortest."
-    bins_with = defaultdict(list)  # Room -> (lengths in a bin, number of such bins)
-    bins_with[capacity].append(((), sum(counts.values())))  # Empty bins, more than are needed
-    rooms = [capacity]  # Of `bins_with`, in ascending order
+    groups = _Groups()
+    groups.put((), sum(counts.values()), capacity)  # Empty bins, more than are needed
     for length in sorted(counts, reverse=True):
         rows = counts[length]
         while rows:
-            room = rooms[bisect_left(rooms, length)]  # The least that is enough
-            contents, bins = bins_with[room].pop()
-            for more, taken in _shares(rows, bins, room // length):
-                filled = contents + (length,) * more
-                rest = room - length * more
-                if more: rows -= more * taken
-                if not bins_with[rest] and rest != room: insort(rooms, rest)
-                bins_with[rest].append((filled, taken))
-            if not bins_with[room]: rooms.remove(room)
-    del bins_with[capacity]
-    return [group for room in sorted(bins_with) for group in bins_with[room]]
-
-def _shares(rows, bins, most) -> list[tuple]:
-    "(Rows in a bin, number of such bins), where a bin takes at most `most` of `rows`."
-    full = min(bins, rows // most)
-    rest = rows - full * most if full < bins else 0
-    shares = [(most, full), (rest, 1 if rest else 0), (0, bins - full - (rest > 0))]
-    return [(more, taken) for more, taken in shares if taken]
+            contents, bins, room = groups.take(length)
+            most = room // length  # Rows that such a bin can take
+            full = min(bins, rows // most)  # Bins that take so many
+            groups.put(contents + most * (length,), full, room - most * length)
+            rows -= full * most
+            bins -= full
+            if rows and bins:  # One bin takes the others, which are fewer than `most`
+                groups.put(contents + rows * (length,), 1, room - rows * length)
+                rows = 0
+                bins -= 1
+            groups.put(contents, bins, room)  # As they were
+    filled = [room for room in groups.rooms if room < capacity]
+    return [group for room in filled for group in groups.of_room[room]]
 
 # %% ../../nbs/training/02a_packed_rows.ipynb #fb97da39
 def fill_bins(
@@ -56,7 +81,10 @@ def fill_bins(
 ) -> list[tuple[int, ...]]:  # Numbers of the rows in each bin; every row is in one bin
     "Put rows into few bins: the longest first, each where it leaves the least room."
     rows_of = defaultdict(list)
-    for number, length in enumerate(lengths): rows_of[length].append(number)
+    try:
+        for number, length in enumerate(lengths): rows_of[length].append(number)
+    except TypeError: raise _not_lengths(lengths) from None
+    _check_capacity(capacity)
     _check_lengths(rows_of, capacity)
     counts = {length: len(rows) for length, rows in rows_of.items()}
     dealt = dict.fromkeys(rows_of, 0)
@@ -72,8 +100,10 @@ def fill_bins(
 
 def _check_lengths(rows_of, capacity):
     "Refuse a length that no bin can hold; `rows_of` has the numbers of the rows by length."
-    if capacity < 1: raise ValueError(f'capacity {capacity} must be 1 or more tokens')
     for length, rows in rows_of.items():
+        if not isinstance(length, Integral):
+            raise ValueError(f'row {rows[0]} has a length of {length!r:.60}: '
+                             'count its tokens in whole numbers')
         if 0 < length <= capacity: continue
         raise ValueError(f'row {rows[0]} has {length:,} tokens, and a bin holds 1 to {capacity:,}: '
                          'raise batch.length, or shorten the row')
@@ -86,12 +116,23 @@ def pack_rows(
 ) -> list[dict]:  # `input_ids`, `labels`, `position_ids`, and in `rows` the numbers of its examples
     "Join `rows` to packed rows, with everything that keeps the examples apart."
     for place, row in enumerate(rows):
+        _check_columns(place, row)
         tokens, labels = len(row['input_ids']), len(row['labels'])
         if tokens != labels:
             raise ValueError(f'row {place} has {tokens} tokens and {labels} labels: need as many')
     bins = fill_bins([len(row['input_ids']) for row in rows], length)
     random.Random(seed).shuffle(bins)
     return [_joined([rows[place] for place in places]) for places in bins]
+
+def _check_columns(place, row):
+    "Refuse a row that was not tokenised, or that has no number."
+    if not isinstance(row, Mapping):
+        raise ValueError(f'row {place} is {row!r:.60}, and must be a dict: '
+                         'pack tokenised rows')
+    missing = [name for name in ('input_ids', 'labels', 'row') if name not in row]
+    if missing:
+        raise ValueError(f'row {place} has no {", ".join(missing)}: pass its tokens as input_ids, '
+                         'what trains as labels, and its number as row')
 
 def _joined(examples) -> dict:
     "One packed row of `examples`."

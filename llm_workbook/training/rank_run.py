@@ -39,7 +39,7 @@ def set_up_device(
     "Give this rank its device and its process group, before anything is loaded."
     import torch
     from accelerate.state import PartialState
-    on_cpu = recipe.cluster.device == 'cpu'
+    on_cpu = Recipe.expect(recipe).cluster.device == 'cpu'
     set_allocator(recipe)
     if recipe.sharding.strategy == 'none' and int(os.environ.get('WORLD_SIZE', 1)) == 1:
         os.environ.pop('LOCAL_RANK', None)  # accelerate takes it for a distributed run

@@ -27,7 +27,7 @@ from ..checkpoint.manifest import check_checkpoint, latest_valid, survey
 from ..config.document import RecipeError
 from ..config.passes import known_steps
 from ..config.recipe import Recipe, differences
-from ..files import publish
+from ..files import as_path, publish
 from .watchdog import EXIT_PREEMPTED
 
 # %% ../../nbs/training/05_run_directory.ipynb #257663f9
@@ -36,7 +36,7 @@ class RunFiles:
     def __init__(self,
         directory: str | Path,  # Of a run, or where one may begin
     ):
-        self.directory = Path(directory)
+        self.directory = as_path(directory)
         self.recipe = self.directory / 'recipe.yaml'  # What was asked
         self.lock = self.directory / '.llmw.lock'  # Held while a run goes on: see `run_lock`
         self.state = self.directory / 'run.json'  # How far the run says it is: see `run_state`
@@ -331,7 +331,7 @@ def rate_schedule(
     recipe: Recipe,  # Its `optimizer` is read
 ) -> tuple[str, int]:  # Name of transformers' schedule, and steps of warm-up
     "Name the schedule of the learning rate: transformers' plain `constant` ignores a warm-up."
-    optimizer = recipe.optimizer
+    optimizer = Recipe.expect(recipe).optimizer
     name = 'constant_with_warmup' if optimizer.schedule == 'constant' else optimizer.schedule
     steps = known_steps(recipe)
     return name, min(math.ceil(optimizer.warmup * steps), steps - 1)
@@ -421,8 +421,9 @@ def recipe_facts(
     recipe: Recipe,  # What runs
 ) -> dict:  # `method` and `recipe_hash`, for a manifest
     "Say in a checkpoint of which recipe it is."
+    text = Recipe.expect(recipe).dump()
     return {'method': recipe.method.kind,
-            'recipe_hash': hashlib.sha256(recipe.dump().encode()).hexdigest()[:16]}
+            'recipe_hash': hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9ba9
 def _changes_since(files, checkpoint, step, recipe, rows):
@@ -504,7 +505,7 @@ def run_status(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> tuple[int, str]:  # 0 finished, 75 preempted and committed, 1 all else; the same in words
     "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
-    if not Path(directory).is_dir():
+    if not as_path(directory).is_dir():
         return 1, f'{Path(directory).name!r} is no directory: no run has begun there'
     holder = _holder(directory)  # First: a process writes its last state before it lets go
     run, directory = run_state(directory), Path(directory)
@@ -536,7 +537,7 @@ def announce_import(
     directory: str | Path,  # Of a run, or where one may begin
 ) -> bool:  # Whether it was written down
     "Say of a directory that is there and free that libraries are imported for a run in it."
-    if os.environ.get('RANK', '0') != '0' or not Path(directory).is_dir(): return False
+    if os.environ.get('RANK', '0') != '0' or not as_path(directory).is_dir(): return False
     if _holder(directory) != 'no run holds it': return False
     try: mark_stage(directory, 'importing')
     except OSError: return False  # The run itself will say what is wrong with the disk

@@ -42,7 +42,7 @@ class Console:
         self.logs = [widgets.HTML() for _ in self.source.tabs]
         self.tabs = widgets.Tab(self.logs, titles=self.source.tabs, selected_index=0)
         self.button = widgets.Button(description='Stop and save', icon='stop', layout=_STAYS,
-                                     tooltip='Save, and free everything')
+                                     tooltip=_STOP_TIP)
         self.button.on_click(self._stop)
         top = widgets.HBox([self.button, self.head], layout={'align_items': 'flex-start'})
         self.box = widgets.VBox([top, self.picture, self.tabs])
@@ -83,6 +83,8 @@ class Console:
         twin = {'text/html': self.source.look()._repr_html_()}
         return self.box._repr_mimebundle_(**kwargs) | twin
 
+_STOP_TIP = ('Save, and free everything. While a cell waits for the run, no click is read: '
+             'interrupt the kernel instead, it does the same')
 _FILLS = {'flex': '1 1 0', 'min_width': '0'}  # What is left of the line,
 _STAYS = {'flex': '0 0 auto', 'width': '140px'}  # beside a button that does not move
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..config.hardware import node as find_node
 from ..config.recipe import Recipe
+from ..files import as_path
 from ..model.spec import spec_of
 from ..plan.collectives import node_of
 from ..plan.step_time import estimate_step
@@ -26,7 +27,7 @@ class Tailer:
     def __init__(self,
         file: str | Path,  # Of JSON lines; it need not be there yet
     ):
-        self.file, self.damaged = Path(file), 0
+        self.file, self.damaged = as_path(file), 0
         self._open, self._at, self._before, self._begun = None, 0, b'', b''
 
     def new(self) -> list[dict]:  # Empty where nothing was added

@@ -180,6 +180,7 @@ def log_html(
     text: str,  # End of a log, as ranks have printed it
 ) -> str:  # HTML
     "Write the end of a log as a person reads it."
+    if not isinstance(text, str): raise ValueError(f'{text!r:.60} is no text of a log')
     text = re.sub(_TERMINAL_CODE, '', text)
     text = re.sub(_INSTALLED_FOLDER, '', text)
     text = re.sub(_LONG_DECIMAL, _short_decimal, text)

@@ -121,6 +121,7 @@ def split_ranks(
     rank: int | None = None,  # Whose it is, where the lines do not say it
 ) -> list[Excerpt]:  # One for each rank that spoke, in the order of their first line
     "Take apart what several ranks wrote into one text."
+    if not isinstance(text, str): raise ValueError(f'{text!r:.60} is no text of a log')
     plain = _CELL.sub('<cell>', _SECRET.sub('***', _COLOUR.sub('', text)))
     lines = plain.replace('\r', '\n').split('\n')
     filled = [line for line in lines if line.strip()]
@@ -163,6 +164,7 @@ def is_installed(
     file: str,  # As a traceback names it; the folders of a library may have been left out
 ) -> bool:  # False: it is your own
     "Say whether a file of a traceback belongs to a library or to Python."
+    if not isinstance(file, str): raise ValueError(f'{file!r:.60} is no name of a file')
     if _INSTALLED.search(file) or file.startswith(_own_folder()): return True
     first = re.split(r'[/.]', file)[0]
     return first in sys.stdlib_module_names or '/' in file and _is_library(first)
@@ -171,6 +173,7 @@ def last_place(
     text: str,  # Of a traceback, the innermost call last; other stacks in it are left out
 ) -> str:  # As in 'train.py, line 3, in step'; empty where no call is your own
     "Find the innermost call that is no installed file."
+    if not isinstance(text, str): raise ValueError(f'{text!r:.60} is no text of a traceback')
     place, upward = '', re.split('(?:innermost|most recent) call first', text)[0]
     for file, line, name in _FRAME.findall(upward):
         if not is_installed(file.strip()): place = f'{file.strip()}, line {line}, in {name}'
@@ -181,6 +184,8 @@ def sightings(
     known: tuple[Trouble, ...] | None = None,  # None: those of this package
 ) -> list[Sighting]:  # At most one for each trouble and excerpt
     "Find the troubles whose signature a text has."
+    if isinstance(excerpts, str):
+        raise ValueError(f'{excerpts!r:.60} is one text: split_ranks makes excerpts of it')
     found = []
     for one in troubles() if known is None else known:
         for excerpt in excerpts:

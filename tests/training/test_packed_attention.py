@@ -10,7 +10,7 @@ from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.files import asset
 from llm_workbook.model.architecture import configuration, presets, usual_attention
-from llm_workbook.training.packed_attention import LEAK, check_packed, packing_leak
+from llm_workbook.training.packed_attention import LEAK, check_packed_rows, packing_leak
 
 LEAKY = {  # With transformers 5.23
     'Qwen 3 Next', 'Qwen 3.5', 'Qwen 3.5 MoE', 'Qwen 3.5 (images)', 'Nemotron H', 'Granite 4',
@@ -67,6 +67,6 @@ def packed_recipe(**changes):
 
 def test_a_leaky_model_is_refused_and_the_way_out_is_named():
     with pytest.raises(RecipeError, match='batch.packing.*see each other.*set it to False'):
-        check_packed(packed_recipe(model__source='gpt-oss-20b', model__attention='eager'))
-    assert check_packed(packed_recipe()) < ROUNDING
-    assert check_packed(packed_recipe(batch__packing=False)) == 0
+        check_packed_rows(packed_recipe(model__source='gpt-oss-20b', model__attention='eager'))
+    assert check_packed_rows(packed_recipe()) < ROUNDING
+    assert check_packed_rows(packed_recipe(batch__packing=False)) == 0

@@ -61,11 +61,11 @@ class Program:
 
 
 class ExporterProgram(Program):
-    "`llm-workbook export` of a run."
+    "`llm-workbook metrics` of a run."
 
     def __init__(self, folder: Path, run: Path, *options, variables: dict | None = None):
         self.port = free_port()
-        command = '-m', 'llm_workbook', 'export', run, '--port', self.port, *options
+        command = '-m', 'llm_workbook', 'metrics', run, '--port', self.port, *options
         super().__init__(folder, sys.executable, *command, variables=variables)
 
     def text(self) -> str:

@@ -245,7 +245,7 @@ def test_another_address_is_taken_only_by_name_and_then_it_says_what_that_opens(
     address = other_address()
     if not address: pytest.skip('this machine has no address but loopback')
     port = free_port()
-    exporter = Program(tmp_path, sys.executable, '-m', 'llm_workbook', 'export', run, '--port',
+    exporter = Program(tmp_path, sys.executable, '-m', 'llm_workbook', 'metrics', run, '--port',
                        port, '--address', address, '--no-plan')
     try:
         def said(): return wait_for(lambda: exporter.log.read_text(), 60)
@@ -258,7 +258,7 @@ def test_another_address_is_taken_only_by_name_and_then_it_says_what_that_opens(
 def test_a_port_that_is_taken_is_an_error_that_names_it(run):
     with export_metrics(run, port=0, gpus=False, plan=False) as exporter:
         done = subprocess.run(
-            [sys.executable, '-m', 'llm_workbook', 'export', str(run), '--port',
+            [sys.executable, '-m', 'llm_workbook', 'metrics', str(run), '--port',
              str(exporter.port)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert f'port {exporter.port} of 127.0.0.1' in done.stderr and 'Traceback' not in done.stderr
@@ -339,7 +339,7 @@ def test_nobody_reads_half_a_text_file(run, tmp_path):
 def test_a_killed_writer_leaves_a_whole_file_and_the_next_one_goes_on(run, tmp_path):
     file = tmp_path/'text'/'run.prom'
     file.parent.mkdir()
-    writer = Program(tmp_path, sys.executable, '-m', 'llm_workbook', 'export', run,
+    writer = Program(tmp_path, sys.executable, '-m', 'llm_workbook', 'metrics', run,
                      '--no-plan', '--every', '0.01', '--textfile', file)
     try:
         assert wait_for(file.exists, 60), writer.log.read_text()
