@@ -33,7 +33,7 @@ def test_other_attentions_are_asked_too(attention):
 
 @pytest.mark.parametrize('attention', ['sdpa', 'segments'])
 def test_a_leak_that_is_planted_is_seen(monkeypatch, attention):
-    "As if the batch brought a mask of ones; and, for `segments`, positions that run through."
+    "As if the batch brought a mask of ones; and, for `segments`, no border inside."
     import torch
     from llm_workbook.training import packed_rows
     collate = packed_rows.PackedCollator.__call__
@@ -41,7 +41,8 @@ def test_a_leak_that_is_planted_is_seen(monkeypatch, attention):
         batch = collate(self, rows)
         ones = torch.ones_like(batch['input_ids'])
         if attention == 'sdpa': return batch | {'attention_mask': ones}
-        return batch | {'position_ids': ones.cumsum(1) - 1}
+        ends = torch.tensor([0, ones.shape[1]], dtype=torch.int32)
+        return batch | {'cu_seq_lens_q': ends, 'cu_seq_lens_k': ends}
     monkeypatch.setattr(packed_rows.PackedCollator, '__call__', with_ones)
     assert packing_leak('tiny-base', attention) > 1
 
