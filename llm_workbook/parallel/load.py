@@ -18,9 +18,11 @@ from unittest.mock import patch
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
 from ..model.adapters import add_adapters, set_magnitudes
-from ..model.architecture import check_attention, configuration, inventory, skeleton
+from ..model.architecture import (
+    check_attention, configuration, inventory, parsed_config, skeleton)
 from ..model import nf4
 from ..model.layout import check_packing
+from ..model.loss_head import LogitMap, check_logits, logit_map
 from ..model.quantize import load_base
 from ..model.segment_check import check_segments
 from ..model.weight_files import Weights, origins
@@ -402,16 +404,23 @@ def loaded_base(
 
 # %% ../../nbs/parallel/05_load.ipynb #7e04938b
 def check_base(
-    recipe: 'Recipe',  # Its model, method and sharding are read
+    recipe: 'Recipe',  # Its model, method, loss head and sharding are read
 ) -> None:
     "Refuse a base that ranks could not load as `recipe` says, before one of them starts."
     model, method = recipe.model, recipe.method
     check_attention(model.source, model.attention, model.revision)
     check_segments(model.source, model.attention, model.revision)
     check_packing(model, method)
+    if model.head == 'causal_lm' and recipe.batch.loss_head in ('chunked', 'one_pass'):
+        _check_logits(model)
     place = resolve(model.source)
     if recipe.sharding.loading != 'sharded' or not isinstance(place, Path): return
     if model.head == 'causal_lm': _check_parts(place, model, method)
+
+def _check_logits(base):
+    "Refuse a base whose class would not do to its logits what a loss head does."
+    name, fields = configuration(base.source, base.revision)
+    if logit_map(parsed_config(fields, name)) != LogitMap(): check_logits(skeleton(fields, name))
 
 def _check_parts(place, base, method):
     "Refuse a checkpoint of which a rank cannot read and pack a part."

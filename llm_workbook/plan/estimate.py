@@ -113,12 +113,20 @@ def plan_facts(
         'plan.capability': node.gpu.capability,
         'plan.network': node.network is not None,
         'plan.rows': rows,
+        'plan.patience': _longest_patience(recipe),
         'plan.sdpa': 'sdpa' in spec.attentions,
         'plan.flash': 'flash' in spec.attentions,
         'plan.segments': 'segments' in spec.attentions,
         'plan.unpacked': unpacked_share(spec, recipe.method),
         'plan.context': spec.context,
         'plan.vocab': spec.vocab}
+
+def _longest_patience(recipe):
+    "The most patience that can end a run before its last step; None where nobody can know."
+    every, steps = recipe.intervals.evaluation, recipe.optimizer.steps
+    if not every or not steps: return None
+    evaluations = (steps - 1) // every  # Before the last step; the first may be the best
+    return max(0, evaluations - 1)
 
 # %% ../../nbs/plan/11_estimate.ipynb #ce2ff8a0
 class Room(NamedTuple):

@@ -18,7 +18,7 @@ from ..config.recipe import Recipe
 from ..model.adapters import add_adapters
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
-from ..parallel.backends import cpu_fsdp, set_fsdp, zero_config
+from ..parallel.backends import cpu_fsdp, keep_output_types, set_fsdp, zero_config
 from ..parallel.load import loaded_base
 from .classifier import (
     class_names, class_rows, class_tokenizer, judge_rows, load_classifier, make_loader, token_rows)
@@ -202,6 +202,7 @@ class Loop:
         optimizer, scheduler = make_optimizer(recipe, model)
         self.model_wrapped, self.optimizer, self.loader = _prepared(
             accelerator, recipe, model, optimizer, self.batches(rows, shuffle=True))
+        keep_output_types(self.model_wrapped)
         self.scheduler = accelerator.prepare_scheduler(scheduler)
         self.model = accelerator.unwrap_model(self.model_wrapped)
         self.is_deepspeed_enabled = hasattr(self.model_wrapped, 'zero_optimization_stage')

@@ -24,6 +24,7 @@ from ..checkpoint.save_load import (
 from ..config.recipe import Recipe
 from ..parallel.agreement import on_every_rank, rank_and_world
 from ..parallel.backends import set_allocator
+from ..parallel.extension_locks import guard_builds
 from ..parallel.shard import assert_sharding
 from .rank_metrics import RankMetrics
 from .run_directory import (
@@ -41,6 +42,7 @@ def set_up_device(
     from accelerate.state import PartialState
     on_cpu = Recipe.expect(recipe).cluster.device == 'cpu'
     set_allocator(recipe)
+    if recipe.sharding.strategy.startswith('zero'): guard_builds()
     if recipe.sharding.strategy == 'none' and int(os.environ.get('WORLD_SIZE', 1)) == 1:
         os.environ.pop('LOCAL_RANK', None)  # accelerate takes it for a distributed run
     if not on_cpu:

@@ -118,10 +118,9 @@ def _logged_values(logs, step):
 
 # %% ../../nbs/training/12a_trainer.ipynb #c81e3b58
 def _shards(trainer, recipe):
-    "Check how the model is sharded; let the scores of pairs leave it as they were computed."
-    model = trainer.model_wrapped
-    if recipe.method.objective == 'dpo': keep_output_types(model)
-    return check_shards(trainer.run, recipe, model)
+    "Check how the model is sharded; let losses and scores leave it as they were computed."
+    keep_output_types(trainer.model_wrapped)
+    return check_shards(trainer.run, recipe, trainer.model_wrapped)
 
 def _is_due(state, every):
     "Whether held-out rows are judged after this step."

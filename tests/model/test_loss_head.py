@@ -13,7 +13,7 @@ from llm_workbook.config.recipe import Method, Precision
 from llm_workbook.model import loss_head
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.loss_head import (
-    add_one_pass_head, loss_head_of, tile_rows, token_scores)
+    add_one_pass_head, check_logits, loss_head_of, tile_rows, token_scores)
 from llm_workbook.model.quantize import load_base
 
 SIZES = {'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'vocab_size': 321,
@@ -92,6 +92,47 @@ def test_a_softcap_that_is_forgotten_is_seen():
     capped = model(input_ids=IDS, labels=LABELS).loss
     with patch.object(loss_head, '_CAPS', ()): add_one_pass_head(model)
     assert abs(model(input_ids=IDS, labels=LABELS, fused_lm_head=True).loss - capped) > 0.1
+
+
+def mpt(**special):
+    "MPT, whose class reads no `logit_scale`."
+    sizes = {'n_heads': 4, 'd_model': 32, 'n_layers': 2, 'vocab_size': 321}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model('mpt', **sizes | special)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_a_field_that_the_forward_pass_does_not_read_is_refused():
+    "Taken at its word, it would change the loss: of our head, and of TRL's."
+    scaled, plain = mpt(logit_scale=4.0), mpt()
+    for model in scaled, plain: torch.nn.init.normal_(model.get_output_embeddings().weight, 0, 0.5)
+    own = scaled(input_ids=IDS, labels=LABELS).loss
+    add_fused_lm_head(scaled)
+    assert scaled(input_ids=IDS, labels=LABELS, fused_lm_head=True).loss > own + 0.5
+    with pytest.raises(ValueError, match='MptForCausalLM does not read logit_scale = 4.0'):
+        add_one_pass_head(scaled)
+    own = plain(input_ids=IDS, labels=LABELS).loss
+    add_one_pass_head(plain)
+    made = plain(input_ids=IDS, labels=LABELS, fused_lm_head=True).loss
+    assert made.item() == pytest.approx(own.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize('head', ['chunked', 'one_pass'])
+def test_it_is_refused_before_a_base_is_loaded(tmp_path, head):
+    from llm_workbook.config.recipe import Recipe
+    from llm_workbook.parallel.load import check_base
+    mpt(logit_scale=4.0).config.save_pretrained(tmp_path)
+    recipe = Recipe(
+        name='mpt', model={'source': str(tmp_path), 'attention': 'eager'},
+        data={'source': 'sample-conversations'}, method={'kind': 'full'},
+        batch={'loss_head': head})
+    with pytest.raises(ValueError, match='does not read logit_scale = 4.0.*config.json'):
+        check_base(recipe)
+
+
+def test_every_class_that_changes_its_logits_says_so():
+    "The names of fields are those of transformers 5.23; these classes read all that they have."
+    for name in 'gemma2', 'cohere', 'granite': assert check_logits(built(name)) != (1.0, 0.0)
 
 
 def trained(head, kind: str, compute: str):

@@ -478,3 +478,17 @@ def test_less_than_a_gibibyte_short_is_not_written_as_nothing():
     size_b = plan.rooms[0].need_b
     assert 'lacks 3.0 MiB' in str(plan.rooms[0]._replace(have_b=size_b - 3 * 2**20))
     assert '0.0 GiB free' in str(plan.rooms[0]._replace(have_b=size_b))
+
+
+@pytest.mark.parametrize('steps, every', [(100, 10), (101, 10), (100, 40), (7, 10), (3, 1), (1, 1)])
+def test_a_patience_that_can_end_no_run_is_said(steps, every):
+    "Played through: held-out rows that gain nothing after the first evaluation."
+    from llm_workbook.config.recipe import broken
+    from llm_workbook.training.early_stopping import out_of_patience
+    judged = [{'step': step, 'loss': 1.0} for step in range(every, steps, every)]
+    fields = {'optimizer.steps': steps, 'intervals.evaluation': every}
+    ends_early = [count for count in range(1, 12) if out_of_patience(judged, count)]
+    for patience in range(1, 12):
+        facts = plan_facts(OLD.changed(fields | {'intervals.patience': patience}))
+        said = [rule.id for rule in broken(facts, 'warn')]
+        assert ('patience-within-the-run' in said) == (patience not in ends_early)

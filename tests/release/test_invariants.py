@@ -1,6 +1,7 @@
 "Relations hold for what is right; of the mistakes planted one by one, each breaks its relation."
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -350,6 +351,31 @@ def test_what_a_norm_in_float32_loses_is_measured():
     exact = layer.weight.grad.double().norm()
     assert _lost_in_norm(layer) == pytest.approx(
         abs(float(layer.weight.grad.norm().double() / exact - 1)), rel=1e-2, abs=1e-8)
+
+
+@pytest.mark.parametrize('stage', [2, 3])
+def test_deepspeed_takes_norms_as_the_tolerance_for_zero_says(monkeypatch, stage):
+    "Its own code, on one rank: norms of tensors in float64; under ZeRO-2 their sum in float32."
+    import torch
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from llm_workbook.release.invariants import _SUM_ERROR
+    module, kind = {2: (stage_1_and_2, 'DeepSpeedZeroOptimizer'),
+                    3: (stage3, 'DeepSpeedZeroOptimizer_Stage3')}[stage]
+    monkeypatch.setattr(module.dist, 'all_reduce', lambda *given, **how: None)
+    optimizer = SimpleNamespace(
+        model_parallel_rank=0, dp_process_group=None, device='cpu',
+        _model_parallel_all_reduce=lambda **how: None, _assert_same_partition_group=lambda _: None,
+        _get_param_partition_group=lambda _: None, _autoep_expert_parallel_group=lambda _: None,
+        _grad_norm_counts_every_rank=lambda *_: True)
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(300_000, generator=generator) for _ in range(20)]
+    exact = torch.cat(parts).double().norm()
+    found = getattr(module, kind).get_grad_norm_direct(optimizer, parts, parts)
+    error = abs(float(found.double() / exact - 1))
+    in_float32 = torch.stack([part.norm() for part in parts]).norm()
+    assert abs(float(in_float32.double() / exact - 1)) > 1e-6  # What torch loses
+    assert found.dtype == (torch.float32 if stage == 2 else torch.float64)
+    assert 0 < error < _SUM_ERROR if stage == 2 else error < 1e-12
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trouble import small_base, small_recipe
+from trouble import fine_tune, small_base, small_recipe
 
 from llm_workbook.training import loop as module
 from llm_workbook.training.classifier import (
@@ -359,3 +359,53 @@ def test_a_rank_that_hangs_while_rows_are_judged_is_named(judge, tmp_path):
     task = recipe, tmp_path/'run', class_rows(judge)[0], begin_run(recipe, tmp_path/'run'), 10.0
     with pytest.raises(RankError) as caught: notebook_ranks(work, 2, task, 120, fsdp_env(judge))
     assert 'ranks [1] stuck' in caught.value.log, str(caught.value)
+
+
+def own_loss(recipe, rows):
+    "The loss of one process over all rows, with weights in the type that FSDP2 computes in."
+    import torch
+    from llm_workbook.config.recipe import Method
+    from llm_workbook.model.quantize import load_base
+    from trl.trainer.utils import add_fused_lm_head
+    frozen = Method(kind='lora', storage='bfloat16')
+    model = load_base(recipe.model.source, frozen, recipe.precision, device='cpu')
+    add_fused_lm_head(model, outputs=('log_probs',))
+    total = tokens = 0
+    for row in token_rows(recipe, rows, class_tokenizer(recipe)):
+        ids, labels = (torch.tensor([row[name]]) for name in ('input_ids', 'labels'))
+        with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+            found = model(input_ids=ids, labels=labels, fused_lm_head=True, use_cache=False)
+        total -= float(found.log_probs.double().sum())
+        tokens += int(found.label_mask.sum())
+    return total / tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('way', ['trainer', 'loop'])
+def test_the_loss_of_two_ranks_is_that_of_one_and_not_rounded(tmp_path, monkeypatch, way):
+    "FSDP2 casts what a model returns to bfloat16, whose numbers around 7 are 0.03 apart."
+    import torch
+    from llm_workbook.training import fine_tune as training
+    recipe = small_recipe(tmp_path, rows=2, **{
+        'precision.compute': 'bfloat16', 'optimizer.steps': 1})
+    types = tmp_path/'types'
+    def note(loss):
+        with open(types, 'a') as file: print(loss.dtype, file=file)
+        return loss
+    if way == 'loop':
+        loss_sum = module.loss_sum
+        monkeypatch.setattr(module, 'loss_sum', lambda *given: note(loss_sum(*given)))
+        train(recipe, tmp_path/'run')
+    else:
+        make = training.make_trainer
+        def make_noted(*given):
+            trainer = make(*given)
+            compute = trainer.compute_loss
+            trainer.compute_loss = lambda *given, **how: note(compute(*given, **how))
+            return trainer
+        monkeypatch.setattr(training, 'make_trainer', make_noted)
+        fine_tune(recipe, tmp_path/'run')
+    assert types.read_text().split() == ['torch.float32'] * 2
+    [line] = lines(tmp_path/'run')
+    own = own_loss(recipe, load_rows(recipe.data, recipe.seed)[0])
+    assert line['loss'] == pytest.approx(own, rel=1e-5)

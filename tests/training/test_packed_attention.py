@@ -1,15 +1,11 @@
 """Which models keep packed examples apart: asked of every family in miniature."""
-import json
-
 import pytest
-from transformers import AutoConfig
 from trouble import slow_case
 
-from bench.shared.families import FAMILIES
+from bench.shared.families import FAMILIES, family_fields
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.files import asset
-from llm_workbook.model.architecture import configuration, presets, usual_attention
+from llm_workbook.model.architecture import usual_attention
 from llm_workbook.training.packed_attention import LEAK, check_packed_rows, packing_leak
 
 LEAKY = {  # With transformers 5.23
@@ -20,42 +16,35 @@ QUICK = 'Llama 3.1', 'Qwen 3 MoE', 'Gemma 3', 'DeepSeek V3', 'GPT-2', 'Qwen 3 Ne
 ROUNDING = 1e-4  # The largest seen is 1e-5
 
 
-def fields_of(family):
-    "The configuration of a family, with a small vocabulary, which is quicker."
-    tiny = json.loads((asset('tiny-base')/'config.json').read_text())
-    tokens = {key: tiny[key] for key in tiny if key == 'vocab_size' or key.endswith('token_id')}
-    source, changes = FAMILIES[family]
-    if source in presets(): fields = configuration(source)[1] | tokens | changes
-    else: fields = AutoConfig.for_model(source, **tokens | changes).to_dict()
-    if 'text_config' in fields: fields['text_config'] |= tokens
-    return fields
-
-
 @pytest.mark.parametrize(
     'family', [family if family in QUICK else slow_case(family) for family in FAMILIES])
 def test_a_family_keeps_packed_examples_apart_or_is_known_to_leak(family):
-    fields = fields_of(family)
+    fields = family_fields(family)
     leak = packing_leak(fields, usual_attention(fields))
     if family in LEAKY: assert leak > 1
     else: assert leak < ROUNDING
     assert ROUNDING < LEAK < 1
 
 
-@pytest.mark.parametrize('attention', ['eager', 'flash'])
+@pytest.mark.parametrize('attention', ['eager', 'flash', 'segments'])
 def test_other_attentions_are_asked_too(attention):
-    assert packing_leak(fields_of('Qwen 3'), attention) < ROUNDING
+    assert packing_leak(family_fields('Qwen 3'), attention) < ROUNDING
 
 
-def test_a_leak_that_is_planted_is_seen(monkeypatch):
-    "As if the batch brought a mask of ones."
+@pytest.mark.parametrize('attention', ['sdpa', 'segments'])
+def test_a_leak_that_is_planted_is_seen(monkeypatch, attention):
+    "As if the batch brought a mask of ones; and, for `segments`, no border inside."
     import torch
     from llm_workbook.training import packed_rows
     collate = packed_rows.PackedCollator.__call__
     def with_ones(self, rows):
         batch = collate(self, rows)
-        return batch | {'attention_mask': torch.ones_like(batch['input_ids'])}
+        ones = torch.ones_like(batch['input_ids'])
+        if attention == 'sdpa': return batch | {'attention_mask': ones}
+        ends = torch.tensor([0, ones.shape[1]], dtype=torch.int32)
+        return batch | {'cu_seq_lens_q': ends, 'cu_seq_lens_k': ends}
     monkeypatch.setattr(packed_rows.PackedCollator, '__call__', with_ones)
-    assert packing_leak('tiny-base') > 1
+    assert packing_leak('tiny-base', attention) > 1
 
 
 def packed_recipe(**changes):
