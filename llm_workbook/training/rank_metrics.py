@@ -80,8 +80,8 @@ def _parameters_b(model, adapted):
     for parameter in model.parameters():
         kind = 'adapters' if adapted and parameter.requires_grad else 'weights'
         sizes[kind] += local_b(parameter)
-    statistics_b = payload_bytes(model)['absmax']  # Of packed layers, beside their parameters
-    return sizes | {'weights': sizes['weights'] + statistics_b}
+    if adapted: sizes['weights'] += payload_bytes(model)['absmax']  # Beside packed parameters
+    return sizes
 
 def _gradients_b(model):
     "Bytes of the gradients that are there; None under DeepSpeed, which keeps them elsewhere."
