@@ -374,7 +374,8 @@ def test_a_run_passes_in_toy_form(name, in_a_fork):
 
 @pytest.mark.parametrize('name', [
     slow_case('llama-3.2-1b-lora-4x2048-again'), slow_case('llama-3.2-1b-full-1x2048-whole-logits'),
-    slow_case('llama-3.1-8b-qlora-1x2048-again-2-ranks')])
+    slow_case('llama-3.1-8b-qlora-1x2048-again-2-ranks'),
+    slow_case('llama-3.1-8b-lora-1x4096-again-one-pass-segments')])
 def test_a_configuration_is_measured_in_toy_form(name, in_a_fork):
     made = in_a_fork(name)
     assert made['status'] == 'measured', made

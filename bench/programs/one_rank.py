@@ -2,8 +2,8 @@
 
 Takes a recipe as JSON, on standard input or as a file. Of several ranks it is rank 0 and pretends
 the others: collectives have shapes and sizes and move nothing, so its numbers mean nothing and its
-memory is that of a real run. Started by torchrun it is one of the real ranks. Logits in tiles are
-trained by the library's trainer; whole logits, which that refuses, by a plain loop.
+memory is that of a real run. Started by torchrun it is one of the real ranks. Logits in tiles and
+in one pass are trained by the library's trainer; whole logits, which that refuses, by a plain loop.
 Without CUDA it runs small recipes on the CPU, where glibc counts.
 """
 import json
@@ -136,7 +136,7 @@ def alone(recipe) -> dict:
     with (fake_ranks(ranks) if pretended else nullcontext(), patch.dict(os.environ, words),
           cpu_fsdp() if device == 'cpu' else nullcontext()):
         set_up_device(recipe)
-        train = by_trainer if recipe.batch.loss_head == 'chunked' else by_loop
+        train = by_loop if recipe.batch.loss_head == 'full' else by_trainer
         train(recipe, meter)
     return meter.seen
 

@@ -19,6 +19,7 @@ from ..config.recipe import Cluster, Method, Precision, Zero
 from ..model.layout import NUMBER_B, layout, number_sizes, parts_of
 from ..model.spec import spec_of
 from .activations import live_numbers
+from .parameter_groups import parameter_groups, partition, trained_tensors
 
 # %% ../../nbs/plan/09_collectives.ipynb #07c23c2e
 def wire_bytes(
@@ -225,11 +226,12 @@ class _Sending(NamedTuple):  # What of a recipe decides its messages
     passes: int  # Of one step
     clips: bool
     logs: bool  # In every step
+    looks: bool  # DDP looks for weights that got no gradient, in each step
 
 def _sending(recipe) -> _Sending:
-    sharding = recipe.sharding
+    method, sharding = recipe.method, recipe.sharding
     return _Sending(
-        method=recipe.method,
+        method=method,
         precision=recipe.precision,
         cluster=recipe.cluster,
         zero=recipe.zero,
@@ -239,7 +241,8 @@ def _sending(recipe) -> _Sending:
         recomputes=sharding.activation_checkpointing != 'none',
         passes=recipe.batch.accumulation,
         clips=recipe.optimizer.clip > 0,
-        logs=recipe.intervals.logging == 1)
+        logs=recipe.intervals.logging == 1,
+        looks=method.kind != 'full' or sharding.activation_checkpointing == 'none')
 
 # %% ../../nbs/plan/09_collectives.ipynb #684ce4a9
 class _Lane(NamedTuple):  # A set of ranks that talk to each other
@@ -345,8 +348,10 @@ def _reductions(run, spec, units, node) -> list[Collective]:
     number_b = number_sizes(run.method, precision, strategy).trained
     if precision.reduce: number_b = NUMBER_B[precision.reduce]
     sizes = _gradient_sizes(spec, run.method)
+    if strategy == 'ddp' and run.looks:  # Then it keeps to the order in which weights are named
+        sizes = tuple(tensor.numel for tensor in trained_tensors(spec, run.method))
     first, limit = _MIB // number_b, 25 * _MIB // number_b
-    if strategy == 'ddp': buckets = _ddp_buckets(sizes, first, limit)
+    if strategy == 'ddp': buckets = _ddp_buckets(sizes, first, limit)[::-1 if run.looks else 1]
     else: buckets = _zero_buckets(sizes, run.zero.reduce_bucket)
     lane, _ = _lanes(run)
     kind, padding_b = 'all_reduce', 0
@@ -407,31 +412,34 @@ def _small_messages(run, spec, units, node) -> tuple[Collective, ...]:
     messages = []
     if strategy == 'ddp' and spec.buffers_b:
         messages.append(('broadcast', 'forward', 1, spec.buffers_b, every))
+    if strategy == 'ddp' and run.looks:  # Which weights got a gradient on any rank
+        tensors = sum(u.count * u.tensors for u in units)
+        messages.append(('all_reduce', 'backward', 1, 4 * tensors, every))
     if strategy in ('fsdp1', 'fsdp2') and run.clips and shard.ranks > 1:
         norms_b = 4 * sum(u.count * u.tensors for u in units)
         messages.append(('all_reduce', 'clip', 1, norms_b, shard))
-    if strategy in ('zero1', 'zero2'): messages += _zero_optimizer(run, units, every)
-    if strategy == 'zero3': messages += _zero3_optimizer(units, every)
+    groups = parameter_groups(spec, run.method)
+    if strategy in ('zero1', 'zero2'): messages += _zero_optimizer(run, groups, every)
+    if strategy == 'zero3': messages += _zero3_optimizer(units, groups, every)
     messages += _logs(run, every)
     return tuple(_message(*message, node) for message in messages)
 
-def _zero_optimizer(run, units, lane) -> list[tuple]:
-    "ZeRO-1 and 2: the check for overflow, the norm, and the new weights, gathered."
+def _zero_optimizer(run, groups, lane) -> list[tuple]:
+    "ZeRO-1 and 2: the check for overflow; of each group its norm, and the new weights, gathered."
     number_b = NUMBER_B[run.precision.compute]
-    trained = sum(u.count * u.trained for u in units)
-    multiple = 2 * lane.ranks
-    padded = multiple * ceil(trained / multiple)
     messages = [('all_reduce', 'optimizer', 1, 1, lane)] if number_b == 2 else []
-    messages.append(('all_reduce', 'optimizer', 1, 4, lane))
-    messages.append(('all_gather', 'optimizer', 1, number_b * padded, lane))
+    messages.append(('all_reduce', 'optimizer', len(groups), 4, lane))
+    for group in groups:
+        padded = lane.ranks * partition(group, lane.ranks)
+        messages.append(('all_gather', 'optimizer', 1, number_b * padded, lane))
     return messages
 
-def _zero3_optimizer(units, lane) -> list[tuple]:
-    "ZeRO-3: the norm, and the parameters that were never split."
+def _zero3_optimizer(units, groups, lane) -> list[tuple]:
+    "ZeRO-3: the norm of each group, and the parameters that were never split."
     counts = Counter()
     for unit in units:
         for size_b in unit.whole: counts[size_b] += unit.count
-    messages = [('all_reduce', 'optimizer', 1, 8, lane)]
+    messages = [('all_reduce', 'optimizer', len(groups), 8, lane)]
     for size_b, count in counts.items():
         messages.append(('all_gather', 'optimizer', count, size_b, lane))
     return messages
@@ -459,7 +467,9 @@ def step_messages(
     "Predict every message of one optimizer step."
     if units not in ('trainer', 'shard_model'):
         raise ValueError(f"units {units!r} must be 'trainer' or 'shard_model'")
-    return _messages(_sending(recipe), spec or spec_of(recipe), node_of(recipe, node), units)
+    sending = _sending(recipe)
+    if units == 'shard_model': sending = sending._replace(looks=False)
+    return _messages(sending, spec or spec_of(recipe), node_of(recipe, node), units)
 
 @lru_cache(1024)
 def _messages(run, spec, node, units) -> tuple[tuple[Exchange, ...], tuple[Collective, ...]]:

@@ -424,7 +424,9 @@ def head_tape(
         raise ValueError(f'head {setting.head!r} is {known}')
     tape = Tape(setting.rows, setting.fresh)
     start = tape.tensor('input', spec.hidden, setting.stream_b, True)
-    x = _norm(tape, start, setting, gemma=spec.kind.startswith('gemma'))
+    # `compile_blocks` compiles decoder layers alone, and the last norm is in none
+    norm = setting._replace(kernels='plain') if setting.kernels == 'compile' else setting
+    x = _norm(tape, start, norm, gemma=spec.kind.startswith('gemma'))
     if setting.output_b: x = _cast(tape, 'output: float32', x, setting.output_b)
     if setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)

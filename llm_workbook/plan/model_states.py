@@ -9,7 +9,6 @@ __all__ = ['TensorGroup', 'Tensors', 'count_of', 'tensors_of', 'Rank', 'rank_of'
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from llm_workbook.model.layout import (
 
 from ..model.spec import ModelSpec
 from .lines import INSTANTS, Line
+from .parameter_groups import parameter_groups, partition, touched_tensors
 
 # %% ../../nbs/plan/06_model_states.ipynb #3aae4565
 class TensorGroup(NamedTuple):
@@ -43,7 +43,7 @@ class Tensors:  # Compared by identity: `tensors_of` makes one for each question
     "What a method makes of a model."
     frozen: tuple[TensorGroup, ...]  # In the type that computes, or packed
     trained: tuple[TensorGroup, ...]  # Everything that gets a gradient
-    order: tuple[int, ...]  # Numbers in each trained tensor, as `named_parameters` lists them
+    groups: tuple[tuple[int, ...], ...]  # Numbers in each trained tensor, by group
     absmax: tuple  # Bytes of the statistics of packed layers, formula, symbols
     largest: int  # Numbers in the largest tensor of the model
     packable: int  # Numbers in the largest packed tensor; 0 where nothing is packed
@@ -67,7 +67,7 @@ def tensors_of(
     return Tensors(
         frozen=tuple(_shape(tensor) for tensor in stored if not tensor.trained),
         trained=tuple(_shape(tensor) for tensor in stored if tensor.trained),
-        order=_order(spec, method),
+        groups=parameter_groups(spec, method),
         absmax=_absmax(spec, method),
         largest=max(weight.numel for weight in weights),
         packable=max(packed, default=0))
@@ -77,26 +77,6 @@ def _shape(tensor) -> TensorGroup:
     if tensor.kind == 'adapters': unit = tensor.unit, tensor.weight.path, tensor.factor
     wide = tensor.kind == 'weights' and tensor.weight.kind == 'embedding'
     return TensorGroup(tensor.kind, tensor.count, tensor.shape, unit, wide)
-
-# %% ../../nbs/plan/06_model_states.ipynb #d1cf4b42
-def _order(spec, method) -> tuple[int, ...]:
-    by_layer = {}  # Position of a layer -> numbers of its trained tensors, in order
-    for index, unit in enumerate(spec.units):
-        pairs = {pair.target: pair for pair in coverage(spec, method).pairs if pair.unit == index}
-        for path in unit.paths:
-            for weight in unit.weights:
-                sizes = _trained_sizes(weight, pairs.get(weight.path), path, method)
-                by_layer.setdefault(_position(path, weight), []).extend(sizes)
-    return tuple(size for layer in sorted(by_layer) for size in by_layer[layer])
-
-def _trained_sizes(weight, pair, path, method) -> list[int]:
-    if role(weight, method) in ('trained', 'head'): return [weight.numel]
-    if pair is None or path not in pair.paths: return []
-    return [prod(shape) for shape in pair.shapes.values()]
-
-def _position(path, weight) -> int:
-    if path: return int(path.rpartition('.')[2])
-    return -1 if weight.kind == 'embedding' else 10**9
 
 # %% ../../nbs/plan/06_model_states.ipynb #0a843f78
 def _absmax(spec, method) -> tuple:
@@ -296,14 +276,19 @@ def _beyond(rank, kind, b, n, m, **more) -> Line:
 
 # %% ../../nbs/plan/06_model_states.ipynb #40f1e737
 def _flat_weights(rank, kind, group) -> Line:
-    "ZeRO-1 and ZeRO-2: everything that is trained in one tensor."
-    b, W = rank.number_b(kind, True), rank.group
-    N = count_of(group)
-    size_b = b * 2 * W * ceil(N / (2 * W))
-    symbols = {'b': b, 'N': N, 'W': W}
-    why = 'b * 2 * W * ceil(N / (2 * W))', symbols, 'DeepSpeed, stage_1_and_2.py'
-    return _line(rank, kind, size_b, why, trained=True,
-                 name=f'trained {kind}, one flat tensor on every rank')
+    "ZeRO-1 and ZeRO-2: a flat tensor of each parameter group."
+    b, N = rank.number_b(kind, True), count_of(group)
+    p = 0
+    if kind == rank.tensors.trained[0].kind:  # What rounds the groups up is counted once
+        p = rank.group * sum(_partitions(rank)) - count_of(rank.tensors.trained)
+    why = 'b * (N + p)', {'b': b, 'N': N, 'p': p}, 'DeepSpeed, stage_1_and_2.py'
+    return _line(rank, kind, b * (N + p), why, trained=True,
+                 name=f'trained {kind}, flat, whole on every rank')
+
+def _partitions(rank) -> list[int]:
+    "Numbers in this rank's piece of each parameter group, under ZeRO."
+    if rank.zero < 3: return [partition(group, rank.group) for group in rank.tensors.groups]
+    return [sum(ceil(size / rank.group) for size in group) for group in rank.tensors.groups]
 
 def _also_whole(rank, kind, group, b) -> Iterator[Line]:
     "ZeRO-3: small parameters, whole on every rank."
@@ -340,7 +325,7 @@ def _reduced(rank, instants) -> _Reduced:
 
 def _partitioned(rank, instants, number_b) -> _Reduced:
     "The gradients of a partition of ZeRO-1 or ZeRO-2."
-    n, m = _partition(rank), _touched(rank)
+    n, m = sum(_partitions(rank)), _touched(rank)
     name, source = 'gradients, one partition', 'DeepSpeed, stage_1_and_2.py'
     if rank.place('gradients') != 'gpu':
         return _Reduced(4, n, n, ('',), name, f'{source}: the gradients of the fp32 partition')
@@ -371,7 +356,9 @@ def _gradients(rank, instants) -> Iterator[Line]:
         if part.m > n:
             yield _beyond(rank, 'gradients', b, n, part.m,
                           source=part.source, instant=instant, lasting=False)
-    sizes = [(1, b * n)] if rank.zero else _sizes(rank.part(trained, first=True), b)
+    if rank.zero in (1, 2): sizes = [(1, b * n) for n in _partitions(rank)]
+    elif rank.zero: sizes = [(1, b * n)]
+    else: sizes = _sizes(rank.part(trained, first=True), b)
     yield from _rounded(rank, 'gradients', sizes, 'gradients', lasting=False)
 
 def _waiting_b(rank) -> int:
@@ -380,23 +367,20 @@ def _waiting_b(rank) -> int:
         return rank.number_b('weights', True)
     return NUMBER_B[rank.precision.reduce or rank.precision.compute]
 
-def _partition(rank) -> int:
-    "Numbers in a partition of ZeRO-1 or ZeRO-2."
-    return 2 * ceil(count_of(rank.tensors.trained) / (2 * rank.group))
-
 def _touched(rank) -> int:
-    "Numbers in all the tensors that this rank's partition touches, and its padding."
-    size = _partition(rank)
-    low, high = rank.position * size, (rank.position + 1) * size
-    padding = max(0, high - max(low, sum(rank.tensors.order)))
+    "Numbers in all the tensors that this rank's pieces touch, and their padding."
+    padding = 0
+    for group in rank.tensors.groups:
+        size = partition(group, rank.group)
+        low, high = rank.position * size, (rank.position + 1) * size
+        padding += max(0, high - max(low, sum(group)))
     return sum(_touched_sizes(rank)) + padding
 
 def _touched_sizes(rank) -> list[int]:
-    "Numbers of each tensor that this rank's partition touches."
-    size = _partition(rank)
-    low, high = rank.position * size, (rank.position + 1) * size
-    ends = [0, *accumulate(rank.tensors.order)]
-    return [end - start for start, end in zip(ends, ends[1:]) if start < high and end > low]
+    "Numbers of each tensor that this rank's pieces touch."
+    return [size for group in rank.tensors.groups
+            for size in touched_tensors(group, rank.group, rank.position)]
+
 
 # %% ../../nbs/plan/06_model_states.ipynb #f413eb07
 def _states(rank, tensors) -> Iterator[Line]:
@@ -419,11 +403,9 @@ def _states(rank, tensors) -> Iterator[Line]:
         yield _line(rank, 'counters', 4 * t, why, name='one number per tensor')
 
 def _optimized(rank) -> tuple[TensorGroup, ...]:
-    "What the optimizer works on: DeepSpeed gives it one flat tensor."
-    tensors = rank.part(rank.tensors.trained)
-    if not rank.zero: return tensors
-    numbers = count_of(tensors) if rank.zero == 3 else _partition(rank)
-    return (TensorGroup('master', 1, (numbers,), 'flat'),)
+    "What the optimizer works on: DeepSpeed gives it one flat tensor for each parameter group."
+    if not rank.zero: return rank.part(rank.tensors.trained)
+    return tuple(TensorGroup('master', 1, (numbers,), 'flat') for numbers in _partitions(rank))
 
 # %% ../../nbs/plan/06_model_states.ipynb #1b9aa2da
 def _state_bytes(rank, optimizer, tensors) -> tuple:
@@ -475,8 +457,8 @@ def _zero_buckets(rank, instants, b) -> Iterator[Line]:
             yield _line(rank, 'zero_buckets', k * b * r, why, instant=instant, lasting=False,
                         name='gradients on their way')
     if rank.offload_optimizer != 'none': return
-    n = count_of(_optimized(rank))
-    if rank.zero == 3: n = min(n, 10**9)  # Stage 3 goes by groups of 10**9
+    n = max(_partitions(rank))  # It steps one parameter group after the other
+    if rank.zero == 3: n = min(n, 10**9)  # Stage 3 in pieces of 10**9
     why = '(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'
     yield _line(rank, 'zero_buckets', 8 * n, why,
                 instant='optimizer', sure='model', lasting=False,
@@ -515,12 +497,12 @@ def _host_buffer(rank, sizes_b, why, name) -> Iterator[Line]:
 def _gradient_buffers(rank) -> Iterator[Line]:
     "Stages 1 and 2: on the way to the host, and back."
     b = rank.number_b('weights', True)
-    n = count_of(_optimized(rank))
-    L = max(rank.tensors.order)
+    parts = _partitions(rank)
+    L = max(size for group in rank.tensors.groups for size in group)
     source = 'DeepSpeed, stage_1_and_2.py'
-    back = 'b * n', {'b': b, 'n': n}, source
+    back = 'b * n', {'b': b, 'n': sum(parts)}, source
     largest = 'b * L', {'b': b, 'L': L}, f'{source}: largest_param_numel'
-    yield from _host_buffer(rank, [b * n], back, 'weights on their way back')
+    yield from _host_buffer(rank, [b * n for n in parts], back, 'weights on their way back')
     yield from _host_buffer(rank, [b * L], largest, 'largest gradient')
     yield _line(rank, 'zero_buckets', b * L, largest,
                 lasting=False, name='largest gradient, on the GPU')
@@ -575,7 +557,8 @@ def _master(rank, optimized) -> Iterator[Line]:
     n = count_of(optimized)
     yield _line(rank, 'master', 4 * n, ('4 * n', {'n': n}, 'DeepSpeed: fp32 partition'),
                 name='trained weights in float32')
-    yield from _rounded(rank, 'master', [(1, 4 * n)], 'master weights')
+    sizes = [(1, 4 * tensor.numel) for tensor in optimized]
+    yield from _rounded(rank, 'master', sizes, 'master weights')
 
 # %% ../../nbs/plan/06_model_states.ipynb #1bc249f5
 def whole_states(

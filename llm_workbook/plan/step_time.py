@@ -298,7 +298,7 @@ def _messages_s(collectives) -> float: return sum(c.count * c.time_s for c in co
 class _Flops(NamedTuple):  # Of a rank in one step
     needed: float  # By the model
     run: float  # With what is computed again, or for nothing
-    counted: float  # By torch's counter, which takes causal attention for full
+    counted: float  # As torch counts, which takes causal attention for full
 
 def _flop_counts(recipe, spec, works) -> _Flops:
     tokens = recipe.pass_rows * recipe.batch.length * recipe.batch.accumulation
@@ -322,10 +322,16 @@ def _flop_counts(recipe, spec, works) -> _Flops:
 def _recomputed_flops(recipe, work) -> tuple[float, int]:
     "Give what is computed again: FLOPs of products, and how often attention."
     how = recipe.sharding.activation_checkpointing
-    if work.outside or how == 'none': return 0., 0
+    if work.outside: return work.base * _scored_again(recipe, work), 0
+    if how == 'none': return 0., 0
     if how == 'selective': return work.again, int(_is_eager(recipe))
     again = work.base + work.lora
     return (again if recipe.sharding.reentrant else again - work.last), 1
+
+def _scored_again(recipe, work) -> bool:
+    "Whether the loss has its logits computed twice: TRL's tiles are, as nobody keeps them."
+    if not work.outside or recipe.model.head != 'causal_lm': return False
+    return recipe.batch.loss_head == 'chunked'
 
 # %% ../../nbs/plan/10_step_time.ipynb #67ebf999
 @dataclass(frozen=True, repr=False)

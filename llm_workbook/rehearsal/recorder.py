@@ -122,6 +122,7 @@ def _flop_formulas(gpu):
         formulas[aten._scaled_dot_product_flash_attention_for_cpu] = _attention_flops
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         formulas[backward] = _attention_backward_flops
+        formulas[aten.addmm_] = flop_registry[aten.addmm]  # As TRL's tiles add on a CPU alone
     return formulas
 
 def _expert_flops(a, b, *args, **kwargs):

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..config.recipe import Recipe
+from ..model.quantize import payload_bytes
 from .run_directory import RunFiles
 from .step_phases import PHASES, StepClock, watch_model
 
@@ -57,7 +58,8 @@ MEMORY_CLASSES = {
     'allocated': "what tensors use now, by torch's allocator; null on a CPU",
     'peak': 'the most they have used since the run began; null on a CPU',
     'reserved': 'what the allocator has taken; null on a CPU',
-    'weights': 'what this rank holds of the base, or of the whole model in a full fine-tune',
+    'weights': 'what this rank holds of the base, scales of packed layers included, '
+               'or of the whole model in a full fine-tune',
     'gradients': 'at their largest, before the update; null under DeepSpeed',
     'optimizer': "its states, with DeepSpeed's float32 copy",
     'adapters': 'what else trains: adapters and a new head',
@@ -78,6 +80,7 @@ def _parameters_b(model, adapted):
     for parameter in model.parameters():
         kind = 'adapters' if adapted and parameter.requires_grad else 'weights'
         sizes[kind] += local_b(parameter)
+    if adapted: sizes['weights'] += payload_bytes(model)['absmax']  # Beside packed parameters
     return sizes
 
 def _gradients_b(model):

@@ -12,7 +12,7 @@ from llm_workbook.config.recipe import Method
 from llm_workbook.model.adapters import add_adapters, cast_adapters
 from llm_workbook.model.compiled_blocks import compile_blocks
 from llm_workbook.model.spec import spec
-from llm_workbook.plan.layer_tape import Setting, layer_tape
+from llm_workbook.plan.layer_tape import Setting, head_tape, layer_tape
 
 ROWS, LENGTH, RANK = 2, 64, 8
 SIZES = {
@@ -43,8 +43,11 @@ def trained(name, kind, compute, dropout=0.0):
     return model.train()
 
 
-def kept_b(model) -> int:
-    "Bytes that layer 1 alone keeps: its neighbours share tables of positions with it."
+def kept_b(model) -> tuple[int, int]:
+    """Bytes that layer 1 alone keeps: its neighbours share tables of positions with it.
+
+    And those that the last norm keeps.
+    """
     base = model.get_base_model() if hasattr(model, 'get_base_model') else model
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     kept = {}
@@ -58,24 +61,26 @@ def kept_b(model) -> int:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     blocks = []
-    for number, layer in enumerate(base.model.layers):
+    for number, layer in enumerate((*base.model.layers, base.model.norm)):
         blocks.append(layer.forward)
         def forward(*args, number=number, **kwargs):
             with note(number): return blocks[number](*args, **kwargs)
         layer.forward = forward
     ids = torch.randint(0, SIZES['vocab_size'], (ROWS, LENGTH))
     output = model(input_ids=ids, use_cache=False)
+    norm_b = sum(kept.pop(len(base.model.layers)).values())
     in_all = set.intersection(*(set(tensors) for tensors in kept.values()))
     assert output.logits.requires_grad
-    return sum(size_b for place, size_b in kept[1].items() if place not in in_all)
+    return sum(size_b for place, size_b in kept[1].items() if place not in in_all), norm_b
 
 
-def planned_b(of, kind, compute, kernels) -> int:
+def planned_b(of, kind, compute, kernels) -> tuple[int, int]:
+    "Bytes of a layer, and of what follows the last one."
     setting = Setting(
         micro=ROWS, length=LENGTH, compute_b=BYTES[compute], stream_b=BYTES[compute], kind=kind,
-        grad_b=BYTES[compute], rank=RANK, kernels=kernels)
-    tape, _ = layer_tape(of.units[0], of, setting)
-    return sum(tensor.size_b for tensor in tape.saved)
+        grad_b=BYTES[compute], rank=RANK, kernels=kernels, head='chunked')
+    tapes = layer_tape(of.units[0], of, setting)[0], head_tape(of, setting)
+    return tuple(sum(tensor.size_b for tensor in tape.saved) for tape in tapes)
 
 
 WAYS = [('full', 'float32'), ('full', 'bfloat16'), ('lora', 'bfloat16'), ('lora', 'float32')]
@@ -95,9 +100,13 @@ def test_a_compiled_layer_keeps_what_is_planned(tmp_path, name, kind, compute, b
     FAMILIES[name]().save_pretrained(tmp_path)
     of = spec(str(tmp_path))
     model = trained(name, kind, compute)
-    plain_b = kept_b(trained(name, kind, compute))
+    plain_b, plain_norm_b = kept_b(trained(name, kind, compute))
     compile_blocks(model, backend)
-    measured_b = kept_b(model)
-    assert plain_b == planned_b(of, kind, compute, 'plain')
-    assert measured_b == planned_b(of, kind, compute, 'compile')
+    measured_b, norm_b = kept_b(model)
+    (plan_b, tail_b), (compiled_b, compiled_tail_b) = (
+        planned_b(of, kind, compute, kernels) for kernels in ('plain', 'compile'))
+    assert (plain_b, measured_b) == (plan_b, compiled_b)
     assert measured_b < plain_b
+    # The last norm is in no layer, and runs as it did
+    assert norm_b == plain_norm_b > 0
+    assert compiled_tail_b == tail_b

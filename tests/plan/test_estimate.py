@@ -9,6 +9,8 @@ import pytest
 from llm_workbook import (
     Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search,
     estimate_step)
+from llm_workbook.model.layout import coverage
+from llm_workbook.model.spec import spec
 from llm_workbook.plan.estimate import plan_facts
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
@@ -178,6 +180,22 @@ def test_warnings_are_rules_and_coverage():
     experts = estimate(draft('mixtral-8x7b', '8x-h100').changed({'method.kind': 'qlora'}))
     assert any('16 bit' in w for w in experts.warnings)
     assert 'this version plans but does not run: method.unpacked 0.1' in experts.warnings
+
+
+EXPERTS = 'mixtral-8x7b', 'qwen3-30b-a3b', 'gpt-oss-20b', 'deepseek-v3'
+
+
+@pytest.mark.parametrize('source', EXPERTS)
+def test_experts_without_adapters_are_named_and_no_others(source):
+    def warned(**changes):
+        made = draft(source, '8x-h100').changed({'method.kind': 'lora'} | changes)
+        text = next((w for w in estimate(made).warnings if '[experts-are-not-adapted]' in w), '')
+        bare = not any('expert' in name for name in coverage(spec(source), made.method).adapted)
+        assert bool(text) == bare
+        return text
+    warned(**{'method.dropout': 0.0})
+    text = warned(**{'method.targets': ['o_proj']})
+    assert text.startswith('no adapter goes to the experts of this base')
 
 
 # Questions of every day

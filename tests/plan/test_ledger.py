@@ -109,19 +109,23 @@ def test_a_group_shares_one_copy_and_no_more():
 
 
 def test_zero_partitions_are_deepspeeds():
-    n = TINY.parameters
-    for ranks in (2, 3, 4):
+    "Each group of the optimizer is rounded up by itself: matrices decay, norms do not."
+    norms = sum(u.count * w.numel for u in TINY.units for w in u.weights if w.kind == 'norm')
+    for ranks in (2, 3, 5):
         full = {'method.kind': 'full', 'cluster.processes': ranks}
-        padded = math.ceil(n / (2 * ranks)) * 2 * ranks
+        padded = sum(
+            math.ceil(n / (2 * ranks)) * 2 * ranks for n in (TINY.parameters - norms, norms))
         one = lines(full | {'sharding.strategy': 'zero1'})
         three = lines(full | {'sharding.strategy': 'zero3', 'zero.persistence_threshold': 0})
         assert (size(one, 'weights'), size(one, 'master')) == (2 * padded, 4 * padded // ranks)
-        assert (size(one, 'optimizer'), size(one, 'gradients')) == (
-            8 * padded // ranks, 2 * padded // ranks)
+        assert (size(one, 'optimizer'), size(one, 'gradients'), size(one, 'counters')) == (
+            8 * padded // ranks, 2 * padded // ranks, 4 * 2)
         part = sum(u.count * math.ceil(w.numel / ranks) for u in TINY.units for w in u.weights)
         assert (
             size(three, 'weights'), size(three, 'gradients'), size(three, 'master'),
             size(three, 'optimizer')) == (2 * part, 2 * part, 4 * part, 8 * part)
+    adapters = lines({'method.kind': 'lora', 'sharding.strategy': 'zero1', 'cluster.processes': 2})
+    assert size(adapters, 'counters') == 4  # One group
 
 
 def test_small_parameters_stay_whole_under_zero3():

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from bench.shared.small_rehearsals import SHAPES
 from llm_workbook.files import asset
 from llm_workbook.config.hardware import node
 from llm_workbook.plan.collectives import (
@@ -32,7 +33,7 @@ method: {kind: full}
 data: {source: sample-conversations}
 cluster: {processes: 1, hardware: cpu}
 sharding: {strategy: none}
-batch: {micro: 2, length: 32}
+batch: {micro: 2, length: 32, loss_head: full}
 ''')
 LARGE = Recipe.parse('''
 version: 2
@@ -129,14 +130,15 @@ def test_accumulation_gathers_again_and_reduces_once():
 @pytest.mark.parametrize('compute, size', [('bfloat16', 2), ('float32', 4)])
 @pytest.mark.parametrize('strategy', ['zero1', 'zero2'])
 def test_zero_gathers_updated_weights_in_the_type_that_computes(strategy, compute, size):
-    """Llama 3.1 8B has 8,030,261,248 parameters, a multiple of 2 x 16; each rank sends its
-    sixteenth of them to 15 others."""
+    """Llama 3.1 8B has 8,030,261,248 parameters, 266,240 of them in norms, which are a group of
+    their own. Both groups are multiples of 2 x 16; each rank sends its sixteenth to 15 others."""
     made = sent(LARGE.changed({'sharding.strategy': strategy, 'precision.compute': compute}))
     gathers = [
         (c.count, c.tensor_b, c.wire_b)
         for c in made
         if c.kind == 'all_gather' and c.instant == 'optimizer']
-    assert gathers == [(1, size * 8_030_261_248, size * 501_891_328 * 15)]
+    assert gathers == [
+        (1, size * numbers, size * numbers // 16 * 15) for numbers in (8_029_995_008, 266_240)]
 
 
 @pytest.mark.parametrize('group', [2, 4, 8])
@@ -233,6 +235,18 @@ def test_model_flops_are_six_per_parameter_and_four_for_frozen_ones():
     assert frozen == pytest.approx(tokens * (4 * matrices + attention), rel=4e-3)
 
 
+def test_a_loss_in_tiles_computes_its_logits_twice():
+    eight = spec('llama-3.1-8b')
+    again = LARGE.global_batch * 4096 * 2 * eight.hidden * eight.vocab
+    for kind in 'full', 'lora':
+        whole, tiles, once = (
+            estimate_step(LARGE.changed({'method.kind': kind, 'batch.loss_head': head}))
+            for head in ('full', 'chunked', 'one_pass'))
+        assert tiles.flops_counted - whole.flops_counted == again
+        assert tiles.flops_executed - whole.flops_executed == again
+        assert (tiles.flops_model, once.flops_counted) == (whole.flops_model, whole.flops_counted)
+
+
 def test_fused_attention_runs_half_a_forward_pass_more():
     fused = estimate_step(SMALL.changed({'model.attention': 'sdpa'}))
     # Two products of 2 T T d, four heads of 64, four layers, two rows; half of it is causal
@@ -245,6 +259,41 @@ def test_fused_attention_runs_half_a_forward_pass_more():
     assert eager.flops_model == fused.flops_model
     assert eager.flops_executed - eager.flops_model == 3 * attention
     assert eager.flops_counted == eager.flops_executed
+
+
+# What a trainer changes
+
+def test_ddp_fills_its_buckets_as_the_trainer_lets_it():
+    """Bytes as two ranks sent them for the `brief` shape of the benchmarks.
+
+    Where DDP looks for weights without a gradient it keeps to the order of their names, and sums
+    one number for each besides.
+    """
+    brief = spec(SHAPES['brief'])
+    ddp = SMALL.changed({'sharding.strategy': 'ddp', 'cluster.processes': 2,
+                         'precision.compute': 'bfloat16'})
+    again, lora = {'sharding.activation_checkpointing': 'full'}, {'method.kind': 'lora'}
+
+    def sums(changes, **more):
+        large, small = step_messages(ddp.changed(changes), brief, **more)
+        return [c.tensor_b for c in (*large[0].reductions, *small)
+                if (c.kind, c.instant) == ('all_reduce', 'backward')]
+    assert sums({}) == [31_762_944, 12_288_000, 120]
+    assert sums(again) == sums({}, units='shard_model') == [12_288_000, 31_762_944]
+    assert sums(lora) == sums(lora | again) == [270_336, 1_056_768, 168]
+
+
+@pytest.mark.parametrize('kind, gathered', [
+    ('full', [22_020_096, 5_376]), ('lora', [663_552])])
+def test_zero_gathers_each_parameter_group_by_itself(kind, gathered):
+    "Bytes as DeepSpeed's engine sent them on three ranks in a rehearsal of the `brief` shape."
+    of = SMALL.changed({'sharding.strategy': 'zero2', 'cluster.processes': 3, 'method.kind': kind,
+                        'precision.compute': 'bfloat16'})
+    _, small = step_messages(of, spec(SHAPES['brief']))
+    updates = [c for c in small if c.instant == 'optimizer']
+    assert [c.tensor_b for c in updates if c.kind == 'all_gather'] == gathered
+    norms = [c.count for c in updates if (c.kind, c.tensor_b) == ('all_reduce', 4)]
+    assert norms == [len(gathered)]
 
 
 # Seconds
