@@ -199,14 +199,16 @@ def _ipywidgets():
 _WIDE = {'width': '640px'}
 
 # %% ../../nbs/release/04_chat.ipynb #c0a51eab
+def _expect_chat(chat):
+    if isinstance(chat, Chat): return chat
+    raise ValueError(f'{chat!r:.60} is no Chat: load_chat(recipe, adapters) gives one')
+
 class ChatPanel:
     "A place to type, and both answers below; display it as the last value of a cell."
 
     def __init__(self, chat: Chat):  # From `load_chat`
-        if not isinstance(chat, Chat):
-            raise ValueError(f'{chat!r:.60} is no Chat: load_chat(recipe, adapters) gives one')
+        self.given = _expect_chat(chat)
         ui = _ipywidgets()
-        self.given = chat
         self.prompt = ui.Textarea(description='You', placeholder='Ask both', layout=_WIDE)
         self.send = ui.Button(description='Ask', button_style='primary')
         self.clear = ui.Button(description='Begin anew')

@@ -206,7 +206,8 @@ def test_no_variable_of_the_list_names_code_or_a_file():
         for name in group]
     assert len(set(names)) == len(names) > 100
     words = 'PLUGIN|PATH|_DIR(_|$)|FILE|LIB|MODULE|CONFIG|TOKEN|TOOL|PRELOAD|SERVER|COMM_ID'
-    assert not [name for name in names if re.search(words, name)]
+    harmless = {'CUBLAS_WORKSPACE_CONFIG'}  # Sizes, as in :4096:8
+    assert {name for name in names if re.search(words, name)} == harmless
     assert all(re.fullmatch('[A-Z][A-Z0-9_]+', name) for name in names)
 
 
