@@ -242,7 +242,8 @@ def test_flops_are_those_that_torch_counts():
 
     from llm_workbook.files import asset
     recipe = Recipe.named('reviews-qlora').changed(
-        {'method.kind': 'full', 'model.attention': 'eager', 'batch.micro': 2, **ALONE,
+        {'method.kind': 'full', 'model.attention': 'eager', 'batch.loss_head': 'full',
+         'batch.micro': 2, **ALONE,
          'sharding.activation_checkpointing': 'none'})
     model = AutoModelForCausalLM.from_pretrained(asset('tiny-base'), attn_implementation='eager')
     ids = torch.ones(2, 40, dtype=torch.int64)
