@@ -121,7 +121,7 @@ def row(shape: str, changes: dict, folder: Path, ranks: RealRanks) -> dict:
         ours, tracker = rehearsed(changes, job)
         measured = waiting.result()
     sent = [(kind, size_b) for _, kind, size_b in measured['collectives']]
-    rehearsed = [(kind, size_b) for _, kind, size_b, _ in ours.messages]
+    planned = [(kind, size_b) for _, kind, size_b, _ in ours.messages]
     errors = {}
     for key, size_b in tracker.items():
         if not key.endswith('_b'): continue
@@ -139,8 +139,8 @@ def row(shape: str, changes: dict, folder: Path, ranks: RealRanks) -> dict:
         'error': percent(ours.peak_b, measured['peak_b']),
         'at': f'{ours.timeline.peak.op} in {ours.timeline.peak.phase}',
         'collectives': counted(sent),
-        'collectives_equal': counted(sent) == counted(rehearsed),
-        'in_order': sent == rehearsed,
+        'collectives_equal': counted(sent) == counted(planned),
+        'in_order': sent == planned,
         'flops_equal': ours.flops == measured['flops'],
         **tracker,
         **errors,
