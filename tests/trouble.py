@@ -163,3 +163,13 @@ def assert_commands_train(recipe, kind):
     assert len(by_ranks) == 2
     assert by_ranks[0] == pytest.approx(by_one_process[0], abs=1e-5)
     assert by_ranks[1] != by_ranks[0]
+
+
+def assert_all_kept(found, changes: dict) -> None:
+    "Assert that a recipe keeps all relations, but for those that its changes leave out."
+    assert found.passed, found
+    left_out = {one.name for one in found.relations if one.passed is None}
+    expected = set()
+    if changes.get('method.kind') == 'full': expected = {'adapters', 'reach', 'merge'}
+    if changes.get('sharding.strategy') == 'none': expected = {'ranks'}
+    assert left_out == expected, found

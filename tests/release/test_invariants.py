@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from trouble import assert_all_kept
 
 from bench.lines.try_out import asked_for
 from bench.shared.families import FAMILIES, add_tokenizer, family_fields
@@ -313,12 +314,7 @@ WHOLE = {'sharding.loading': 'every_rank', 'sharding.offload_parameters': 'none'
     ids=['qlora', 'lora-ddp', 'full-selective', 'alone'])
 def test_a_recipe_keeps_all_relations(changes):
     found = checked(**changes)
-    assert found.passed, found
-    left_out = {one.name for one in found.relations if one.passed is None}
-    expected = set()
-    if changes.get('method.kind') == 'full': expected = {'adapters', 'reach', 'merge'}
-    if changes.get('sharding.strategy') == 'none': expected = {'ranks'}
-    assert left_out == expected, found
+    assert_all_kept(found, changes)
 
 
 @pytest.mark.slow
