@@ -280,15 +280,23 @@ def engine_config(recipe) -> dict:
     return zero_config(recipe) | {'optimizer': adamw}
 
 
+def decay_groups(model) -> list[dict]:
+    "Group what trains as transformers' trainer does: what decays, and what does not."
+    from transformers import Trainer
+    decays = {*Trainer.get_decay_parameter_names(None, model)}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [{'params': [p for name, p in trained if name in decays]},
+              {'params': [p for name, p in trained if name not in decays], 'weight_decay': 0.0}]
+    return [group for group in groups if group['params']]
+
+
 class DeepSpeed:
-    "ZeRO, stepped by DeepSpeed's engine; one group of parameters."
+    "ZeRO, stepped by DeepSpeed's engine; groups of parameters as a trainer has them."
     def __init__(self, model, recipe):
         import deepspeed
-        trained = [p for p in model.parameters() if p.requires_grad]
         said = engine_config(recipe)
-        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model,
-                                                               model_parameters=trained,
-                                                               config=said)
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=model, model_parameters=decay_groups(model), config=said)
         self.model = self.engine.module
 
     def micro(self, ids, last: bool, instant: list) -> None:
