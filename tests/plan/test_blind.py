@@ -287,7 +287,7 @@ def test_how_close_plans_are_today():
     for what, (median, worst) in CLOSE.items():
         assert said[what]['median'] <= median, what
         assert said[what]['worst'] <= worst, what
-    assert len(said['refused']) <= 2
+    assert len(said['refused']) <= 3  # The third since an H100's context is planned as measured
 
 
 # What is reached today, as (median, worst) of the sizes of errors in percent; no goal
