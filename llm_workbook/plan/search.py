@@ -276,10 +276,12 @@ def _ruled(trial, draft, changes, node) -> tuple[tuple[str, ...], tuple[str, ...
         trial.judged[key] = tuple(reasons), tuple(not_run)
     return trial.judged[key]
 
+_SIZES = 'batch.micro', 'batch.accumulation', 'method.rank'
+
 def _unread_axes() -> set[str]:
-    "Name the axes of the batch that no rule mentions but those that warn."
+    "Name the sizes, read by no other fact, that no rule mentions but those that warn."
     conditions = repr([rule.when for rule in rules() if rule.level != 'warn'])
-    return {path for path in ('batch.micro', 'batch.accumulation') if path not in conditions}
+    return {path for path in _SIZES if path not in conditions}
 
 # %% ../../nbs/plan/12_search.ipynb #79188d8b
 def search(
