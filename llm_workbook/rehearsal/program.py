@@ -530,7 +530,7 @@ def _mark_step(trainer, recorder, recipe, judges=False):
 
         def on_step_end(self, args, state, *_, **more):
             if state.global_step < recipe.optimizer.steps:
-                if _refills(recipe): refill_buckets(trainer.model_wrapped)
+                _learn_order(recipe, trainer.model_wrapped)
                 self.note('begin', 'built_s')
             else: self.note('end', 'ended_s')
 
@@ -551,6 +551,11 @@ def _make_states(optimizer):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+def _learn_order(recipe, model):
+    "Do after the first step what DDP does before the second one."
+    if _refills(recipe): refill_buckets(model)
+
 
 # %% ../../nbs/rehearsal/04_program.ipynb #f6ce49eb
 def _judge(trainer, recorder, recipe):

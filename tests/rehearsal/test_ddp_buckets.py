@@ -16,7 +16,8 @@ BUCKETS = {'again': [12_288_000, 31_762_944], 'kept': [31_762_944, 12_288_000]}
 
 
 def summed(messages: list) -> list:
-    return [size_b for phase, kind, size_b in messages if (phase, kind) == ('backward', 'all_reduce')]
+    which = 'backward', 'all_reduce'
+    return [size_b for *what, size_b in messages if tuple(what) == which]
 
 
 @pytest.mark.parametrize('name', BUCKETS)
