@@ -261,12 +261,20 @@ def _recomputed(unit, tape, start, checkpointing, part, first_b) -> LayerSizes:
     "The same under checkpointing; `first_b`: the input of the very first layer."
     kept = start, *_selected(tape, checkpointing)
     kept_b = _total_b(kept)
-    backward = backward_instants(tape, kept)
+    spent_b = _spent_b(tape, kept)
+    backward = [instant._replace(saved_b=instant.saved_b - spent_b)
+                for instant in backward_instants(tape, kept)]
     waiting_b = _waiting_gradient_b(tape, backward)
     front = fullest_forward(tape, start, True, kept)._replace(flow_b=waiting_b)
     peak = _fullest([*backward, front])
     first_kept_b = kept_b - start.size_b + first_b
     return LayerSizes(unit.count, kept_b, first_kept_b, front, peak, start.size_b, part)
+
+def _spent_b(tape, kept) -> int:
+    "What running forward again takes from `kept`, and autograd does not need after it."
+    last = max(place for place, op in enumerate(tape.ops) if op.saves and op.out.needs)
+    reached = {op.out for op in tape.ops[:last]}  # It ends in the last operation that saves
+    return _total_b(reached.intersection(kept).difference(tape.saved))
 
 def _fullest(instants) -> Instant: return max(instants, key=lambda instant: instant.total_b)
 

@@ -226,6 +226,7 @@ class _Sending(NamedTuple):  # What of a recipe decides its messages
     passes: int  # Of one step
     clips: bool
     logs: bool  # In every step
+    in_tiles: bool  # TRL computes the loss, and counts what the head finds
     looks: bool  # DDP looks for weights that got no gradient, in each step
 
 def _sending(recipe) -> _Sending:
@@ -242,6 +243,7 @@ def _sending(recipe) -> _Sending:
         passes=recipe.batch.accumulation,
         clips=recipe.optimizer.clip > 0,
         logs=recipe.intervals.logging == 1,
+        in_tiles=recipe.batch.loss_head in ('chunked', 'one_pass'),
         looks=method.kind != 'full' or sharding.activation_checkpointing == 'none')
 
 # %% ../../nbs/plan/09_collectives.ipynb #684ce4a9
@@ -448,11 +450,10 @@ def _zero3_optimizer(units, groups, lane) -> list[tuple]:
 def _logs(run, lane) -> list[tuple]:
     "List the gathers of a trainer for its log, by size."
     counts = Counter({8: 1})  # What a loss is a mean over
-    if run.method.objective == 'answers':  # Pairs log no more: ranks tell their rewards as objects
-        half = NUMBER_B[run.precision.compute] == 2
-        is_half = half and run.method.kind == 'full' and run.strategy == 'fsdp2'
+    # Pairs log no more, since ranks tell their rewards as objects; nor do whole logits
+    if run.method.objective == 'answers' and run.in_tiles:
         counts[8] += 3 * run.passes
-        counts[2 if is_half else 4] += run.passes  # The entropy, in the type of the logits
+        counts[4] += run.passes  # The entropy, a sum in float32
     if run.logs: counts[4] += 2
     return [('all_gather', 'trainer', count, size_b * lane.ranks, lane)
             for size_b, count in counts.items()]

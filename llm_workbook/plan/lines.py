@@ -53,6 +53,7 @@ INSTANTS = {  # Name -> what happens then; of two that are equally full the firs
     'layer reduced': StepInstant('backward', 'layers', 'reduces'),
     'second layer gathers': StepInstant('backward', 'layers', 'gathers'),
     'second layer': StepInstant('backward', 'layers'),
+    'layer above the first': StepInstant('backward', 'layers'),
     'first layer gathers': StepInstant('backward', 'layers', 'gathers'),
     'first layer': StepInstant('backward', 'layers'),
     'embedding': StepInstant('backward', 'embedding'),

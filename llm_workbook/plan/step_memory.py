@@ -168,6 +168,7 @@ def _backward_alive(run, step) -> dict[str, dict]:
             'kept': beside_b, 'whole': big.part.grads_b if run.cuda else 0},
         'second layer gathers': flow | {'kept': kept_b - big.kept_b},
         'second layer': _busy(step, big.peak, beside_b - big.kept_b, work),
+        'layer above the first': _busy(step, big.peak, first_kept_b + big.kept_b, work),
         'first layer gathers': flow | {'kept': big.kept_b},
         'first layer': _busy(step, big.peak, first_kept_b, work),
         'embedding': flow | {'whole': step.embedding.grads_b + tied * step.tied_b},
@@ -284,8 +285,6 @@ def _backward_shards(shards, instants) -> None:
     tail_b, wire_b = shards.mine_b(tail.trained), _wire_b(run, big.grads_b)
     ahead_b = unit_b if run.reshards else 0
     layer_b = unit_b if run.reshards else stay_b
-    late_b = 0  # Gathered before the first layer works, or the one that it follows
-    if run.reshards: late_b = max(embedding.gathered_b, unit_b - shards.mine_b(big.trained))
     instants['loss'].update(gathered=tail.gathered_b + stay_b)
     instants['head'].update(gathered=tail.gathered_b + stay_b, ahead=ahead_b)
     instants['head reduced'].update(
@@ -298,7 +297,8 @@ def _backward_shards(shards, instants) -> None:
     if run.reshards: _middle_layers(shards, instants, before_first_b)
     instants['first layer'].update(
         gathered=unit_b if run.reshards else unit_b + embedding.gathered_b,
-        ahead=late_b, reduce=wire_b, gradients=before_first_b)
+        ahead=embedding.gathered_b if run.reshards else 0,
+        reduce=wire_b, gradients=before_first_b)
     last = {'reduce': wire_b} if shards.root_b else _reduction(run, embedding.grads_b)
     instants['embedding'].update(gradients=shards.mine_b(total, -embedding.trained), **last)
     instants['optimizer'].update(gradients=shards.mine_b(total))
@@ -311,6 +311,9 @@ def _middle_layers(shards, instants, before_first_b) -> None:
     next_b = shards.embedding.gathered_b
     instants['second layer gathers'].update(second | _gather(run, unit_b, 'ahead'))
     instants['second layer'].update(second | {'ahead': unit_b})
+    if sum(sort.count for sort in shards.step.sorts) > 2:  # Else it is the last one, or none
+        above_b = before_first_b - shards.mine_b(big.trained)
+        instants['layer above the first'].update(common | {'ahead': unit_b, 'gradients': above_b})
     instants['first layer gathers'].update(
         common | _gather(run, next_b, 'ahead') | {'gradients': before_first_b})
 
@@ -405,6 +408,7 @@ def _defer(shards, instants) -> None:
         'layer reduced': after_head_b - layer_b,
         'second layer gathers': after_head_b - layer_b,
         'second layer': after_head_b - layer_b,
+        'layer above the first': embedding_b + 2 * layer_b,
         'first layer gathers': embedding_b + layer_b,
         'first layer': embedding_b + layer_b,
         'embedding': 0,
@@ -425,7 +429,8 @@ def _shard(run, step, instants) -> None:
 
 def _has(run, name) -> bool:
     "Whether an instant differs from the others under a strategy."
-    return run.sharded or INSTANTS[name].action == 'computes' and name != 'second layer'
+    between = 'second layer', 'layer above the first'
+    return run.sharded or INSTANTS[name].action == 'computes' and name not in between
 
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377dfb
 @lru_cache(1024)

@@ -28,6 +28,7 @@ from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
 from ..parallel.shard import assert_sharding
+from .ddp_buckets import refill_buckets, without_ddp_peers
 from .micro_batch import micro_batch, ones_row
 from .recorder import Recorder, recorded
 from .timeline import Irregular
@@ -172,12 +173,19 @@ def rehearsable(
     notes += [str(problem) for problem in planned_only(recipe)]
     for note, fields in _NOTES_WHERE.items():
         if all(facts[field] in values for field, values in fields.items()): notes.append(note)
-    if zero: changes['optimizer.steps'] = 2  # DeepSpeed learns in the first what to prefetch
+    if zero or _refills(recipe): changes['optimizer.steps'] = 2  # The first one teaches
     changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)
     if 'precision.compute' in changes and recipe.method.storage == 'float16':
         changes['method.storage'] = 'bfloat16'
         notes.append('a payload stored as float16 runs as bfloat16: the same bytes')
     return recipe.changed(changes), notes
+
+def _refills(recipe):
+    "Whether DDP fills its buckets anew: with other recipes it looks for unused weights."
+    sharding, alone = recipe.sharding, recipe.cluster.ranks == 1
+    again = sharding.activation_checkpointing != 'none' and recipe.method.kind == 'full'
+    return again and sharding.strategy == 'ddp' and not alone
+
 
 # %% ../../nbs/rehearsal/04_program.ipynb #308ca6ce
 class RecordedStep(NamedTuple):
@@ -236,7 +244,7 @@ def _import_libraries():
 def _adapted_libraries(recipe, gpu):
     with ExitStack() as stack:
         stack.enter_context(cpu_fsdp())
-        stack.enter_context(_ddp_without_peers())
+        stack.enter_context(without_ddp_peers())
         if recipe.pads: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
@@ -253,31 +261,6 @@ def _padded_rows():
     return patch.object(masks, '_ignore_causal_mask_sdpa', lambda *sizes, **options: False)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #351aa402
-def _nothing(*args, **kwargs): pass
-
-@contextmanager
-def _ddp_without_peers():
-    "DDP that compares no shapes with ranks that are not there, and reduces its buckets in a hook."
-    import torch.nn.parallel.distributed as ddp
-    make_ddp = ddp.DistributedDataParallel.__init__
-
-    def make_with_hook(self, *args, **kwargs):
-        make_ddp(self, *args, **kwargs)
-        self.register_comm_hook(None, _reduce_bucket)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(ddp, '_verify_param_shape_across_processes', _nothing))
-        stack.enter_context(patch.object(ddp, '_sync_module_states', _nothing))
-        stack.enter_context(patch.object(ddp.DistributedDataParallel, '__init__', make_with_hook))
-        yield
-
-def _reduce_bucket(state, bucket):
-    import torch
-    torch.distributed.all_reduce(bucket.buffer())
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
 def _no_ddp():
     "accelerate wraps a single process in DDP on a CPU, and not on a GPU."
     import torch.nn.parallel as parallel
@@ -327,7 +310,9 @@ def _trl_kernels_of_gpus():
 
 class _IdleKernel:
     "A kernel that is started on a grid, `kernel[grid](...)`, and does nothing."
-    def __getitem__(self, grid): return _nothing
+    def __getitem__(self, grid): return self
+
+    def __call__(self, *args, **kwargs): pass
 
 @contextmanager
 def _tiles_of_gpus():
@@ -544,7 +529,9 @@ def _mark_step(trainer, recorder, recipe, judges=False):
             setattr(marks, moment, time.monotonic())
 
         def on_step_end(self, args, state, *_, **more):
-            if state.global_step < recipe.optimizer.steps: self.note('begin', 'built_s')
+            if state.global_step < recipe.optimizer.steps:
+                _learn_order(recipe, trainer.model_wrapped)
+                self.note('begin', 'built_s')
             else: self.note('end', 'ended_s')
 
         def on_log(self, args, state, control, logs=None, **more):
@@ -564,6 +551,11 @@ def _make_states(optimizer):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+def _learn_order(recipe, model):
+    "Do after the first step what DDP does before the second one."
+    if _refills(recipe): refill_buckets(model)
+
 
 # %% ../../nbs/rehearsal/04_program.ipynb #f6ce49eb
 def _judge(trainer, recorder, recipe):

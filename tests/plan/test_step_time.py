@@ -296,6 +296,21 @@ def test_zero_gathers_each_parameter_group_by_itself(kind, gathered):
     assert norms == [len(gathered)]
 
 
+def test_only_a_head_in_tiles_counts_tokens_for_the_log():
+    "Gathers as two ranks sent them in a step of two passes: bytes of all ranks -> how often."
+    twice = SMALL.changed({
+        'sharding.strategy': 'ddp', 'cluster.processes': 2, 'precision.compute': 'bfloat16',
+        'batch.accumulation': 2, 'intervals.logging': 1})
+
+    def gathered(changes):
+        _, small = step_messages(twice.changed(changes))
+        return {c.tensor_b: c.count for c in small if c.instant == 'trainer'}
+    assert gathered({}) == {16: 1, 8: 2}
+    assert gathered({'batch.loss_head': 'chunked'}) == {16: 7, 8: 4}
+    sharded = {'batch.loss_head': 'chunked', 'sharding.strategy': 'fsdp2'}
+    assert gathered(sharded) == {16: 7, 8: 4}  # The entropy too is in float32
+
+
 # Seconds
 
 @pytest.mark.parametrize(

@@ -66,12 +66,8 @@ def test_groups_train_what_one_process_trains(tmp_path, kind):
     assert held == 2 * run.ranks[0]['shards'].total_b
 
 
-# Since what FSDP2 gives back keeps its type, the entropy is gathered in float32, 4 bytes a rank
-OF_TWO_BYTES = pytest.mark.xfail(strict=True, reason='the plan has the entropy in bfloat16')
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', [pytest.param('full', marks=OF_TWO_BYTES), 'qlora'])
+@pytest.mark.parametrize('kind', ['full', 'qlora'])
 def test_a_trainer_in_groups_holds_and_sends_what_the_plan_says(tmp_path, kind):
     how = {'optimizer.steps': 3, 'batch.length': 128, 'batch.micro': 2, 'method.rank': 4}
     recipe = Recipe(name='groups', model={'source': 'tiny-base'},
