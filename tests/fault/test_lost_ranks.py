@@ -101,7 +101,9 @@ def sleep(): time.sleep(1000)
 
 
 @pytest.mark.slow
-def test_11_under_torchrun_the_hanging_rank_is_named_and_all_end(recipe, tmp_path, monkeypatch, warm):
+def test_11_under_torchrun_the_hanging_rank_is_named_and_all_end(
+    recipe, tmp_path, monkeypatch, warm
+):
     log = broken_by_torchrun(recipe, tmp_path, sleep, monkeypatch, '--step-timeout', '8')
     who = 'ranks [1] stuck, ranks [0] waiting for another'
     assert f'RankHangs: no step was done in 8 s: {who}' in log, log
