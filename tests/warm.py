@@ -9,10 +9,12 @@ import atexit
 import ctypes
 import faulthandler
 import inspect
+import json
 import logging
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -190,6 +192,76 @@ def forked_programs():
     with pytest.MonkeyPatch.context() as patch:
         for module in subprocess, subprocess_handler: patch.setattr(module, 'Popen', ForkedProgram)
         yield
+
+
+# A script that calls an interpreter calls this file: it hands its words, variables, folder, streams
+# and ignored signals over, leaves word of the process, and ends as that does
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+door.connect({address!r})
+ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
+asked = {{'words': sys.argv[1:], 'env': dict(os.environ), 'cwd': os.getcwd(), 'ignored': ignored}}
+socket.send_fds(door, [json.dumps(asked).encode()], [0, 1, 2])
+pid = int(door.recv(100))
+with open(os.path.join({forks!r}, str(os.getpid())), 'w') as file: file.write(str(pid))
+for number in signal.SIGTERM, signal.SIGINT:
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+code = int(door.recv(100))
+if code >= 0: os._exit(code)
+signal.signal(-code, signal.SIG_DFL)
+os.kill(os.getpid(), -code)
+"""
+
+
+@contextmanager
+def warm_interpreter(folder: Path):
+    """Give a file that a script can call as Python; `forks` holds for each such call the process
+    that runs its program."""
+    file, forks, address = folder/'warm-python', folder/'forks', f'\0llmw-{folder}'
+    forks.mkdir()
+    file.write_text(CLIENT.format(python=sys.executable, address=address, forks=str(forks)))
+    file.chmod(0o755)
+    with forked_programs(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(address)
+        door.listen()
+        server = os.fork()
+        if server == 0: serve(door)
+        try: yield file
+        finally:
+            for child in psutil.Process(server).children(recursive=True): child.kill()
+            os.kill(server, signal.SIGTERM)
+            os.waitpid(server, 0)
+
+
+def serve(door: socket.socket):
+    "Be a process that starts what clients ask for, each under a keeper."
+    def end(*received):
+        try:
+            while os.wait(): pass
+        except ChildProcessError: os._exit(0)
+    try:
+        signal.signal(signal.SIGTERM, end)
+        while True:
+            client, _ = door.accept()
+            if os.fork() == 0: keep(client)
+            client.close()
+    finally: os._exit(1)
+
+
+def keep(client: socket.socket):
+    "Start the program that a client asks for, and tell the client how it ends."
+    try:
+        text, streams, _, _ = socket.recv_fds(client, 2**20, 3)
+        asked = json.loads(text)
+        for number in asked['ignored']: signal.signal(number, signal.SIG_IGN)
+        job = ForkedProgram(
+            [sys.executable, *asked['words']], env=asked['env'], cwd=asked['cwd'],
+            stdin=streams[0], stdout=streams[1], stderr=streams[2])
+        for stream in streams: os.close(stream)
+        client.send(str(job.pid).encode())
+        client.send(str(job.wait()).encode())
+    finally: os._exit(0)
 
 
 @pytest.fixture

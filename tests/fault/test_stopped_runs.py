@@ -5,14 +5,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
 from test_job_scripts import install_programs, job_environment, requeues
 from trouble import CANARY, TOKENS, files, fine_tune, losses
 from trouble import exit_code, steps_done, torchrun, wait_for
-from warm import rank_of
+from warm import rank_of, warm_interpreter
 
 from llm_workbook.checkpoint import save_load as checkpoint
 from llm_workbook.training import fine_tune as training
@@ -197,11 +196,16 @@ def test_10_no_number_on_one_rank_stops_all_before_the_update(recipe, kept, tmp_
 
 # 17 and 18: the job script, three times
 
+@pytest.fixture
+def interpreter(tmp_path):
+    with warm_interpreter(tmp_path) as file: yield file
+
+
 @pytest.mark.slow
-def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_path, monkeypatch):
+def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_path, interpreter):
     install_programs(tmp_path, ['srun', 'scontrol'])
     long.recipe.save(tmp_path/'recipe.yaml')
-    script = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=sys.executable)
+    script = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=interpreter)
     run = tmp_path/'run'
     environment = job_environment(tmp_path) | {'TMPDIR': str(tmp_path)}
     environment |= {name: CANARY for name in TOKENS}
