@@ -14,6 +14,8 @@ ROOMS = (
 for folder in (ROOT, ROOT/'tools', ROOT/'tests', *(ROOT/'tests'/room for room in ROOMS)):
     sys.path.insert(0, str(folder))
 
+from warm import warm  # noqa: E402, F401
+
 # A shell lets what it starts in the background ignore Ctrl-C, and every process below would inherit
 # that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

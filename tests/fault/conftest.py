@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from trouble import CANARY, TOKENS, children, fine_tune, ports, small_recipe, variables, wait_for
+from warm import bring_deepspeed
 
 HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -22,6 +23,7 @@ def imported():
     "Import what ranks need once, before the first fork, and not in every rank."
     import accelerate, transformers  # noqa: E401, F401
     import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+    bring_deepspeed()
 
 
 def state_of_this_process() -> tuple:

@@ -54,7 +54,7 @@ def start_and_end(recipe, directory, workers, number) -> str:
 
 
 @pytest.mark.slow
-def test_starts_and_stops_at_all_moments_leave_nothing(recipe, tmp_path, record_property):
+def test_starts_and_stops_at_all_moments_leave_nothing(recipe, tmp_path, record_property, warm):
     begin = time.monotonic()
     threads = threading.active_count()
     with WorkerProcess() as workers:
@@ -91,7 +91,7 @@ def test_starts_and_stops_at_all_moments_leave_nothing(recipe, tmp_path, record_
 
 
 @pytest.mark.slow
-def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path):
+def test_a_stop_at_any_moment_of_the_start_can_be_resumed(recipe, tmp_path, warm):
     with WorkerProcess() as workers:
         for number in range(6):
             directory = tmp_path/f'run-{number}'
@@ -128,7 +128,7 @@ def test_a_run_that_waits_for_the_imports_is_withdrawn(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_workers_do_not_share_a_directory(recipe, tmp_path):
+def test_two_workers_do_not_share_a_directory(recipe, tmp_path, warm):
     with WorkerProcess() as one, WorkerProcess() as two:
         first = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', one)
         assert wait_for(lambda: first.metrics, 120)
@@ -156,7 +156,7 @@ FORKED = 'import os; os.fork() or (time.sleep(60), os._exit(0))'
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'then', [FORKED + '; time.sleep(1000)', ''], ids=['killed with a fork', 'ended'])
-def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
+def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path, warm):
     recipe.changed(STEADY | {'optimizer.steps': 5000}).save(tmp_path/'recipe.yaml')
     (tmp_path/'temp').mkdir()
     code = textwrap.dedent(KERNEL.format(then=then))
@@ -180,7 +180,7 @@ def test_a_kernel_that_is_gone_takes_all_with_it(then, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tmp_path):
+def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tmp_path, warm):
     workers = WorkerProcess()
     run = launch(recipe.changed({'optimizer.steps': 5000}), tmp_path/'run', workers)
     assert wait_for(lambda: len(run.metrics) >= 2, 120)
@@ -196,7 +196,7 @@ def test_a_nursery_that_is_killed_takes_its_ranks_with_it_and_is_told(recipe, tm
 
 
 @pytest.mark.slow
-def test_workers_that_nobody_holds_end_by_themselves():
+def test_workers_that_nobody_holds_end_by_themselves(warm):
     process = WorkerProcess()._box.process
     gc.collect()
     assert process.wait(60) == 0

@@ -14,10 +14,11 @@ from llm_workbook.config.recipe import Recipe
 
 BASE = Recipe.named('70b-2x8-a100-80-full')
 # A pretended SLURM: what srun gets, every process of the step gets, as where SLURM tracks them by
-# cgroup or by parent
+# cgroup or by parent; `forks` has those of a warm interpreter
 PROGRAMS = {
     'srun': """shift
-tree() { for child in $(cat /proc/$1/task/$1/children); do tree $child; done; kill -USR1 $1; }
+below() { cat /proc/$1/task/$1/children "$SEEN/../forks/$1" 2> /dev/null; }
+tree() { for child in $(below $1); do tree $child; done; kill -USR1 $1; }
 "$@" & step=$!
 trap "tree $step" USR1
 until wait $step; ! kill -0 $step 2> /dev/null; do :; done; wait $step""",

@@ -86,7 +86,7 @@ def broken_by_torchrun(recipe, folder, act, monkeypatch, *words):
 
 
 @pytest.mark.slow
-def test_05_torchrun_s_summary_has_the_cause_first(recipe, tmp_path, monkeypatch):
+def test_05_torchrun_s_summary_has_the_cause_first(recipe, tmp_path, monkeypatch, warm):
     log = broken_by_torchrun(recipe, tmp_path, exhaust, monkeypatch)
     cause = log.rpartition('Root Cause (first observed failure):')[2]
     assert re.search(r'rank\s*: 1 ', cause), log
@@ -101,7 +101,9 @@ def sleep(): time.sleep(1000)
 
 
 @pytest.mark.slow
-def test_11_under_torchrun_the_hanging_rank_is_named_and_all_end(recipe, tmp_path, monkeypatch):
+def test_11_under_torchrun_the_hanging_rank_is_named_and_all_end(
+    recipe, tmp_path, monkeypatch, warm
+):
     log = broken_by_torchrun(recipe, tmp_path, sleep, monkeypatch, '--step-timeout', '8')
     who = 'ranks [1] stuck, ranks [0] waiting for another'
     assert f'RankHangs: no step was done in 8 s: {who}' in log, log

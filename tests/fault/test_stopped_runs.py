@@ -5,13 +5,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
 from test_job_scripts import install_programs, job_environment, requeues
 from trouble import CANARY, TOKENS, files, fine_tune, losses
 from trouble import exit_code, steps_done, torchrun, wait_for
+from warm import rank_of, warm_interpreter
 
 from llm_workbook.checkpoint import save_load as checkpoint
 from llm_workbook.training import fine_tune as training
@@ -35,7 +35,7 @@ def ranks(process) -> dict:
     "The ranks of a torchrun, as RANK -> process."
     by_rank = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        try: by_rank[int(child.environ()['RANK'])] = child
+        try: by_rank[rank_of(child)] = child
         except (psutil.Error, KeyError): pass  # It has ended, or is no rank
     return by_rank
 
@@ -68,20 +68,20 @@ def log_of_signalled_run(long, directory, number, rank=None) -> str:
 
 
 @pytest.mark.slow
-def test_01_sigterm_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path):
+def test_01_sigterm_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path, warm):
     log = log_of_signalled_run(long, tmp_path/'run', signal.SIGTERM)
     assert 'SignalException' in log, log[-3000:]
     assert_resumed_as_undisturbed(tmp_path/'run', long)
 
 
 @pytest.mark.slow
-def test_02_a_signal_to_one_rank_saves_one_step_on_all_ranks(long, tmp_path):
+def test_02_a_signal_to_one_rank_saves_one_step_on_all_ranks(long, tmp_path, warm):
     log = log_of_signalled_run(long, tmp_path/'run', signal.SIGUSR1, rank=1)
     assert 'exitcode  : 75' in log, log[-3000:]
 
 
 @pytest.mark.slow
-def test_02_ctrl_c_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path):
+def test_02_ctrl_c_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path, warm):
     log = log_of_signalled_run(long, tmp_path/'run', signal.SIGINT)
     assert 'interrupted: the run saves its next step' in log, log[-3000:]
     assert 'KeyboardInterrupt' not in log.partition('SignalException')[0], log[-3000:]
@@ -151,7 +151,7 @@ def test_03_a_second_signal_inside_a_save_changes_nothing(recipe, kept, tmp_path
 
 @pytest.mark.slow
 def test_04_a_killed_rank_is_started_again_and_goes_on_from_the_last_commit(
-    long, tmp_path, monkeypatch
+    long, tmp_path, monkeypatch, warm
 ):
     # With DETAIL its peer waits in a check, until torchrun kills it after 30 s
     monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')
@@ -196,11 +196,16 @@ def test_10_no_number_on_one_rank_stops_all_before_the_update(recipe, kept, tmp_
 
 # 17 and 18: the job script, three times
 
+@pytest.fixture
+def interpreter(tmp_path):
+    with warm_interpreter(tmp_path) as file: yield file
+
+
 @pytest.mark.slow
-def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_path, monkeypatch):
+def test_17_the_same_job_starts_resumes_and_has_nothing_left_to_do(long, tmp_path, interpreter):
     install_programs(tmp_path, ['srun', 'scontrol'])
     long.recipe.save(tmp_path/'recipe.yaml')
-    script = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=sys.executable)
+    script = sbatch(long.recipe, tmp_path/'run', tmp_path/'recipe.yaml', python=interpreter)
     run = tmp_path/'run'
     environment = job_environment(tmp_path) | {'TMPDIR': str(tmp_path)}
     environment |= {name: CANARY for name in TOKENS}

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 from bench.shared import launches as table
+from warm import forked_programs
 
 from llm_workbook.launching.background import WorkerProcess
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def workers():
-    with WorkerProcess() as made: yield made
+    "With them, programs are forks; tests/launching/test_render.py starts launchers as they are."
+    with forked_programs(), WorkerProcess() as made: yield made
 
 
 @pytest.fixture(scope='module')

@@ -265,7 +265,9 @@ print('trained')
 
 @pytest.mark.slow
 @pytest.mark.parametrize('level', ['DETAIL', 'INFO'])
-def test_ddp_really_dies_under_detail_with_the_versions_that_the_row_names(tmp_path, level):
+def test_ddp_really_dies_under_detail_with_the_versions_that_the_row_names(
+    tmp_path, level, warm
+):
     from packaging.specifiers import SpecifierSet
     row = fault_rows()['versions'][0]
     known = version('torch') in SpecifierSet(row['versions'])

@@ -835,7 +835,7 @@ def program(recipe, tmp_path, *words, **env):
 
 
 @pytest.mark.slow
-def test_the_program_on_the_ranks_of_torchrun(tmp_path):
+def test_the_program_on_the_ranks_of_torchrun(tmp_path, warm):
     words = (
         '-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint'.split())
     done = program(ONE, tmp_path, *words, f'127.0.0.1:{free_port()}', GLOO_SOCKET_IFNAME='lo')

@@ -7,6 +7,8 @@ from llm_workbook.parallel.ranks import run_ranks
 def load(gather):
     torch.manual_seed(0)
     import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    __compatible_ops__['deepspeed_shm_comm'] = False  # Else a compiler builds it at first use
     state = torch.nn.Linear(8, 8).state_dict()
     settings = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': {'stage': 3}}
     with deepspeed.zero.Init(config_dict_or_path=settings):
