@@ -22,6 +22,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Imports and the list of tests leave no garbage, and the collector would look through all of them
+gc.disable()
+
+
+def pytest_collection_finish():
+    "Collect garbage again once all tests are known."
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_terminal_summary(terminalreporter):
     "Print what tests have recorded as `report`, whether they passed or not."
     ended = [*terminalreporter.getreports('passed'), *terminalreporter.getreports('failed')]

@@ -2,6 +2,7 @@
 is named in time."""
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -875,8 +876,9 @@ def test_torch_is_whole_before_two_threads_ask_for_it(tmp_path):
     assert 'seen' in done.stdout
 
 
-def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
-    "A call into a dead network may never come back; the verdict must."
+def test_the_program_goes_on_with_few_open_files_and_a_thread_that_never_ends(tmp_path):
+    "It warns of the files. A call into a dead network may never come back; the verdict must."
+    def allow_few(): resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
     ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
     code = (
         'import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
@@ -886,10 +888,11 @@ def test_the_program_does_not_wait_for_a_thread_that_never_ends(tmp_path):
         k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')
     } | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
-        [sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True,
-        timeout=60)
+        [sys.executable, '-c', code], cwd=tmp_path, env=env, preexec_fn=allow_few,
+        capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert ': go' in done.stdout, done.stderr
+    assert 'a process may open 200 files, and 261 are wanted. Lift it: ulimit -n 261' in done.stdout
 
 
 def test_a_word_that_is_no_command_is_refused(tmp_path):

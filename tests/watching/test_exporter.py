@@ -1,5 +1,6 @@
 """The exporter as a program and as a library: who can ask it, what it never says, and what happens
 to it when files are not as they should be."""
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from monitoring import ExporterProgram, Program, needs, pretended_driver
 from trouble import CANARY, ports, wait_for
 
+from llm_workbook.__main__ import program as command
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.parallel.ranks import free_port
 from llm_workbook.training.run_directory import RunFiles, mark_stage
@@ -255,13 +257,15 @@ def test_another_address_is_taken_only_by_name_and_then_it_says_what_that_opens(
     finally: exporter.end()
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_it(run):
+def test_a_port_that_is_taken_is_an_error_that_names_it(run, monkeypatch, capsys):
     with export_metrics(run, port=0, gpus=False, plan=False) as exporter:
-        done = subprocess.run(
-            [sys.executable, '-m', 'llm_workbook', 'metrics', str(run), '--port',
-             str(exporter.port)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert f'port {exporter.port} of 127.0.0.1' in done.stderr and 'Traceback' not in done.stderr
+        words = ['llm-workbook', 'metrics', str(run), '--port', str(exporter.port)]
+        monkeypatch.setattr(sys, 'argv', words)
+        try: code = command()
+        finally: gc.enable()  # The program works without it
+    stderr = capsys.readouterr().err
+    assert code == 2
+    assert f'port {exporter.port} of 127.0.0.1' in stderr and 'Traceback' not in stderr
 
 
 @pytest.mark.parametrize('package', ['prometheus_client', 'pynvml'])
