@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CachingAllocator', 'Reserved', 'replayed', 'expandable', 'reserved_of']
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #00611b19
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #3a475f13
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..config.recipe import Recipe
 from .recorder import Recorder
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #aeb8660e
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #252f496e
 _ROUND_B, _SMALL_B = 512, 2**20
 _SMALL_PAGE_B, _LARGE_PAGE_B = 2 * 2**20, 20 * 2**20
 _ALONE_FROM_B = 10 * 2**20  # Such a block gets a segment of its own
@@ -94,7 +94,7 @@ class _Pool:
         if self.last is second: self.last = first
         return first
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #0ee05ade
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #b901419a
 def _missing_b(pool, size_b):
     "Bytes of the segment, or of the pages, that a pool lacks for a tensor."
     if pool.expandable:
@@ -134,7 +134,7 @@ def _shrink_end(pool):
 
 def _up(size_b, unit_b): return -(-size_b // unit_b) * unit_b
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #7b5a9ffb
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #cb7bbe9f
 class CachingAllocator:
     "torch's allocator of GPU memory, without the memory."
     def __init__(self,
@@ -199,7 +199,7 @@ class CachingAllocator:
     def _lacks(self, more_b):
         return self.room_b is not None and self.reserved_b + more_b > self.room_b
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #12326e4a
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #d64f19d8
 class Reserved(NamedTuple):
     "What the allocator held in the steps that were played."
     reserved_b: int  # Bytes from the driver, at most
@@ -215,7 +215,7 @@ class Reserved(NamedTuple):
         "Give the share of the reserved bytes that no tensor has at the peak."
         return 1 - self.allocated_b / self.reserved_b
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #5ff96308
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #f60aac77
 _STEPS = 3
 _PRODUCTS = 'mm', 'addmm', 'bmm', 'baddbmm', 'addmm_'  # Of cuBLAS
 _COLLECTIVES = 'collectives'  # Their stream
@@ -230,18 +230,22 @@ class _Step:
         for block in recorder.blocks:
             in_host = block.host or (recorder.offload and block.phase == 'optimizer')
             ended = block.died is not None and block.died < begin
-            if in_host or ended or block.born >= end: continue
-            if block.born < begin:
-                late = late_states and block.kind == 'optimizer'
-                (self.late if late else self.held).append(block)
-                continue
-            last = len(self.events) - 1
-            died = last if block.died is None else min(block.died - begin, last)
-            self.born[block.born - begin].append(block)
-            self.gone[died].append(block)
+            if block.size_b and not (in_host or ended or block.born >= end):
+                self._place(block, begin, end, late_states)
         phases = [event.phase for event in self.events]
         self.update = phases.index('optimizer') if 'optimizer' in phases else 0
+        self.travels = any(message.ranks > 1 for message in recorder.messages)
         self.products = self._first_products()
+
+    def _place(self, block, begin, end, late_states):
+        "A block that ends in the step comes with it again, each time."
+        lasts = block.died is None or block.died >= end
+        if block.born < begin and lasts:
+            late = late_states and block.kind == 'optimizer'
+            (self.late if late else self.held).append(block)
+            return
+        self.born[max(block.born, begin) - begin].append(block)
+        self.gone[(end - 1 if lasts else block.died) - begin].append(block)
 
     def _first_products(self):
         "The first product of the forward pass and of the backward pass."
@@ -250,7 +254,39 @@ class _Step:
             if event.op in _PRODUCTS: first.setdefault(event.phase, index)
         return {first[phase] for phase in ('forward', 'backward') if phase in first}
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #8cd341e1
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #5601773f
+class _Replay:
+    "An allocator, and the piece of each block that it serves."
+    def __init__(self, step, allocator, workspace_b):
+        self.step = step
+        self.allocator = allocator
+        self.workspace_b = workspace_b
+        self.pieces = {}  # id of a block -> piece
+        self.growth = 'load', '', ''  # Phase, module and operation of the last segment
+        for block in step.held: self.take(block)
+
+    def take(self, block):
+        travels = self.step.travels and block.kind == 'collective'
+        stream = _COLLECTIVES if travels else ''
+        self.pieces[id(block)] = self.allocator.allocate(block.size_b, stream)
+
+    def play(self, first):
+        "Play a step; the `first` one brings workspaces and states."
+        for index, event in enumerate(self.step.events):
+            before_b = self.allocator.reserved_b
+            if first: self.begin(index)
+            for block in self.step.born[index]: self.take(block)
+            grew = self.allocator.reserved_b > before_b
+            if grew: self.growth = event.phase, event.where, event.op
+            for block in self.step.gone[index]: self.allocator.release(self.pieces.pop(id(block)))
+
+    def begin(self, index):
+        if self.workspace_b and index in self.step.products:
+            self.allocator.allocate(self.workspace_b)
+        if index == self.step.update:
+            for block in self.step.late: self.take(block)
+
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #4e9f65a2
 def replayed(
     recorder: Recorder,  # With `gpu=True`
     begin: int,  # First event of a step
@@ -263,31 +299,15 @@ def replayed(
     if not 0 <= begin < end <= len(recorder.events):
         raise ValueError(f'begin = {begin}, end = {end}: there are {len(recorder.events)} events')
     if allocator.most_reserved_b: raise ValueError('the allocator has been used: take a new one')
-    step = _Step(recorder, begin, end, late_states)
-    pieces, by_step, growth = {}, [], ('load', '', '')
-
-    travels = any(message.ranks > 1 for message in recorder.messages)
-
-    def take(block):
-        stream = _COLLECTIVES if travels and block.kind == 'collective' else ''
-        pieces[id(block)] = allocator.allocate(block.size_b, stream)
-
-    for block in step.held: take(block)
+    replay = _Replay(_Step(recorder, begin, end, late_states), allocator, workspace_b)
+    by_step = []
     for number in range(_STEPS):
-        for index, event in enumerate(step.events):
-            before_b = allocator.reserved_b
-            if number == 0 and workspace_b and index in step.products:
-                allocator.allocate(workspace_b)
-            if number == 0 and index == step.update:
-                for block in step.late: take(block)
-            for block in step.born[index]: take(block)
-            if allocator.reserved_b > before_b: growth = event.phase, event.where, event.op
-            for block in step.gone[index]: allocator.release(pieces.pop(id(block)))
+        replay.play(first=number == 0)
         by_step.append(allocator.most_reserved_b)
     most = allocator.most_reserved_b, allocator.most_allocated_b, allocator.reach_b
-    return Reserved(*most, tuple(by_step), *growth)
+    return Reserved(*most, tuple(by_step), *replay.growth)
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #6781b418
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #f16b9400
 def expandable(
     recipe: Recipe,  # Its `cluster.allocator` is read
 ) -> bool:  # Whether segments grow
@@ -295,7 +315,7 @@ def expandable(
     settings = Recipe.expect(recipe).cluster.allocator.values()
     return any('expandable_segments:True' in setting for setting in settings)
 
-# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #4301271c
+# %% ../../nbs/rehearsal/02a_caching_allocator.ipynb #3b92b189
 def reserved_of(
     few: Reserved,  # Of a model with some layers
     more: Reserved,  # Of a model with more
