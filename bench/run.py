@@ -11,8 +11,8 @@ from bench.record import RESULTS, ROOT, Skip, save
 # A line is the module of that name in bench.lines, with `measure() -> record`.
 LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_bytes',
          'step_peak_error', 'plan_properties', 'published_error', 'blind_error', 'host_fit',
-         'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'gpu_memory', 'nf4_quantise',
-         'loss_head', 'sft_throughput', 'sharded_load', 'sample_data',
+         'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'caching_allocator',
+         'gpu_memory', 'nf4_quantise', 'loss_head', 'sft_throughput', 'sharded_load', 'sample_data',
          'real_data', 'first_contact', 'wire_bytes', 'launch_table', 'families', 'try_out',
          'monitor_overhead', 'museum', 'packing')
 

@@ -16,6 +16,8 @@ from ..config.recipe import Recipe
 from ..config.workspaces import WORKSPACES, workspace_b
 from ..display import binary_size, html_table
 from ..model.spec import spec as find_spec
+from .caching_allocator import (
+    CachingAllocator, expandable, replayed, reserved_of)
 from .program import record_step, rehearsable
 from .timeline import Irregular, Timeline, extrapolated, shallow_depths, spans
 from ..training.packed_rows import joins_rows
@@ -33,6 +35,7 @@ class Rehearsal:
     step_s: float  # Of them, those of the steps; the rest builds models, trainers and shards
     notes: tuple  # What is not as it will be
     evaluation: Timeline | None = None  # Of held-out rows that are judged after the step
+    reserved_b: int | None = None  # Bytes that torch's allocator takes for the step; None on a CPU
 
     @property
     def peak_b(self) -> int:  # Bytes on the GPU
@@ -135,11 +138,12 @@ def rehearse(
         raise ValueError(f'rank = {rank!r} must be from 0 to {recipe.cluster.ranks - 1}')
     gpu = recipe.cluster.device == 'cuda'
     joined = recipe.batch.packing and joins_rows(recipe.model.attention)
-    judges, steps_s = _judges(recipe, notes), []
+    judges, steps_s, reserved = _judges(recipe, notes), [], []
 
     def run(layers):
         step = record_step(changed, layers, rank, gpu, joined, judges)
         steps_s.append(step.step_s)
+        reserved.append(_reserved(step, recipe))
         return _timelines(step)
 
     depths = None
@@ -158,7 +162,8 @@ def rehearse(
     ran = depths[:2] if depths else (timeline.layers,)
     seconds = time.monotonic() - began
     return Rehearsal(
-        recipe, timeline, rank, not depths, ran, seconds, sum(steps_s), tuple(notes), evaluation)
+        recipe, timeline, rank, not depths, ran, seconds, sum(steps_s), tuple(notes), evaluation,
+        _reserved_b(reserved, depths))
 
 # %% ../../nbs/rehearsal/05_step.ipynb #cc16fce4
 def _judges(recipe, notes):
@@ -176,6 +181,21 @@ def _timelines(step):
 def _deepened(short, long, layers):
     "The same of a model with so many layers."
     return [few and extrapolated(few, more, layers) for few, more in zip(short, long)]
+
+def _reserved(step, recipe):
+    "What torch's allocator holds in a step; None on a CPU."
+    if recipe.cluster.device != 'cuda': return None
+    late_states = not recipe.sharding.strategy.startswith('zero')  # Whose engine makes them early
+    return replayed(
+        step.recorder, step.begin, step.end, CachingAllocator(expandable(recipe)),
+        workspace_b(recipe, _card(recipe)), late_states)
+
+def _reserved_b(played, depths):
+    "Bytes reserved for the model that is meant, from those that ran; None on a CPU."
+    if played[-1] is None: return None
+    if depths: return reserved_of(*played, depths)
+    return played[-1].reserved_b
+
 
 # %% ../../nbs/rehearsal/05_step.ipynb #2e6c0eab
 def _repeated(timeline, micro_batches):

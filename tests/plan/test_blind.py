@@ -287,7 +287,8 @@ def test_how_close_plans_are_today():
     for what, (median, worst) in CLOSE.items():
         assert said[what]['median'] <= median, what
         assert said[what]['worst'] <= worst, what
-    assert len(said['refused']) <= 3  # The third since an H100's context is planned as measured
+    # Whose parts alone are more than a card; the page of published runs adds them up
+    assert set(said['refused']) <= {f'vectorlm-full-1gpu-{length}' for length in (2048, 8192)}
 
 
 # What is reached today, as (median, worst) of the sizes of errors in percent; no goal
