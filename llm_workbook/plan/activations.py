@@ -133,6 +133,7 @@ def _on_host(sharding) -> tuple[str, ...]:
         return 'gradients', 'temporaries', *away
     return ('temporaries', *away) if optimizer else away
 
+# %% ../../nbs/plan/04_activations.ipynb #94ff8524
 def _run(recipe, spec=None) -> StepRun:
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
