@@ -117,8 +117,13 @@ def mask_traffic_b(
 def _sharing_ranks(recipe) -> int:
     "How many ranks share one copy of weights or gradients."
     strategy, ranks = recipe.sharding.strategy, recipe.cluster.ranks
-    if strategy in ('zero2', 'zero3'): return ranks
+    if strategy in ('zero2', 'zero3') or _drops_in_stage_1(recipe): return ranks
     return recipe.sharding.group or ranks if strategy.startswith('fsdp') else 1
+
+def _drops_in_stage_1(recipe) -> bool:
+    "Whether ZeRO-1 keeps a gradient in a bucket alone: those of earlier passes stay whole."
+    zero, once = recipe.zero, recipe.batch.accumulation == 1
+    return recipe.sharding.strategy == 'zero1' and once and zero.overlap and zero.contiguous
 
 def _on_host(sharding) -> tuple[str, ...]:
     parameters = sharding.offload_parameters != 'none'
@@ -128,6 +133,7 @@ def _on_host(sharding) -> tuple[str, ...]:
         return 'gradients', 'temporaries', *away
     return ('temporaries', *away) if optimizer else away
 
+# %% ../../nbs/plan/04_activations.ipynb #94ff8524
 def _run(recipe, spec=None) -> StepRun:
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')

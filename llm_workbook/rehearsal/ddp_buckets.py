@@ -6,12 +6,13 @@
 __all__ = ['without_ddp_peers', 'refill_buckets']
 
 # %% ../../nbs/rehearsal/03c_ddp_buckets.ipynb #bb1ec1c7
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 # %% ../../nbs/rehearsal/03c_ddp_buckets.ipynb #df104488
 @contextmanager
-def without_ddp_peers():
+def without_ddp_peers() -> Iterator[None]:  # DDP is as it was when the block ends
     "Let DDP be made and reduce its gradients on a rank whose peers are pretended."
     import torch.nn.parallel.distributed as ddp
     make_ddp = ddp.DistributedDataParallel.__init__
@@ -43,12 +44,12 @@ def _reduce_bucket(state, bucket):
 # %% ../../nbs/rehearsal/03c_ddp_buckets.ipynb #bf635e6b
 def refill_buckets(
     model: 'DistributedDataParallel',  # Made inside `without_ddp_peers`, after a pass; changed
-):
+) -> bool:  # Whether it did: not where DDP looks for unused weights
     "Let DDP close its buckets in the order in which gradients came, the first one early."
     import torch.distributed as dist
     weights = list(getattr(model, 'order', ()))
     if not weights: raise ValueError('no gradient has come yet: run a pass in without_ddp_peers')
-    if model.find_unused_parameters: return  # Then DDP keeps to the order of names
+    if model.find_unused_parameters: return False  # Then DDP keeps to the order of names
     limits = [model._bucket_config.first_bucket_bytes_cap, model.bucket_bytes_cap]
     dense = [False] * len(weights)  # No gradient is sparse
     assign = dist._compute_bucket_assignment_by_size
@@ -60,3 +61,4 @@ def refill_buckets(
     with patch.object(dist, '_compute_bucket_assignment_by_size', assign_in_order):
         model._ddp_init_helper(weights, dense, {}, static_graph=False)
     model.register_comm_hook(None, _reduce_bucket)
+    return True

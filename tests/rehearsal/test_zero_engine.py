@@ -94,14 +94,9 @@ def planned(stage, kind, ranks, **changes):
     return plain.changed(changes)
 
 
-TOO_HIGH = {(1, 'full', 8): '16.7'}  # Percent
-
-
 def case(plan):
-    "A plan, slow but for one; those that are known to be wrong must stay so until they are mended."
-    if plan not in TOO_HIGH: return plan if plan == QUICK else slow_case(*plan)
-    wrong = pytest.mark.xfail(reason=f'the ledger is {TOO_HIGH[plan]} % too high', strict=True)
-    return pytest.param(*plan, marks=[pytest.mark.slow, wrong])
+    "A plan, slow but for one."
+    return plan if plan == QUICK else slow_case(*plan)
 
 
 @pytest.fixture(scope='module')
