@@ -3,7 +3,8 @@
 An interpreter that imports torch, transformers and trl takes 6 s of processor time before its first
 line, and torchrun with two ranks 13. A fork is a process like any other, with its own pid, session,
 variables, folder, streams and signals; what its program does, ranks of torchrun included, is what
-it does after an exec. Where the start itself is the subject, a test does without.
+it does after an exec. Where the start itself is the subject, a test does without; so does one of
+DeepSpeed's converter, whose pool of processes was seen to hang in a fork.
 """
 import atexit
 import ctypes
