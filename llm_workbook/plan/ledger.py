@@ -125,6 +125,8 @@ def _unused(tensors, phase, room_b) -> Line:
         sure='model' if shares.shared else 'cited',
         name='unused blocks')
 
+
+# %% ../../nbs/plan/08_ledger.ipynb #52fa0b1f
 def _reserved_b(cells, wrapping_b, share, shared) -> int:
     "Bytes reserved if this share of what comes and goes is wasted; `shared`: with the optimizer."
     P, A, O = _pools(cells)
