@@ -13,7 +13,7 @@ from bench.gpu import ceilings, checks, lines, memory, part
 from bench.gpu.parts import PARTS, Part
 from bench.gpu.place import Missing, Place, plain, recipe_folder
 from bench.record import ROOT
-from bench.shared import gpu_rows
+from bench.shared import gpu_configurations, gpu_rows
 from bench.shared.models import build, fill, one_block
 from bench.shared.small_rehearsals import SHAPES
 from trouble import slow_case
@@ -51,14 +51,12 @@ def test_every_part_has_a_name_and_ends_in_eight_minutes():
 
 
 def test_the_configurations_cover_what_was_promised():
-    rows = memory.CONFIGURATIONS
+    rows, told = memory.CONFIGURATIONS, gpu_configurations
     methods = {(preset, method['method.kind']) for preset, method, *_ in rows}
-    assert methods == {
-        (memory.SMALL, 'full'), (memory.SMALL, 'lora'), (memory.SMALL, 'qlora'),
-        (memory.MID, 'lora'), (memory.MID, 'qlora')}
+    assert methods == {(told.SMALL, 'full'), (told.SMALL, 'lora'), (told.SMALL, 'qlora'),
+                       (told.MID, 'lora'), (told.MID, 'qlora')}
     assert {row[4] for row in rows} == {1, 2}
-    for part_of in (memory.AGAIN, memory.WHOLE, memory.HALF, memory.EXACT, memory.ONE_PASS,
-                    memory.SEGMENTS):
+    for part_of in (told.AGAIN, told.WHOLE, told.HALF, told.EXACT, told.ONE_PASS, told.SEGMENTS):
         has = [part_of.items() <= row[5].items() for row in rows]
         assert any(has) and not all(has)
 

@@ -7,9 +7,9 @@ import json
 import math
 from functools import partial
 
-from bench.gpu.memory import CONFIGURATIONS, recipe, title
-from bench.gpu.place import Place
 from bench.record import RESULTS, record
+from bench.shared.gpu_configurations import CONFIGURATIONS, title
+from bench.shared.gpu_rows import plain_recipe
 from bench.shared.small_rehearsals import percent
 
 
@@ -30,7 +30,7 @@ def played(number: int) -> dict:
     from llm_workbook.rehearsal.caching_allocator import CachingAllocator, replayed
     from llm_workbook.rehearsal.program import record_step, rehearsable
     from llm_workbook.training.packed_rows import joins_rows
-    made = recipe(number, Place(), '')  # At full size; no GPU is opened here
+    made = recipe(number)
     joined = made.batch.packing and joins_rows(made.model.attention)
     step = record_step(rehearsable(made)[0], gpu=True, joined=joined)
     span = step.recorder, step.begin, step.end
@@ -38,6 +38,13 @@ def played(number: int) -> dict:
              for name, grows in (('played', True), ('fixed', False))}
     return {'allocated_b': modes['played'].allocated_b,
             **{f'{name}_b': said.reserved_b for name, said in modes.items()}}
+
+
+def recipe(number: int):
+    "The recipe of a configuration at full size; no GPU is opened for it."
+    preset, method, length, micro, ranks, more = CONFIGURATIONS[number]
+    changes = method | more | {'batch.length': length, 'batch.micro': micro}
+    return plain_recipe(preset, ranks, changes)
 
 
 def planned(made) -> dict:
@@ -55,7 +62,7 @@ def row(number: int, seen: dict) -> dict:
 
     That GPU had segments that grow, as this library sets them.
     """
-    made = recipe(number, Place(), '')
+    made = recipe(number)
     said = {'part': title(*CONFIGURATIONS[number]), **planned(made), **played(number),
             'again': made.sharding.activation_checkpointing == 'full'}
     figures = seen.get(said['part'])

@@ -39,11 +39,10 @@ _FIXED = {  # Class -> bytes planned, at most; source
 _MEASURED_CONTEXTS = {  # Compute capability -> the same, where this project measured one
     9.0: (804_061_184, int(.92 * _GIB), 'one H200 after three steps: notes/gpu')}
 _ALLOCATOR = 'fitted on published pairs: benchmark published_error'
-_WASTED, _MOST_WASTED = .3, .6  # Shares, as that source has them
+_WASTED, _MOST_WASTED, _LEAST_WASTED = .3, .6, .033  # Shares; the least: of runs that failed
 _PLAYED = "torch's allocator, played: benchmark caching_allocator"
 _GROWING = {False: .05, True: .18}  # With checkpointing or not -> share, as that source has it
-_MOST_GROWING = .35
-_LEAST_WASTED = .001  # The least of five steps on one H200
+_MOST_GROWING, _LEAST_GROWING = .35, .001  # The least: of five steps on one H200
 _PROCESS_B = 520 * 2**20
 _BROADCAST_B = 500 * 2**20  # Two buckets of torch's _sync_module_states
 _LEVELS = 'allocated', 'reserved', 'device'  # Each has what the one before it has, and more
@@ -102,7 +101,7 @@ def _unused(tensors, phase, room_b) -> Line:
     shares = _shares(tensors.recipe)
     reserved_b = _reserved_b(cells, W, shares.planned, shares.shared)
     room = reserved_b if room_b is None else room_b
-    size_b = max(int(_LEAST_WASTED * M), min(reserved_b, room) - M)
+    size_b = max(int(shares.least * M), min(reserved_b, room) - M)
     symbols = {
         'P': P,
         'A': A,
@@ -111,7 +110,7 @@ def _unused(tensors, phase, room_b) -> Line:
         'O': O,
         'M': M,
         'f': shares.planned,
-        'g': _LEAST_WASTED,
+        'g': shares.least,
         'room': room}
     needed = 'P + max(B + f * A, W, O)' if shares.shared else 'P + max((1 + f) * A, W) + O'
     return Line(
@@ -126,6 +125,8 @@ def _unused(tensors, phase, room_b) -> Line:
         sure='model' if shares.shared else 'cited',
         name='unused blocks')
 
+
+# %% ../../nbs/plan/08_ledger.ipynb #52fa0b1f
 def _reserved_b(cells, wrapping_b, share, shared) -> int:
     "Bytes reserved if this share of what comes and goes is wasted; `shared`: with the optimizer."
     P, A, O = _pools(cells)
@@ -136,15 +137,16 @@ class _Shares(NamedTuple):
     "What the allocator wastes of what comes and goes."
     planned: float
     most: float
+    least: float  # Of all tensors, on a card that is full
     shared: bool  # Whether the optimizer's pass takes the blocks of activations
 
 def _shares(recipe) -> _Shares:
     settings = recipe.cluster.allocator.values()
     grow = any('expandable_segments:True' in setting for setting in settings)
     one_length = not recipe.batch.padded and recipe.method.sequences == 1
-    if not grow or not one_length: return _Shares(_WASTED, _MOST_WASTED, False)
+    if not grow or not one_length: return _Shares(_WASTED, _MOST_WASTED, _LEAST_WASTED, False)
     again = recipe.sharding.activation_checkpointing == 'full'
-    return _Shares(_GROWING[again], _MOST_GROWING, True)
+    return _Shares(_GROWING[again], _MOST_GROWING, _LEAST_GROWING, True)
 
 
 # %% ../../nbs/plan/08_ledger.ipynb #91312533
@@ -375,7 +377,7 @@ class Ledger(Totals):
                 _reserved_b(self._sums.at(phase, 'gpu'), _wrapping_b(self, phase), shares.most,
                             shares.shared)
                 for phase in self.phases]
-            most_b = max(int((1 + _LEAST_WASTED) * least_b), *reserved)
+            most_b = max(int((1 + shares.least) * least_b), *reserved)
         machine = _machine(self.node or self.recipe.cluster.hardware)
         for _, (planned_b, at_most_b, _) in _fixed_rows(self.recipe, machine and machine.gpu):
             least_b += planned_b

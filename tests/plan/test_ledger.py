@@ -387,7 +387,7 @@ def test_the_allocator_returns_what_it_does_not_need():
         > free.total('step', 'gpu', 'allocated'))
     assert tight.total('step', 'gpu', 'reserved') <= free.total('step', 'gpu', 'reserved')
     allocated = tiny.total('step', 'gpu', 'allocated')
-    assert tiny.total('step', 'gpu', 'reserved') == allocated + int(.001 * allocated)
+    assert tiny.total('step', 'gpu', 'reserved') == allocated + int(.033 * allocated)
     whole = memory(full.changed({'batch.accumulation': 2}))
     assert whole.pools('step')[1] > A, 'gradients that wait whole are not those of the optimizer'
 

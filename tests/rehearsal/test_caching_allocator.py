@@ -124,7 +124,7 @@ def test_the_plan_has_the_shares_of_the_record():
     for number, configuration in enumerate(line.CONFIGURATIONS):
         part = line.title(*configuration)
         if part not in seen: continue
-        planned = ledger.memory(line.recipe(number, line.Place(), ''), node='1x-h200')
+        planned = ledger.memory(line.recipe(number), node='1x-h200')
         reserved_b = planned.total('step', 'gpu', 'reserved')
         assert reserved_b == pytest.approx(seen[part]['reserved_b'], rel=.03)
         low_b, high_b = planned.band
