@@ -506,9 +506,8 @@ def _check_tried(plans, settings):
         if value not in tried: raise ValueError(f'{path} {value!r} was not tried; tried: {tried}')
 
 # %% ../../nbs/plan/12_search.ipynb #19e11d4b
-_MARKS = (
-    ('blue', 'o'), ('orange', 's'), ('green', '^'),
-    ('purple', 'D'), ('sky', 'v'), ('vermilion', 'P'))
+_MARKS = (('blue', 'o'), ('orange', 's'), ('green', '^'),
+          ('purple', 'D'), ('sky', 'v'), ('vermilion', 'P'))
 
 def _memory_point(plan) -> tuple: return plan.gpu_b / 2**30, plan.tokens_per_s
 
