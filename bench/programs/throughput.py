@@ -17,6 +17,7 @@ from pathlib import Path
 
 LENGTH = 1024
 DEFAULT_ROWS = 8  # Of a batch, as SFTConfig has it
+JOINED_ROWS = 2  # Packed rows of ours that are computed at once, as one row without a mask
 LEARNING_RATE = 2e-5  # As SFTConfig has it
 SHAPE = {'vocab_size': 32_000, 'hidden_size': 768, 'intermediate_size': 2048,
          'num_hidden_layers': 12, 'num_attention_heads': 12, 'num_key_value_heads': 4,
@@ -62,7 +63,8 @@ def ours(rows, folder):
         name='throughput', model={'source': 'tiny-base', 'attention': 'segments'},
         data={'source': 'sample-conversations'}, method={'kind': 'full'},
         cluster={'processes': 1}, sharding={'strategy': 'none'},
-        batch={'length': LENGTH, 'packing': True, 'loss_head': 'one_pass', 'accumulation': bins},
+        batch={'length': LENGTH, 'packing': True, 'loss_head': 'one_pass', 'micro': JOINED_ROWS,
+               'accumulation': math.ceil(bins / JOINED_ROWS)},
         optimizer={'kind': 'adamw_fused', 'steps': 1, 'warmup': 0.0,
                    'learning_rate': LEARNING_RATE, 'schedule': 'linear'})
     register_segments()
@@ -91,7 +93,10 @@ def default(rows, folder):
 
 
 def packed(rows, folder):
-    "TRL's packing at its best on a CPU: one packed row at a time, and nothing recomputed."
+    """TRL's packing at its best on a CPU: one packed row at a time, and nothing recomputed.
+
+    Two rows at a time took 9 % more time of the processor and 1.7 times the memory.
+    """
     from datasets import Dataset
     from trl import pack_dataset
     bins = len(pack_dataset(Dataset.from_list(rows), LENGTH, 'bfd'))
