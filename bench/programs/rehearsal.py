@@ -140,9 +140,11 @@ def measured(job: dict) -> list[dict]:
 def main() -> None:
     "Answer each line of the input, until there is none."
     warnings.filterwarnings('ignore')
-    # Imported once, before the forks
+    # Imported once, before the forks; `trl` alone brings no trainer
     import llm_workbook.model.quantize, peft, transformers, trl  # noqa: E401, F401
-    import torch.distributed.fsdp  # noqa: F401
+    import llm_workbook.training.trainer, trl.trainer.sft_trainer  # noqa: E401, F401
+    import torch.distributed.fsdp, torch.utils.flop_counter  # noqa: E401, F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
     transformers.logging.set_verbosity_error()
     for line in sys.stdin:
         try: answer = {'ranks': measured(json.loads(line))}
