@@ -172,8 +172,11 @@ def memory_ladder(
     if recipe.cluster.device != 'cuda':
         reason = 'the ladder is for GPUs; set it to cuda'
         raise RecipeError([Problem('cluster.device', repr(recipe.cluster.device), reason)])
-    rungs = Ladder(_allocator_rungs(recipe, plan))
-    changes = rungs[0].changes if rungs else {}
+    rungs, changes = Ladder(), _expandable(recipe)
+    if changes:
+        grown = estimate(recipe.changed(changes), node)
+        rungs.append(_allocator_rung(changes, plan, grown))
+        plan = grown
     for what, more in _ways(recipe):
         better = _better(recipe, changes | more, plan, node)
         if better is None: continue
@@ -182,14 +185,14 @@ def memory_ladder(
         rungs.append(_rung(what, changes, plan, saved_b))
     return rungs
 
-def _allocator_rungs(recipe, plan) -> Iterator[Rung]:
-    "Let segments grow where the recipe's variables have them fixed."
-    changes = _expandable(recipe)
-    if not changes: return
+def _allocator_rung(changes, plan, grown) -> Rung:
+    "Let segments grow; what that saves is not counted where rows differ in length."
+    what = "the allocator's expandable_segments"
+    saved_b = plan.ledger.total('step') - grown.ledger.total('step')
+    if saved_b > 0: return _rung(what, changes, grown, saved_b)
     wasted_b = sum(line.size_b for line in plan.ledger.lines
                    if (line.phase, line.kind) == ('step', 'allocator'))
-    what = "the allocator's expandable_segments"
-    yield _rung(what, changes, plan, wasted_b)._replace(counted=False)
+    return _rung(what, changes, grown, wasted_b)._replace(counted=False)
 
 def _rung(what, changes, plan, saved_b) -> Rung:
     return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
