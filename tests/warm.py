@@ -115,6 +115,8 @@ def forget_the_tests() -> None:
     warnings._filters_mutated()
     os.environ.setdefault('OMP_NUM_THREADS', '1')  # As torchrun does
     _leave_kernel_state({})
+    zero = sys.modules.get('transformers.integrations.deepspeed')
+    if zero: zero.unset_hf_deepspeed_config()  # Of a run with ZeRO-3 that a test still holds
     if 'RANK' in os.environ: rename(f'rank-{os.environ["RANK"]}')
 
 

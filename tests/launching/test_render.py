@@ -562,6 +562,18 @@ def test_accelerate_starts_what_no_published_recipe_has(small, changes):
         assert_commands_train(small.changed({'cluster.nodes': 1} | changes), 'accelerate')
 
 
+@pytest.mark.slow
+def test_a_forked_program_knows_nothing_of_a_run_with_zero3():
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+    held = HfDeepSpeedConfig({'zero_optimization': {'stage': 3}})
+    asked = 'from transformers.integrations import deepspeed as d; ' \
+            'print(d.is_deepspeed_zero3_enabled())'
+    with forked_programs():
+        done = subprocess.run([sys.executable, '-c', asked], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, 'False\n'), done.stderr
+    assert is_deepspeed_zero3_enabled() and held.is_zero3()
+
+
 def test_two_that_render_at_once_both_succeed(tmp_path, monkeypatch):
     "Each has written its part of a file before either gives it its name."
     together = threading.Barrier(2, timeout=20)
