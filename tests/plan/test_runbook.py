@@ -35,8 +35,10 @@ def test_segments_that_cannot_grow_are_the_first_rung(name):
     fixed = {'cluster.variables': {name: 'expandable_segments:False', 'NCCL_DEBUG': 'INFO'}}
     recipe = Recipe.named('8b-1x24gb-qlora').changed(fixed)
     first, *others = memory_ladder(recipe)
-    assert not first.counted
-    assert first.gpu_b == estimate(recipe).ledger.total('step')
+    fixed_b, grown_b = (estimate(one).ledger.total('step')
+                        for one in (recipe, recipe.changed(first.changes)))
+    assert first.counted
+    assert (first.gpu_b, first.saved_b) == (grown_b, fixed_b - grown_b)
     assert recipe.changed(first.changes).cluster.allocator == {name: 'expandable_segments:True'}
     assert ('NCCL_DEBUG', 'INFO') in recipe.changed(others[-1].changes).cluster.variables
 
