@@ -35,7 +35,7 @@ class Rehearsal:
     step_s: float  # Of them, those of the steps; the rest builds models, trainers and shards
     notes: tuple  # What is not as it will be
     evaluation: Timeline | None = None  # Of held-out rows that are judged after the step
-    reserved_b: int | None = None  # Bytes that torch's allocator takes for the step; None on a CPU
+    reserved_b: int | None = None  # Bytes that torch's allocator takes; None on a CPU, or of several ranks
 
     @property
     def peak_b(self) -> int:  # Bytes on the GPU
@@ -183,15 +183,15 @@ def _deepened(short, long, layers):
     return [few and extrapolated(few, more, layers) for few, more in zip(short, long)]
 
 def _reserved(step, recipe):
-    "What torch's allocator holds in a step; None on a CPU."
-    if recipe.cluster.device != 'cuda': return None
+    "What torch's allocator holds in a step; None on a CPU, or of several ranks."
+    if recipe.cluster.device != 'cuda' or recipe.cluster.ranks > 1: return None
     late_states = not recipe.sharding.strategy.startswith('zero')  # Whose engine makes them early
     return replayed(
         step.recorder, step.begin, step.end, CachingAllocator(expandable(recipe)),
         workspace_b(recipe, _card(recipe)), late_states)
 
 def _reserved_b(played, depths):
-    "Bytes reserved for the model that is meant, from those that ran; None on a CPU."
+    "Bytes reserved for the model that is meant, from those that ran; None where none was played."
     if played[-1] is None: return None
     if depths: return reserved_of(*played, depths)
     return played[-1].reserved_b
