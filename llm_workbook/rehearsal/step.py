@@ -35,7 +35,7 @@ class Rehearsal:
     step_s: float  # Of them, those of the steps; the rest builds models, trainers and shards
     notes: tuple  # What is not as it will be
     evaluation: Timeline | None = None  # Of held-out rows that are judged after the step
-    reserved_b: int | None = None  # Bytes that torch's allocator takes; None on a CPU, or of several ranks
+    reserved_b: int | None = None  # Bytes that torch's allocator takes; of one rank on a GPU
 
     @property
     def peak_b(self) -> int:  # Bytes on the GPU
