@@ -110,13 +110,12 @@ def forget_the_tests() -> None:
     weakref.finalize._registry.clear()  # Temporary folders of the tests
     weakref.finalize._registered_with_atexit = False
     tempfile.tempdir = None
+    sys.excepthook = sys.__excepthook__  # torch has wrapped it at each process group
     warnings.filters[:] = WARNINGS
     warnings._showwarnmsg_impl = show_warning
     warnings._filters_mutated()
     os.environ.setdefault('OMP_NUM_THREADS', '1')  # As torchrun does
     _leave_kernel_state({})
-    zero = sys.modules.get('transformers.integrations.deepspeed')
-    if zero: zero.unset_hf_deepspeed_config()  # Of a run with ZeRO-3 that a test still holds
     if 'RANK' in os.environ: rename(f'rank-{os.environ["RANK"]}')
 
 

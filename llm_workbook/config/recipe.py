@@ -224,6 +224,12 @@ class Cluster(Part):
         if asked or self.device == 'cpu': return asked
         return {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}
 
+    @property
+    def growing_segments(self) -> bool:  # False on a CPU, and where torch's defaults hold
+        "Say whether torch's segments of GPU memory grow, as the last word of its settings has it."
+        words = ','.join(self.allocator.values()).replace(' ', '')
+        return words.rpartition('expandable_segments:')[2].startswith('True')
+
 class Sharding(Part):
     "Who holds what, and what is kept elsewhere."
     strategy: Literal['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp',

@@ -207,6 +207,8 @@ def _leave_kernel_state(env):
             kind._shared_state.clear()
     chosen = sys.modules.get('deepspeed.accelerator.real_accelerator')
     if chosen: chosen.ds_accelerator = None  # Chosen before DS_ACCELERATOR of the ranks
+    zero = sys.modules.get('transformers.integrations.deepspeed')
+    if zero: zero.unset_hf_deepspeed_config()  # A trainer in the kernel may still hold ZeRO-3
     torch = sys.modules['torch']
     torch.cuda._cached_device_count = None  # Counted before CUDA_VISIBLE_DEVICES of the ranks
     torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))

@@ -141,9 +141,8 @@ class _Shares(NamedTuple):
     shared: bool  # Whether the optimizer's pass takes the blocks of activations
 
 def _shares(recipe) -> _Shares:
-    settings = recipe.cluster.allocator.values()
-    grow = any('expandable_segments:True' in setting for setting in settings)
     one_length = not recipe.batch.padded and recipe.method.sequences == 1
+    grow = recipe.cluster.growing_segments
     if not grow or not one_length: return _Shares(_WASTED, _MOST_WASTED, _LEAST_WASTED, False)
     again = recipe.sharding.activation_checkpointing == 'full'
     return _Shares(_GROWING[again], _MOST_GROWING, _LEAST_GROWING, True)

@@ -215,10 +215,9 @@ def _not_run(recipe, node) -> set[str]:
 
 def _expandable(recipe) -> dict:
     "Change the variable that sets the allocator; empty where segments grow already."
-    grows = 'expandable_segments:True'
-    changed = {name: grows for name, settings in recipe.cluster.allocator.items()
-               if grows not in settings.split(',')}
-    return {'cluster.variables': dict(recipe.cluster.variables) | changed} if changed else {}
+    if recipe.cluster.growing_segments: return {}
+    changed = dict.fromkeys(recipe.cluster.allocator, 'expandable_segments:True')
+    return {'cluster.variables': dict(recipe.cluster.variables) | changed}
 
 # %% ../../nbs/plan/14_runbook.ipynb #ea867e06
 _ATTENTION = ['q_proj', 'k_proj', 'v_proj', 'o_proj']

@@ -30,12 +30,15 @@ def fake_ranks(
     if dist.is_initialized():
         size = dist.get_world_size()
         raise ValueError(f'this process is one of {size} ranks already: leave their group first')
+    hook = sys.excepthook  # torch wraps it, to put `[rank0]:` before errors
     with _as_launched(ranks, rank):
         dist.init_process_group('fake', rank=rank, world_size=ranks, store=FakeStore())
         try:
             yield
         finally:
             dist.destroy_process_group()
+            sys.excepthook = hook
+            _forget_placements()
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #1fe4f0c6
 @contextmanager
@@ -57,6 +60,11 @@ def _as_launched(ranks, rank):
         for state in (AcceleratorState, GradientState, PartialState):
             stack.enter_context(patch.dict(state._shared_state, clear=True))
         yield
+
+def _forget_placements():
+    "Empty torch's caches of operations on DTensors."
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    _clear_sharding_prop_cache()
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #35a8c818
 class _NotRemembered(Exception):

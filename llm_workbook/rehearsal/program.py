@@ -122,8 +122,7 @@ _NOTES = [
     'the base is there when the step begins: rehearse_load rehearses its loading',
     'every row has batch.length tokens, and padding is a mask alone, of batch.padded; '
     'experts get all tokens that are routed to them, evenly or not',
-    'the allocator keeps blocks, and kernels other than products may take workspaces: neither is '
-    'seen',
+    'kernels other than products may take workspaces: they are not seen',
 ]
 
 # %% ../../nbs/rehearsal/04_program.ipynb #a4765ad3
@@ -171,14 +170,21 @@ def rehearsable(
         changes |= stand_in.changes
         if stand_in.note not in notes: notes.append(stand_in.note)
     notes += [str(problem) for problem in planned_only(recipe)]
-    for note, fields in _NOTES_WHERE.items():
-        if all(facts[field] in values for field, values in fields.items()): notes.append(note)
+    notes += _notes_of(recipe, facts)
     if zero or _refills(recipe): changes['optimizer.steps'] = 2  # The first one teaches
     changes['batch.accumulation'] = min(recipe.batch.accumulation, 3)
     if 'precision.compute' in changes and recipe.method.storage == 'float16':
         changes['method.storage'] = 'bfloat16'
         notes.append('a payload stored as float16 runs as bfloat16: the same bytes')
     return recipe.changed(changes), notes
+
+def _notes_of(recipe, facts):
+    "Say what holds of the recipe's own fields."
+    notes = [note for note, fields in _NOTES_WHERE.items()
+             if all(facts[field] in values for field, values in fields.items())]
+    if recipe.cluster.ranks > 1:
+        notes.append('the allocator keeps blocks: they are played where a rank is alone')
+    return notes
 
 def _refills(recipe):
     "Whether DDP fills its buckets anew: with other recipes it looks for unused weights."

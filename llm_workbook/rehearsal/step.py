@@ -16,8 +16,7 @@ from ..config.recipe import Recipe
 from ..config.workspaces import WORKSPACES, workspace_b
 from ..display import binary_size, html_table
 from ..model.spec import spec as find_spec
-from .caching_allocator import (
-    CachingAllocator, expandable, replayed, reserved_of)
+from .caching_allocator import CachingAllocator, replayed, reserved_of
 from .program import record_step, rehearsable
 from .timeline import Irregular, Timeline, extrapolated, shallow_depths, spans
 from ..training.packed_rows import joins_rows
@@ -187,7 +186,7 @@ def _reserved(step, recipe):
     if recipe.cluster.device != 'cuda' or recipe.cluster.ranks > 1: return None
     late_states = not recipe.sharding.strategy.startswith('zero')  # Whose engine makes them early
     return replayed(
-        step.recorder, step.begin, step.end, CachingAllocator(expandable(recipe)),
+        step.recorder, step.begin, step.end, CachingAllocator(recipe.cluster.growing_segments),
         workspace_b(recipe, _card(recipe)), late_states)
 
 def _reserved_b(played, depths):

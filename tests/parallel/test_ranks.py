@@ -314,15 +314,21 @@ def test_ranks_compute_with_many_threads_after_the_kernel_has(launch):
     subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, timeout=180)
 
 
+ZERO3 = {'zero_optimization': {'stage': 3}}
+
+
 def test_it_works_with_bitsandbytes_peft_and_an_accelerator_in_the_kernel(monkeypatch):
     import bitsandbytes, peft  # noqa: E401, F401
     from accelerate import Accelerator, state
-    kernel = Accelerator(cpu=True)
+    from transformers.integrations import deepspeed
+    kernel, held = Accelerator(cpu=True), deepspeed.HfDeepSpeedConfig(ZERO3)
     saved = dict(state.AcceleratorState._shared_state)
     def work():
         from accelerate import Accelerator
-        return Accelerator().num_processes
-    assert [notebook_ranks(work, world) for world in (1, 2)] == [[1], [2, 2]]
+        return Accelerator().num_processes, deepspeed.is_deepspeed_zero3_enabled()
+    alone, pair = (1, False), (2, False)
+    assert [notebook_ranks(work, world) for world in (1, 2)] == [[alone], [pair, pair]]
+    assert deepspeed.is_deepspeed_zero3_enabled() and held.is_zero3()
     assert dict(state.AcceleratorState._shared_state) == saved
     assert kernel.num_processes == 1
     for kind in state.AcceleratorState, state.PartialState, state.GradientState:
