@@ -39,7 +39,6 @@ def nothing_stays(tmp_path_factory, monkeypatch):
     state_before = state_of_this_process()
     ports_before = ports()
     monkeypatch.setenv('TMPDIR', str(temp))
-    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'DETAIL')
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     monkeypatch.setattr(tempfile, 'tempdir', str(temp))

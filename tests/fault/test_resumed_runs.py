@@ -8,32 +8,33 @@ import torch.distributed as dist
 from test_resume import recipe, watched  # noqa: F401
 from test_resume import SLOW, stopped_and_resumed
 from test_resume import other_ranks_take_the_same_rows_and_nearly_the_same_steps
-from trouble import some_rows
+from trouble import small_base, some_rows
 
 from llm_workbook.checkpoint.save_load import load_checkpoint, save_checkpoint
 from llm_workbook.parallel.ranks import run_ranks
 
-# With DETAIL, DistributedDataParallel of torch 2.13 ends in a segmentation fault
-OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}
+
+@pytest.fixture(scope='module')
+def small(recipe, tmp_path_factory):  # noqa: F811
+    "The same recipe on a smaller base."
+    return recipe.changed({'model.source': str(small_base(tmp_path_factory.mktemp('base')))})
 
 
 @pytest.fixture(scope='module')
-def shorter(recipe, tmp_path_factory):  # noqa: F811
-    "The same with 19 rows and 6 steps, of which the second pass begins with the last but one."
+def shorter(small, tmp_path_factory):
+    "With 19 rows and 6 steps, of which the second pass begins with the last but one."
     rows = some_rows(tmp_path_factory.mktemp('rows'), 19)
-    return recipe.changed({'data.source': str(rows), 'optimizer.steps': 6})
+    return small.changed({'data.source': str(rows), 'optimizer.steps': 6})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how', SLOW)
 def test_25_a_run_that_was_stopped_within_an_epoch_is_the_run_that_was_not(
-    how, shorter, watched, tmp_path, monkeypatch  # noqa: F811
+    how, shorter, watched, tmp_path  # noqa: F811
 ):
     """Loss, gradient norm, learning rate and rows of every step, with accumulation and dropout; in
     one process to the last digit."""
     changes, tolerance = SLOW[how]
-    # DETAIL ends DDP as below, and takes zero3 half as long again
-    monkeypatch.setenv('TORCH_DISTRIBUTED_DEBUG', 'OFF')
     assert tolerance == (0 if 'one process' in how else 1e-6)
     stopped_and_resumed(shorter.changed(changes), watched, tmp_path, tolerance)
 
@@ -41,8 +42,8 @@ def test_25_a_run_that_was_stopped_within_an_epoch_is_the_run_that_was_not(
 # 9: another number of ranks
 
 @pytest.mark.slow
-def test_09_a_fine_tune_goes_on_with_half_the_ranks(recipe, watched, tmp_path):  # noqa: F811
-    other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path)
+def test_09_a_fine_tune_goes_on_with_half_the_ranks(small, watched, tmp_path):  # noqa: F811
+    other_ranks_take_the_same_rows_and_nearly_the_same_steps(small, watched, tmp_path)
 
 
 def train_small_model(strategy, save_to=None, go_on_from=None, steps=3):
@@ -89,8 +90,8 @@ def test_09_a_sharded_run_goes_on_with_other_ranks_and_the_same_losses(before, a
 @pytest.mark.parametrize('before, after', [(2, 1), (1, 2)])
 def test_09_ddp_with_other_ranks_warns(before, after, tmp_path):
     checkpoint = tmp_path/'checkpoint-3'
-    first_half, _ = run_ranks(train_small_model, before, ('ddp', checkpoint), env=OFF)[0]
-    for _, messages in run_ranks(train_small_model, after, ('ddp', None, checkpoint), env=OFF):
+    first_half, _ = run_ranks(train_small_model, before, ('ddp', checkpoint))[0]
+    for _, messages in run_ranks(train_small_model, after, ('ddp', None, checkpoint)):
         assert len(messages) == 1
         assert f'is of {before} ranks and there are {after}' in messages[0]
         assert 'any_ranks=True' in messages[0]

@@ -84,13 +84,9 @@ def prepare_with_accelerate(recipe, tamed):
     except ShardingMismatch as error: return str(error)
 
 
-# With DETAIL, DistributedDataParallel of torch 2.13 ends in a segmentation fault
-OFF = {'TORCH_DISTRIBUTED_DEBUG': 'OFF'}
-
-
 def test_15_accelerate_s_silent_ddp_is_a_sharding_mismatch(recipe):
     environment = fsdp_env(recipe)
-    errors = notebook_ranks(prepare_with_accelerate, 2, (recipe, False), 100, environment | OFF)
+    errors = notebook_ranks(prepare_with_accelerate, 2, (recipe, False), 100, environment)
     for words in 'fsdp2 over 2 ranks was asked for', 'are not DTensors', 'cpu_fsdp()':
         assert all(words in error for error in errors), errors
     held_b = notebook_ranks(prepare_with_accelerate, 2, (recipe, True), 100, environment)

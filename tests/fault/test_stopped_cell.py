@@ -9,6 +9,7 @@ from trouble import CANARY, TOKENS, steps_done, wait_for
 
 from llm_workbook.checkpoint.manifest import latest_valid
 
+STEPS = 40
 CELLS = '''
     import os, psutil
     from llm_workbook.checkpoint.manifest import latest_valid
@@ -38,7 +39,7 @@ def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeyp
     nbformat = pytest.importorskip('nbformat')
     nbclient = pytest.importorskip('nbclient')
     for name in TOKENS: monkeypatch.setenv(name, CANARY)
-    recipe.changed({'optimizer.steps': 80, 'intervals.saving': 5}).save(tmp_path/'recipe.yaml')
+    recipe.changed({'optimizer.steps': STEPS, 'intervals.saving': 6}).save(tmp_path/'recipe.yaml')
     sources = textwrap.dedent(CELLS).strip().split('\n# %%\n')
     nb = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, sources)))
     client = nbclient.NotebookClient(
@@ -46,7 +47,7 @@ def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeyp
         resources={'metadata': {'path': str(tmp_path)}})
     at_stop = {}
     def stop():
-        wait_for(lambda: steps_done(tmp_path/'run') >= 12, 80)
+        wait_for(lambda: steps_done(tmp_path/'run') >= 8, 80)
         at_stop['step'] = steps_done(tmp_path/'run')
         at_stop['committed'] = latest_valid(tmp_path/'run')
         os.killpg(os.getpgid(client.km.provisioner.process.pid), signal.SIGINT)
@@ -57,10 +58,10 @@ def test_22_a_stopped_cell_saves_and_leaves_no_process(recipe, tmp_path, monkeyp
     errors = [[o.ename for o in cell.outputs if o.output_type == 'error'] for cell in nb.cells]
     assert errors == [[], ['Preempted'], [], []], [o for cell in nb.cells for o in cell.outputs]
     printed = list(map(stdout, nb.cells))
-    assert 12 <= at_stop['step'] < 80
+    assert 8 <= at_stop['step'] < STEPS
     assert at_stop['committed'] is not None
     processes, committed = printed[2].split()
     assert processes == '[]', printed
-    assert at_stop['step'] <= int(committed.removeprefix('checkpoint-')) < 80, printed
-    assert printed[3] == '80\n', printed
+    assert at_stop['step'] <= int(committed.removeprefix('checkpoint-')) < STEPS, printed
+    assert printed[3] == f'{STEPS}\n', printed
     assert CANARY not in nbformat.writes(nb)
