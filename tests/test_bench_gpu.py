@@ -14,6 +14,7 @@ from bench.gpu.parts import PARTS, Part
 from bench.gpu.place import Missing, Place, plain, recipe_folder
 from bench.record import ROOT
 from bench.shared import gpu_configurations, gpu_rows
+from bench.shared.heap import COUNTING
 from bench.shared.models import build, fill, one_block
 from bench.shared.small_rehearsals import SHAPES
 from trouble import slow_case
@@ -330,22 +331,26 @@ WARM = """
 import os, sys
 import bitsandbytes, datasets, peft, transformers.trainer, trl
 from bench.gpu import part, parts
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        sys.argv[1:] = line.split()
-        try: part.main()
-        finally: os._exit(0)
-    os.waitpid(child, 0)
-    print('ended', flush=True)
+from warm import forked_programs
+with forked_programs():
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            sys.argv[1:] = line.split()
+            try: part.main()
+            finally: os._exit(0)
+        os.waitpid(child, 0)
+        print('ended', flush=True)
 """
 
 
 @pytest.fixture(scope='module')
 def in_a_fork():
-    "A function that runs a part in a fork of one process, which has imported what parts import."
+    """A function that runs a part in a fork of one process, which has imported what parts import;
+    programs that a part starts are forks too, and their memory is counted."""
     warm = subprocess.Popen(
-        [sys.executable, '-c', WARM], cwd=ROOT, env=os.environ | program.ENVIRONMENT,
+        [sys.executable, '-c', WARM], cwd=ROOT,
+        env=os.environ | program.ENVIRONMENT | COUNTING | {'PYTHONPATH': os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     def run(name):
         warm.stdin.write(f'{name} cpu toy\n')
