@@ -10,9 +10,10 @@ import gc
 import math
 import os
 import signal
+import time
 import warnings
 from array import array
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, set_allocat
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
-from ..parallel.ranks import free_port, notebook_ranks
+from ..parallel.ranks import free_port, lost_peer, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
 from .data import load_rows
 from .early_stopping import restore_best
@@ -315,7 +316,7 @@ def train_here(
     "Train or go on in this process, as one of those that torchrun or srun has started."
     directory = Path(directory)
     _check_timeout(step_timeout_s)
-    with Preemption(interrupts=False):  # Before anything that takes time
+    with Preemption(interrupts=False), _after_the_cause():  # Before anything that takes time
         _end_with_agent()
         finished = run_state(directory)['state'] == 'finished'
         set_allocator(recipe)  # A library that is imported may open a GPU
@@ -348,6 +349,14 @@ def train_here(
 def _end_with_agent():
     "Let SIGTERM come when torchrun's agent is killed: a rank saves then, and trains no longer."
     if 'TORCHELASTIC_RUN_ID' in os.environ: end_with_parent(os.getppid(), signal.SIGTERM)
+
+@contextmanager
+def _after_the_cause():
+    "Let the rank that caused a failure end first: torchrun tells them apart by whole seconds."
+    try: yield
+    except Exception as error:
+        if 'TORCHELASTIC_RUN_ID' in os.environ and lost_peer(error): time.sleep(1.1)
+        raise
 
 def _import_libraries(finished):
     "Import what training needs, with the garbage collector off."
