@@ -227,7 +227,7 @@ class Cluster(Part):
     @property
     def growing_segments(self) -> bool:  # False on a CPU, and where torch's defaults hold
         "Say whether torch's segments of GPU memory grow, as the last word of its settings has it."
-        words = ','.join(self.allocator.values()).replace(' ', '')
+        words = ','.join(self.allocator.values())
         return words.rpartition('expandable_segments:')[2].startswith('True')
 
 class Sharding(Part):
