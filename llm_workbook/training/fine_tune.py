@@ -31,7 +31,7 @@ from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, set_allocat
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
-from ..parallel.ranks import free_port, lost_peer, notebook_ranks
+from ..parallel.ranks import LOST_CONNECTION, free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
 from .data import load_rows
 from .early_stopping import restore_best
@@ -355,7 +355,8 @@ def _after_the_cause():
     "Let the rank that caused a failure end first: torchrun tells them apart by whole seconds."
     try: yield
     except Exception as error:
-        if 'TORCHELASTIC_RUN_ID' in os.environ and lost_peer(error): time.sleep(1.1)
+        is_victim = LOST_CONNECTION.search(str(error))
+        if is_victim and 'TORCHELASTIC_RUN_ID' in os.environ: time.sleep(1.1)
         raise
 
 def _import_libraries(finished):
