@@ -225,7 +225,7 @@ class Cluster(Part):
         return {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}
 
     @property
-    def growing_segments(self) -> bool:  # False on a CPU, and where torch's defaults hold
+    def growing_segments(self) -> bool:  # False where torch's defaults hold, as on a CPU
         "Say whether torch's segments of GPU memory grow, as the last word of its settings has it."
         words = ','.join(self.allocator.values())
         return words.rpartition('expandable_segments:')[2].startswith('True')
