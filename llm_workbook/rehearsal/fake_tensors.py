@@ -63,8 +63,9 @@ def _as_launched(ranks, rank):
 
 def _forget_placements():
     "Empty torch's caches of operations on DTensors."
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    _clear_sharding_prop_cache()
+    from torch.distributed.tensor import debug
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #35a8c818
 class _NotRemembered(Exception):
