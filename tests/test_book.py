@@ -54,7 +54,7 @@ def test_a_change_of_a_module_or_an_asset_makes_pages_stale(monkeypatch, tmp_pat
     other = cell('from llm_workbook.display import gib')
 
     def forget():
-        for cached in page.owners, page.reached, page.named_assets, page.asset_digest:
+        for cached in page.owners, page.imported_by, page.reached, page.asset_digest:
             cached.cache_clear()
 
     def hashes():

@@ -62,6 +62,7 @@ def comments(path: Path) -> set[int]:
     return {t.start[0] for t in tokens if t.type == tokenize.COMMENT}
 
 
+@cache
 def functions(path: Path) -> list:
     return [node for node in ast.walk(parsed(path)) if isinstance(node, FUNCTION)]
 
@@ -370,15 +371,19 @@ def test_every_parameter_and_return_has_a_docment(path):
     assert not bad
 
 
-def demonstrated(names: list[str]) -> set[str]:
-    "Those of `names` that occur in a cell that is not exported, on any page."
-    shown = '\n'.join(source for page in PAGES for source in code(page) if not is_export(source))
-    return {n for n in names if re.search(rf'\b{n}\b', shown)}
+@cache
+def cells_of_words() -> dict[str, list[str]]:
+    "Each word of the cells that are not exported, with the sources of the cells that have it."
+    sources = [source for page in PAGES for source in code(page) if not is_export(source)]
+    found = {}
+    for source in sources:
+        for word in set(re.findall(r'\w+', source)): found.setdefault(word, []).append(source)
+    return found
 
 
 @pytest.mark.parametrize('path', MODULES, ids=name)
 def test_every_public_name_is_demonstrated(path):
-    shown = demonstrated(exported(path))
+    shown = set(exported(path)) & set(cells_of_words())
     for label, node in public(path):  # A class is shown by a function that returns it
         if label.split('.')[0] in shown and isinstance(node, FUNCTION) and node.returns:
             shown |= set(re.findall(r'\w+', ast.unparse(node.returns)))
@@ -389,11 +394,10 @@ def test_every_public_name_is_demonstrated(path):
 def test_every_function_has_its_assertions(path):
     """Two assertions in the cells that use a function, one a failing case unless it takes nothing
     that could be wrong."""
-    shown = [source for page in PAGES for source in code(page) if not is_export(source)]
     bare = []
     for name, node in public(path):
         if '.' in name or not isinstance(node, FUNCTION): continue
-        used = [source for source in shown if re.search(rf'\b{name}\b', source)]
+        used = cells_of_words().get(name, [])
         checks = [
             line
             for source in used
@@ -416,6 +420,7 @@ def test_the_readme_is_the_index_page():
 
 # Order
 
+@cache
 def imports(path: Path) -> list[tuple]:
     """What a module imports from this package, anywhere in it, as (module, name or None):
     ('plan.ledger', 'Ledger')."""

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -286,13 +287,16 @@ def test_a_token_in_the_environment_is_written_nowhere(tmp_path, rows, monkeypat
 
 # The sources
 
+@cache
+def calls(path):
+    "Calls in a module, as (what is called, source of the call)."
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [(ast.unparse(n.func), ast.unparse(n)) for n in nodes if isinstance(n, ast.Call)]
+
+
 def called(path, function):
     "Source of the calls of `function`, a pattern, in a module."
-    tree = ast.walk(ast.parse(path.read_text()))
-    return [
-        ast.unparse(n)
-        for n in tree
-        if isinstance(n, ast.Call) and re.fullmatch(function, ast.unparse(n.func))]
+    return [source for name, source in calls(path) if re.fullmatch(function, name)]
 
 
 def test_a_flight_record_runs_nothing(tmp_path):

@@ -118,14 +118,19 @@ def source_tree(source: str) -> ast.Module:
 
 
 @cache
+def imported_by(name: str) -> set[str]:
+    "List the modules of the library that one of them imports."
+    folders = tuple(name.split('.')[:-1])
+    return imported(tree_of(module_file(name)), folders)
+
+
+@cache
 def reached(name: str) -> frozenset[str]:
     "List a module, the modules that it imports, the modules that these import, and so on."
     names = {name}
     waiting = [name]
     while waiting:
-        module = waiting.pop()
-        folders = tuple(module.split('.')[:-1])
-        new_names = imported(tree_of(module_file(module)), folders) - names
+        new_names = imported_by(waiting.pop()) - names
         names |= new_names
         waiting += new_names
     return frozenset(names)
