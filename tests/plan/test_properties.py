@@ -52,9 +52,9 @@ def test_the_record_counts_violations_of_20_000_recipes():
 def test_the_line_counts_what_does_not_hold(monkeypatch):
     false = Property('few ranks', lambda recipe: 'many' if recipe.cluster.ranks > 4 else '')
     monkeypatch.setattr(plan_properties, 'PROPERTIES', (false, PROPERTIES[0]))
-    made = plan_properties.measure(examples=200, seed=1)
+    made = plan_properties.measure(examples=60, seed=1)
     bad, good = made['rows']
-    assert made['value'] == bad['violations'] > 10
+    assert made['value'] == bad['violations'] > 5
     assert bad['said'] == 'many'
     assert {'cluster.processes', 'cluster.nodes'} & set(bad['least'])
     assert good['violations'] == 0

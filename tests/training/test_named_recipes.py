@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from llm_workbook.config.recipe import Recipe, planned_only, recipe_names
+from llm_workbook.files import asset
 from llm_workbook.model.architecture import configuration, load_tokenizer
 from llm_workbook.model.miniature import miniature
 from llm_workbook.training.fine_tune import check_recipe
@@ -35,6 +36,9 @@ FAMILIES = {
     'meta-llama/Llama-2-70b-chat-hf': (LLAMA_2, [], LLAMA_2_CHAT),
     'Qwen/Qwen3-8B': (QWEN_3, QWEN_3_TURNS, TRL/'qwen3.jinja'),
     'Qwen/Qwen3-14B': (QWEN_3, QWEN_3_TURNS, TRL/'qwen3.jinja')}
+# Of each way to write a conversation, one recipe reads all rows of the sample; the others read
+# the first of them
+ALL_ROWS = '8b-1x24gb-qlora', '8b-2x16gb-qlora', '70b-2x8-a100-80-full'
 NO_KERNELS_HERE = {'model.attention': 'sdpa'}  # flash-attn has kernels for CUDA only
 
 
@@ -59,6 +63,16 @@ def small_model(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope='module')
+def first_rows(tmp_path_factory):
+    "The packaged conversations, cut to their first 400, and 40 to test."
+    folder = tmp_path_factory.mktemp('rows')
+    for file, rows in ('train.jsonl', 400), ('test.jsonl', 40):
+        lines = (asset('sample-conversations')/file).read_text().splitlines(keepends=True)
+        (folder/file).write_text(''.join(lines[:rows]))
+    return str(folder)
+
+
 def named(name, small_model, **changes):
     "A named recipe as it is, but for its model, the interface of its nodes, and `changes`."
     recipe = Recipe.named(name)
@@ -80,8 +94,11 @@ def test_a_named_recipe_plans_nothing_that_it_does_not_run(name):
 
 
 @pytest.mark.parametrize('name', recipe_names())
-def test_a_named_recipe_is_ready_to_train(name, small_model):
+def test_a_named_recipe_is_ready_to_train(name, small_model, first_rows):
     changes = NO_KERNELS_HERE if Recipe.named(name).model.attention == 'flash' else {}
+    has_conversations = Recipe.named(name).data.source == 'sample-conversations'
+    if has_conversations and name not in ALL_ROWS:
+        changes = changes | {'data.source': first_rows}
     recipe = named(name, small_model, **changes)
     train, held = check_recipe(recipe)
     assert len(train) >= recipe.global_batch
@@ -95,9 +112,9 @@ def test_a_named_recipe_is_ready_to_train(name, small_model):
 
 @pytest.mark.parametrize('name', [
     name for name in recipe_names() if Recipe.named(name).data.template])
-def test_a_base_model_is_told_to_set_a_template(name, small_model):
+def test_a_base_model_is_told_to_set_a_template(name, small_model, first_rows):
     assert FAMILIES[Recipe.named(name).model.source][2] is None
-    without = {'data.template': None}
+    without = {'data.template': None, 'data.source': first_rows}
     with pytest.raises(ValueError, match="no chat template: set data.template to 'chatml'"):
         check_recipe(named(name, small_model, **without))
     with pytest.raises(ValueError, match="needs the token <|im_start|>".replace('|', r'\|')):
@@ -116,12 +133,13 @@ def test_answers_of_a_chat_model_end_with_the_token_of_its_family(source, small_
 
 
 @pytest.mark.parametrize('family', ['qwen2.5', 'qwen3'])
-def test_the_same_recipe_takes_a_published_tokenizer_with_a_template(family, tmp_path):
+def test_the_same_recipe_takes_a_published_tokenizer_with_a_template(family, tmp_path, first_rows):
     if not (PUBLISHED/family).is_dir(): pytest.skip('the published tokenizers are not at hand')
     model = {'qwen2.5': 'Qwen/Qwen2.5-72B-Instruct', 'qwen3': 'Qwen/Qwen3-14B'}[family]
     folder = miniature(configuration(model)[1], tmp_path/'model')
     load_tokenizer(PUBLISHED/family).save_pretrained(folder)
-    recipe = Recipe.named('8b-1x24gb-qlora').changed({'model.source': str(folder)})
+    changes = {'model.source': str(folder), 'data.source': first_rows}
+    recipe = Recipe.named('8b-1x24gb-qlora').changed(changes)
     for template in ('plain', None):
         train, _ = check_recipe(recipe.changed({'data.template': template}))
         assert len(train) >= recipe.global_batch
