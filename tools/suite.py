@@ -21,7 +21,10 @@ from page import ROOT, pages
 BIN = Path(sys.executable).parent
 CORES = os.cpu_count() or 2
 # Threads that wait leave their core to others, and no process starts more than its own
-QUIET = {'OMP_WAIT_POLICY': 'passive', 'OMP_NUM_THREADS': '1'}
+QUIET = {'OMP_WAIT_POLICY': 'passive', 'OMP_NUM_THREADS': '1',
+         # torch.compile believes the processor: for each of its instruction sets it would first
+         # build a program and start it, in every process that compiles
+         'TORCHINDUCTOR_VEC_ISA_OK': '1'}
 LIMIT_S = 2400  # Pages and tests take less than half of that on two cores
 
 
