@@ -21,7 +21,7 @@ from llm_workbook.rehearsal.program import record_step, rehearsable
 SHORT = {'batch.length': 64, 'precision.compute': 'bfloat16'}
 BUCKETS = {'zero.reduce_bucket': 3_000_000, 'zero.prefetch_bucket': 1_000_000}
 AWAY = {'sharding.offload_optimizer': 'cpu'}
-FOUR = {'cluster.processes': 4}
+THREE = {'cluster.processes': 3}
 
 
 def zero(stage, **more): return {'sharding.strategy': f'zero{stage}'} | BUCKETS | more
@@ -33,11 +33,10 @@ WAYS = {
     'zero2, qlora': QLORA | zero(2) | AGAIN,
     'zero3, qlora': QLORA | zero(3) | AGAIN,
     'zero1, accumulated': FULL | zero(1) | {'batch.accumulation': 2},
-    'zero3, accumulated, four ranks': FULL | zero(3) | {'batch.accumulation': 2} | FOUR,
+    'zero3, accumulated, three ranks': FULL | zero(3) | {'batch.accumulation': 2} | THREE,
     'zero2, offloaded': FULL | zero(2) | AWAY,
     'zero3, offloaded': FULL | zero(3) | AWAY | {'sharding.offload_parameters': 'cpu'},
-    'zero2, one buffer': FULL | zero(2, **{'zero.overlap': False}),
-    'zero2, four ranks': FULL | zero(2) | FOUR,
+    'zero2, one buffer, three ranks': FULL | zero(2, **{'zero.overlap': False}) | THREE,
 }
 
 
@@ -112,7 +111,7 @@ def shallow(tmp_path_factory):
 
 @pytest.mark.parametrize('stage, kind, ranks', map(case, PLANS))
 def test_ledger_and_engine_give_the_same_bytes(stage, kind, ranks, shallow):
-    is_deep = kind == 'full' or (stage, kind, ranks) == QUICK  # All 16 layers
+    is_deep = (kind, ranks) == ('full', 2) or (stage, kind, ranks) == QUICK  # All 16 layers
     made = planned(stage, kind, ranks, **({} if is_deep else shallow))
     assert memory(made).total('step', level='allocated') == pytest.approx(
         rehearse(made).peak_b, rel=.03)
