@@ -304,14 +304,16 @@ def checked(relations=None, **changes):
 
 WHOLE = {'sharding.loading': 'every_rank', 'sharding.offload_parameters': 'none',
          'sharding.offload_optimizer': 'none'}
+# Of two ranks the cheapest, for mistakes that a strategy has no part in
+DDP = WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'ddp'}
 
 
+# QLoRA under FSDP2 is the recipe of the page of `check_invariants`
 @pytest.mark.slow
 @pytest.mark.parametrize('changes', [
-    {}, WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'ddp'},
-    {'method.kind': 'full', 'sharding.activation_checkpointing': 'selective'},
+    DDP, {'method.kind': 'full', 'sharding.activation_checkpointing': 'selective'},
     WHOLE | {'sharding.strategy': 'none', 'cluster.processes': 1}],
-    ids=['qlora', 'lora-ddp', 'full-selective', 'alone'])
+    ids=['lora-ddp', 'full-selective', 'alone'])
 def test_a_recipe_keeps_all_relations(changes):
     found = checked(**changes)
     assert_all_kept(found, changes)
@@ -320,13 +322,11 @@ def test_a_recipe_keeps_all_relations(changes):
 @pytest.mark.slow
 @pytest.mark.parametrize('changes', [
     WHOLE | {'method.kind': 'full', 'sharding.strategy': 'zero3'},
-    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero1'},
-    {'cluster.processes': 4, 'sharding.group': 2}],
-    ids=['zero3-full', 'zero1-lora', 'groups'])
+    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero1'}], ids=['zero3-full', 'zero1-lora'])
 def test_ranks_agree_under_a_strategy(changes):
     found = checked(['ranks', 'reported loss', 'schedule'], **changes)
     assert [one.passed for one in found.relations] == [True] * 4, found
-    assert ('in groups of 2' in found.relations[1].what) == ('sharding.group' in changes)
+    assert 'in groups of 2' not in found.relations[1].what
 
 
 def test_a_recipe_in_groups_has_a_run_in_groups(tmp_path):
@@ -425,7 +425,7 @@ def test_ranks_that_train_the_same_rows_are_found(monkeypatch):
         right(self, sampler, num_processes, 0, **options)
 
     monkeypatch.setattr(BatchSamplerShard, '__init__', first)
-    found = checked(['accumulation', 'ranks', 'resume'])
+    found = checked(['accumulation', 'ranks', 'resume'], **DDP)
     assert 'ranks' in broken(found) and not {'accumulation', 'resume'} & {*broken(found)}, found
 
 
@@ -439,14 +439,14 @@ def test_gradients_that_are_averaged_once_too_often_are_found(monkeypatch):
         return loss / self.accelerator.num_processes
 
     monkeypatch.setattr(SFTTrainer, 'compute_loss', averaged)
-    found = checked(['accumulation', 'ranks', 'schedule'])
+    found = checked(['accumulation', 'ranks', 'schedule'], **DDP)
     assert broken(found) == ['ranks'], found
 
 
 @pytest.mark.slow
 def test_the_loss_of_rank_0_alone_is_found(monkeypatch):
     monkeypatch.setattr('transformers.trainer.nested_gather', lambda tensors, *args: tensors)
-    found = checked(['accumulation', 'loss head', 'reported loss'])
+    found = checked(['accumulation', 'loss head', 'reported loss'], **DDP)
     assert broken(found) == ['reported loss'], found
 
 
@@ -489,7 +489,7 @@ def test_a_schedule_that_is_stepped_for_every_rank_is_found(monkeypatch):
         for _ in range(ranks if self.last_epoch >= 0 else 1): right(self, *args)
 
     monkeypatch.setattr(LambdaLR, 'step', by_ranks)
-    found = checked(['cache', 'resume', 'schedule'])
+    found = checked(['cache', 'resume', 'schedule'], **DDP)
     assert broken(found) == ['schedule'], found
 
 
@@ -523,17 +523,20 @@ def test_a_leak_counts_where_a_recipe_packs(packs, monkeypatch):
 NO_QLORA = 'Gemma 3n', 'GPT-2', 'Falcon'  # Refused before a weight is loaded
 
 # A check takes half a minute: FAMILIES=all runs them all, which takes half an hour
-FEW = 'Qwen 3', 'Gemma 3', 'GLM 4.5'  # And the Llama above
+FEW = 'Gemma 3', 'GLM 4.5'  # And the Llama above
 SWEPT = FAMILIES if os.environ.get('FAMILIES') == 'all' else FEW
+IN_GROUPS = {'Gemma 3': {'cluster.processes': 4, 'sharding.group': 2}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('family', SWEPT)
 def test_a_family_gives_no_false_alarm(family, tmp_path):
-    asked = family_recipe(family, tmp_path)
+    asked = family_recipe(family, tmp_path).changed(IN_GROUPS.get(family, {}))
     if family in NO_QLORA: asked = asked.changed({'method.kind': 'lora'})
     found = check_invariants(asked)
     assert found.passed, found
+    what = {one.name: one.what for one in found.relations}
+    assert ('in groups of 2' in what['ranks']) == (family in IN_GROUPS)
 
 
 # What it refuses
