@@ -10,8 +10,11 @@ from bench.lines.rehearsal_error import RealRanks
 from bench.record import ROOT
 from bench.shared import gpu_rows
 from bench.shared.heap import COUNTING
-from bench.shared.small_rehearsals import AGAIN, FULL, QLORA, counted, percent, recipe
+from bench.shared.small_rehearsals import AGAIN, FULL, LORA, PAIRS, QLORA, counted, percent, recipe
+from test_ddp_buckets import BUCKETS, DDP, summed
 from trouble import slow_case
+
+from llm_workbook.plan.ledger import memory
 
 SHORT = {'batch.length': 64}
 RECORDS = {
@@ -24,6 +27,14 @@ def rehearsed(made):
     return rehearse(made, exact=True)
 
 
+def assert_same(ours, saw: dict) -> None:
+    "Assert that a rehearsal has the peak, the messages and the FLOP of real ranks."
+    assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
+    assert [tuple(message) for message in saw['collectives']] == [
+        ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
+    assert ours.flops == saw['flops']
+
+
 @pytest.fixture(scope='module')
 def ranks():
     with RealRanks() as made: yield made
@@ -33,22 +44,38 @@ HALF = FULL | {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'
 
 
 SELECTIVE = {'sharding.activation_checkpointing': 'selective'}
-PAIRS = {'cluster.processes': 4, 'sharding.group': 2}
+GROUPS = {'cluster.processes': 4, 'sharding.group': 2}
 
 
 @pytest.mark.parametrize(
     'changes', [slow_case(how) for how in (
-        QLORA | AGAIN, HALF, FULL | PAIRS, QLORA | PAIRS, FULL | SELECTIVE)],
-    ids=['qlora', 'float16', 'full in pairs', 'qlora in pairs', 'full, selective'])
+        QLORA | AGAIN, HALF, FULL | GROUPS, QLORA | GROUPS, FULL | SELECTIVE)],
+    ids=['qlora', 'float16', 'full in groups', 'qlora in groups', 'full, selective'])
 def test_a_rehearsal_does_what_the_ranks_do(changes, ranks, tmp_path):
     # Buffers of whole weights in groups are a smaller part of a larger model
-    shape = 'quick' if changes == FULL | PAIRS else 'brief'
+    shape = 'quick' if changes == FULL | GROUPS else 'brief'
     made = recipe(shape, changes | SHORT, tmp_path)
+    assert_same(rehearsed(made), ranks.measured(made))
+
+
+@pytest.mark.parametrize('changes', [
+    slow_case(how) for how in (LORA, QLORA | AGAIN, FULL)], ids=['lora', 'qlora', 'full'])
+def test_ranks_that_train_pairs_do_what_was_rehearsed_and_planned(changes, ranks, tmp_path):
+    # With packed weights 0.96 and 1.00 % too much is planned of the larger model, 1.04 of the other
+    shape, room = ('quick', 1.2) if changes == QLORA | AGAIN else ('brief', 1)
+    made = recipe(shape, changes | PAIRS | SHORT, tmp_path)
     saw = ranks.measured(made)
-    ours = rehearsed(made)
-    assert abs(percent(ours.peak_b, saw['peak_b'])) < 1
-    assert [tuple(message) for message in saw['collectives']] == [
-        ('backward' * (phase == 'backward'), kind, size) for phase, kind, size, _ in ours.messages]
+    assert_same(rehearsed(made), saw)
+    planned_b = memory(made).total('step', 'gpu', 'allocated')
+    assert abs(percent(planned_b, saw['peak_b'])) < room
+
+
+@pytest.mark.slow
+def test_real_ranks_send_the_buckets_of_ddp(ranks, tmp_path):
+    made = recipe('brief', FULL | DDP | AGAIN, tmp_path)
+    saw, ours = ranks.measured(made), rehearsed(made)
+    assert summed(saw['collectives']) == BUCKETS['again']
+    assert abs(percent(ours.peak_b, saw['peak_b'])) < .1
     assert ours.flops == saw['flops']
 
 
@@ -76,9 +103,12 @@ def test_a_copy_that_another_thread_frees_late_is_waited_for():
 def label(row): return '-'.join(map(str, [row['shape'], *row['changes'].values()]))
 
 
-# Each of their settings is in another row too, and most of them with the same method
+# Each of their settings is in another row too, and most of them with the same method. Of pairs the
+# full fine-tune stays: real ranks train all three above
 TWICE = (
-    'large-lora', 'small-lora-full', 'small-qlora', 'small-lora-True-rslora', 'small-full-one_pass')
+    'large-lora', 'small-lora-full', 'small-qlora', 'small-lora-True-rslora', 'small-full-one_pass',
+    'large-qlora-full', 'small-lora-True-512', 'small-lora-preference-dpo',
+    'large-qlora-full-preference-dpo')
 ROWS = [row if i < 2 else slow_case(row)
         for i, row in enumerate(RECORDS['rehearsal_error']['rows']) if label(row) not in TWICE]
 
@@ -106,7 +136,7 @@ def test_the_record_covers_what_was_promised():
 
 @pytest.mark.slow
 def test_one_rank_alone_with_real_tensors_holds_what_was_rehearsed(tmp_path):
-    made = recipe('quick', QLORA | SHORT | {'cluster.processes': 16}, tmp_path)
+    made = recipe('brief', QLORA | SHORT | {'cluster.processes': 16}, tmp_path)
     assert abs(percent(rehearsed(made).peak_b, gpu_rows.measured(made)['peak_b'])) < 1
 
 
