@@ -278,12 +278,7 @@ def both_ways(recipe, folder):
 
 TRAINED = {
     'qlora': (2, {}), 'qlora-3-again': (3, {'sharding.activation_checkpointing': 'full'}),
-    'full-3-again': (
-        3,
-        {
-            'method.kind': 'full', 'precision.compute': 'float32',
-            'sharding.activation_checkpointing': 'full'}),
-    'full-bf16': (2, {'method.kind': 'full'}),
+    'full-3-again': (3, {'method.kind': 'full', 'sharding.activation_checkpointing': 'full'}),
     'lora-hybrid': (4, {'method.kind': 'lora', 'sharding.group': 2})}
 
 
