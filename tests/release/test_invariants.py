@@ -322,7 +322,8 @@ def test_a_recipe_keeps_all_relations(changes):
 @pytest.mark.slow
 @pytest.mark.parametrize('changes', [
     WHOLE | {'method.kind': 'full', 'sharding.strategy': 'zero3'},
-    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero1'}], ids=['zero3-full', 'zero1-lora'])
+    WHOLE | {'method.kind': 'lora', 'sharding.strategy': 'zero1'}],
+    ids=['zero3-full', 'zero1-lora'])
 def test_ranks_agree_under_a_strategy(changes):
     found = checked(['ranks', 'reported loss', 'schedule'], **changes)
     assert [one.passed for one in found.relations] == [True] * 4, found
