@@ -1,5 +1,6 @@
 """The plain loop: the losses of the trainer, resumed to the last digit, on every strategy; and a
 head that is found again."""
+import functools
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trouble import fine_tune, small_base, small_recipe
+from trouble import fine_tune, slow_case, small_base, small_recipe
 
 from llm_workbook.training import loop as module
 from llm_workbook.training.classifier import (
@@ -25,6 +26,11 @@ ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
 ZERO = {
     'zero.persistence_threshold': 1000, 'zero.reduce_bucket': 1_000_000,
     'zero.prefetch_bucket': 1_000_000}
+ZERO3 = {'sharding.strategy': 'zero3', **ZERO}
+FULL = {'method.kind': 'full', 'precision.compute': 'float32'}
+WAYS = {
+    'alone': ALONE, 'fsdp2': {}, 'zero3': ZERO3, 'fsdp2, full': FULL, 'zero3, full': ZERO3 | FULL,
+    'ddp': {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 3}}
 STARS = {1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'}
 
 
@@ -66,6 +72,34 @@ def train(recipe, directory, act=None, resume=False):
 
     return notebook_ranks(
         work, recipe.cluster.ranks, (recipe, directory, rows, start), 200, fsdp_env(recipe))
+
+
+def logits(model, loader):
+    import torch
+    model.eval()
+    with torch.no_grad():
+        return [
+            model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits.float()
+            for b in loader]
+
+
+@pytest.fixture(scope='module')
+def undisturbed(judge, tmp_path_factory):
+    """A function that trains in one of `WAYS` to the end, once: gives the recipe, the directory and
+    what the ranks gave. `logits-0` there is what rank 0 answers to the rows that are held out."""
+    @functools.cache
+    def run(way):
+        import torch
+        recipe = judge.changed(WAYS[way] | {'intervals.evaluation': 2})
+        directory = tmp_path_factory.mktemp('undisturbed')/'run'
+        def keep(loop, step):
+            if step < 8: return
+            # The same rows on every rank
+            found = logits(loop.model_wrapped, loop.batches(class_rows(recipe)[1]))
+            loop.model_wrapped.train()
+            torch.save(found, directory/f'logits-{loop.run.rank}')
+        return recipe, directory, train(recipe, directory, keep)
+    return run
 
 
 def lines(directory, name='metrics.jsonl'): return read_metrics(Path(directory)/name)
@@ -129,19 +163,11 @@ def test_a_clip_of_zero_switches_clipping_off(tmp_path):
 
 # Resumed
 
-@pytest.mark.parametrize(
-    'changes, tolerance',
-    [
-        (ALONE, 0), ({}, 1e-6),
-        pytest.param({'sharding.strategy': 'zero3', **ZERO}, 1e-6, marks=SLOW),
-        pytest.param({'method.kind': 'full', 'precision.compute': 'float32'}, 1e-6, marks=SLOW),
-        pytest.param(
-            {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 3}, 1e-6,
-            marks=SLOW)],
-    ids=['alone', 'fsdp2', 'zero3', 'fsdp2, full', 'ddp'])
-def test_a_resumed_loop_is_the_one_that_was_not_stopped(judge, tmp_path, changes, tolerance):
-    recipe = judge.changed(changes | {'intervals.evaluation': 2})
-    whole = train(recipe, tmp_path/'whole')
+@pytest.mark.parametrize('way, tolerance', [
+    ('alone', 0), ('fsdp2', 1e-6), slow_case('zero3', 1e-6), slow_case('fsdp2, full', 1e-6),
+    slow_case('ddp', 1e-6)])
+def test_a_resumed_loop_is_the_one_that_was_not_stopped(undisturbed, tmp_path, way, tolerance):
+    recipe, directory, whole = undisturbed(way)
     def tell(loop, step):
         if step == 4 and loop.run.rank == recipe.cluster.ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -149,10 +175,10 @@ def test_a_resumed_loop_is_the_one_that_was_not_stopped(judge, tmp_path, changes
     assert run_state(tmp_path/'two') == {'state': 'preempted', 'step': 4}
     assert [f.step for f in survey(tmp_path/'two').valid] == [4]
     resumed = train(recipe, tmp_path/'two', resume=True)
-    assert far(lines(tmp_path/'whole'), lines(tmp_path/'two')) <= tolerance
+    assert far(lines(directory), lines(tmp_path/'two')) <= tolerance
     assert (
         far(
-            *(lines(tmp_path/name, 'evaluation.jsonl') for name in ('whole', 'two')),
+            *(lines(folder, 'evaluation.jsonl') for folder in (directory, tmp_path/'two')),
             ('loss', 'accuracy'))
         <= tolerance)
     assert run_state(tmp_path/'two')['state'] == 'finished'
@@ -167,16 +193,17 @@ def test_a_session_that_is_over_ends_the_loop_before_its_first_step(judge, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_loop_goes_on_from_the_last_commit(judge, tmp_path):
-    recipe = judge.changed({'intervals.saving': 2})
-    train(recipe, tmp_path/'whole')
+def test_a_killed_rank_is_named_and_the_loop_goes_on_from_the_last_commit(
+    judge, undisturbed, tmp_path
+):
+    recipe, (_, whole, _) = judge.changed({'intervals.saving': 2}), undisturbed('fsdp2')
     def die(loop, step):
         if step == 6 and loop.run.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankError, match='rank 1 was killed by SIGKILL'):
         train(recipe, tmp_path/'two', die)
     assert survey(tmp_path/'two').valid[0].step in (2, 4)
     train(recipe, tmp_path/'two', resume=True)
-    assert far(lines(tmp_path/'whole'), lines(tmp_path/'two')) <= 1e-6
+    assert far(lines(whole), lines(tmp_path/'two')) <= 1e-6
 
 
 # Guards
@@ -263,41 +290,18 @@ def test_under_deepspeed_on_cpu_every_rank_has_rows_of_its_own(judge, tmp_path):
 
 # The head is found again
 
-@pytest.mark.parametrize(
-    'changes',
-    [
-        {}, pytest.param({'sharding.strategy': 'zero3', **ZERO}, marks=SLOW),
-        pytest.param({'sharding.strategy': 'ddp'}, marks=SLOW),
-        pytest.param(
-            {
-                'method.kind': 'full', 'precision.compute': 'float32', 'sharding.strategy': 'zero3',
-                **ZERO},
-            marks=SLOW)],
-    ids=['fsdp2', 'zero3', 'ddp', 'zero3, full'])
-def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(judge, tmp_path, changes):
+@pytest.mark.parametrize('way', [
+    'fsdp2', slow_case('zero3'), slow_case('ddp'), slow_case('zero3, full')])
+def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(undisturbed, way):
     import torch
-    recipe = judge.changed(changes)
-    def logits(model, loader):
-        model.eval()
-        with torch.no_grad():
-            return [
-                model(input_ids=b['input_ids'], attention_mask=b['attention_mask']).logits.float()
-                for b in loader]
-
-    def keep(loop, step):
-        if step < 8: return
-        # The same rows on every rank
-        found = logits(loop.model_wrapped, loop.batches(class_rows(recipe)[1]))
-        loop.model_wrapped.train()
-        torch.save(found, tmp_path/f'logits-{loop.run.rank}')
-    train(recipe, tmp_path/'run', keep)
+    recipe, directory, _ = undisturbed(way)
     tokenizer = class_tokenizer(recipe)
     rows = token_rows(recipe, class_rows(recipe)[1], tokenizer)
     for reader in (recipe, recipe.changed(ALONE | {'sharding.strategy': 'none'})):
-        model = reload_classifier(reader, tmp_path/'run')
+        model = reload_classifier(reader, directory)
         again = logits(model, make_loader(rows, tokenizer.pad_token_id, recipe.batch.micro))
         for rank in range(2):
-            kept = torch.load(tmp_path/f'logits-{rank}')
+            kept = torch.load(directory/f'logits-{rank}')
             assert [a.shape for a in kept] == [b.shape for b in again]
             assert all(map(torch.equal, kept, again))
     fresh = logits(
