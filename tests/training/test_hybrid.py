@@ -8,7 +8,7 @@ os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 from bench.lines.ledger_bytes import bytes_apart, sent_apart
 from bench.shared.real_ranks import run_trainer
 from safetensors.torch import load_file
-from trouble import fine_tune, slow_case, small_recipe
+from trouble import fine_tune, slow_case, small_base, small_recipe
 
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.config.recipe import Recipe, planned_only, shrink
@@ -26,7 +26,7 @@ REVIEWS = {
     'data.format': 'classification', 'data.text_column': 'text', 'data.label_column': 'stars',
     'data.labels': {1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'}}
 KINDS = {
-    'full': {}, 'full, twice': {'batch.accumulation': 2}, 'lora': LORA,
+    'full, twice': {'batch.accumulation': 2}, 'lora': LORA,
     'qlora, arriving': QLORA | FLOAT32 | {'sharding.loading': 'sharded'},
     'loop': QLORA | FLOAT32 | REVIEWS}
 
@@ -46,7 +46,7 @@ def assert_same(one, other, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    'kind', [name if name == 'full' else slow_case(name) for name in KINDS])
+    'kind', [name if name == 'full, twice' else slow_case(name) for name in KINDS])
 def test_groups_train_what_one_process_trains(tmp_path, kind):
     "The norm is clipped in every step, so that a norm of a part alone would change the losses."
     recipe = small_recipe(tmp_path, **KINDS[kind])
@@ -70,7 +70,7 @@ def test_groups_train_what_one_process_trains(tmp_path, kind):
 @pytest.mark.parametrize('kind', ['full', 'qlora'])
 def test_a_trainer_in_groups_holds_and_sends_what_the_plan_says(tmp_path, kind):
     how = {'optimizer.steps': 3, 'batch.length': 128, 'batch.micro': 2, 'method.rank': 4}
-    recipe = Recipe(name='groups', model={'source': 'tiny-base'},
+    recipe = Recipe(name='groups', model={'source': str(small_base(tmp_path/'base'))},
                     data={'source': 'sample-conversations'})
     recipe = recipe.changed(PAIRS | how | {'method.kind': kind})
     results = run_trainer(recipe, tmp_path/'run')
@@ -83,7 +83,7 @@ def test_a_trainer_in_groups_holds_and_sends_what_the_plan_says(tmp_path, kind):
 @pytest.mark.slow
 def test_a_run_goes_on_in_other_groups(tmp_path):
     "Two steps in pairs, two over all four ranks, two on two ranks, two in pairs again."
-    recipe = small_recipe(tmp_path, **KINDS['full']).changed(
+    recipe = small_recipe(tmp_path).changed(
         {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0, 'intervals.saving': 2})
     _, alone, _ = trained(recipe.changed(ONE | {'optimizer.steps': 8}), tmp_path/'one')
     ways = [PAIRS, FOUR, {'cluster.processes': 2, 'batch.micro': 2, 'optimizer.clip': 0.5}, PAIRS]
