@@ -121,7 +121,7 @@ def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tm
 
 
 @pytest.mark.slow
-def test_rank_0_alone_speaks_under_torchrun_and_in_the_loop(tmp_path):
+def test_rank_0_alone_speaks_under_torchrun_and_in_the_loop(tmp_path, warm):
     recipe = shrink(Recipe.named('70b-2x4-h100-zero3-qlora-classifier')).changed({
         'optimizer.steps': 3, 'intervals.saving': 0, 'intervals.evaluation': 0,
         'intervals.logging': 1, 'sharding': {'strategy': 'ddp'}, 'zero': {}})
@@ -165,7 +165,7 @@ def test_ctrl_c_during_imports_ends_at_once_and_says_so(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_step_saves_it(recipe, tmp_path):
+def test_ctrl_c_in_a_step_saves_it(recipe, tmp_path, warm):
     process = started(tmp_path, recipe)
     metrics = tmp_path/'run/metrics.jsonl'
     try:
