@@ -145,11 +145,11 @@ HOW = {
     'ddp': {'sharding.strategy': 'ddp'},
     'zero2': ZERO | {'sharding.strategy': 'zero2'},
     'zero3': ZERO | {'sharding.strategy': 'zero3'},
-    'one pass': {'batch.loss_head': 'one_pass'},
-    'segments': {'model.attention': 'segments'},
-    'recomputed': {'sharding.activation_checkpointing': 'full'},
-    'selective': {'sharding.activation_checkpointing': 'selective'},
-    'arriving': {'sharding.loading': 'sharded'}}
+    'one pass, recomputed, arriving': {
+        'batch.loss_head': 'one_pass', 'sharding.activation_checkpointing': 'full',
+        'sharding.loading': 'sharded'},
+    'segments, selective': {
+        'model.attention': 'segments', 'sharding.activation_checkpointing': 'selective'}}
 HALF = {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic'}
 
 
