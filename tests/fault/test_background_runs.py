@@ -20,8 +20,8 @@ from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import run_state
 
-RUNS = 26  # Three ends at seven moments are 21; the first run is what the others are compared with
-RUNS_WITHOUT_WORKERS = 3  # Besides the second: one of each end
+RUNS = 22  # Three ends at seven moments are 21; the first run is what the others are compared with
+RUNS_WITHOUT_WORKERS = 3  # One of each end
 # May be made longer without becoming another recipe
 STEADY = {'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0}
 
@@ -81,8 +81,8 @@ def test_starts_and_stops_at_all_moments_leave_nothing(recipe, tmp_path, record_
         assert [child.pid for child in children()] == [nursery.pid]
         assert set(os.listdir(tempfile.gettempdir())) == temp
     assert threading.active_count() <= threads
-    assert states.count('finished') >= 8
-    assert states.count('preempted') >= 15
+    assert states.count('finished') >= 7
+    assert states.count('preempted') >= 12
     record_property(
         'report',
         f'{RUNS} starts and stops in {time.monotonic() - begin:.0f} s: '
