@@ -84,8 +84,8 @@ def check_record(run, programs):
     assert lines[0]['compiled'] >= 1 and 'compiled' not in lines[-1]
 
 
-# 'two ranks' is traced; the others run code that was generated. Rows of one length need half as many
-# programs as rows of many
+# 'two ranks' is traced; the others run code that was generated. Rows of one length need half as
+# many programs as rows of many
 LEVEL = ('two ranks, lora', 'ddp, lora')
 WAYS = {
     'two ranks': ({}, 3), 'two ranks, lora': (LORA, 2),

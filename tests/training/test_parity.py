@@ -2,8 +2,8 @@
 trained.
 
 The process that is compared with takes the same micro-batches, by accumulation: 6 or 3 of them make
-every step. Under the other strategies (`OTHERS`), on the small base, it takes the 6 rows of a step in
-one pass, and the ranks their part of them.
+every step. Under the other strategies (`OTHERS`), on the small base, it takes the 6 rows of a step
+in one pass, and the ranks their part of them.
 """
 import functools
 import os
