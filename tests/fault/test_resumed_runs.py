@@ -8,23 +8,17 @@ import torch.distributed as dist
 from test_resume import recipe, watched  # noqa: F401
 from test_resume import SLOW, stopped_and_resumed
 from test_resume import other_ranks_take_the_same_rows_and_nearly_the_same_steps
-from trouble import small_base, some_rows
+from trouble import some_rows
 
 from llm_workbook.checkpoint.save_load import load_checkpoint, save_checkpoint
 from llm_workbook.parallel.ranks import run_ranks
 
 
 @pytest.fixture(scope='module')
-def small(recipe, tmp_path_factory):  # noqa: F811
-    "The same recipe on a smaller base."
-    return recipe.changed({'model.source': str(small_base(tmp_path_factory.mktemp('base')))})
-
-
-@pytest.fixture(scope='module')
-def shorter(small, tmp_path_factory):
+def shorter(recipe, tmp_path_factory):  # noqa: F811
     "With 19 rows and 6 steps, of which the second pass begins with the last but one."
     rows = some_rows(tmp_path_factory.mktemp('rows'), 19)
-    return small.changed({'data.source': str(rows), 'optimizer.steps': 6})
+    return recipe.changed({'data.source': str(rows), 'optimizer.steps': 6})
 
 
 @pytest.mark.slow
@@ -42,8 +36,8 @@ def test_25_a_run_that_was_stopped_within_an_epoch_is_the_run_that_was_not(
 # 9: another number of ranks
 
 @pytest.mark.slow
-def test_09_a_fine_tune_goes_on_with_half_the_ranks(small, watched, tmp_path):  # noqa: F811
-    other_ranks_take_the_same_rows_and_nearly_the_same_steps(small, watched, tmp_path)
+def test_09_a_fine_tune_goes_on_with_half_the_ranks(recipe, watched, tmp_path):  # noqa: F811
+    other_ranks_take_the_same_rows_and_nearly_the_same_steps(recipe, watched, tmp_path)
 
 
 def train_small_model(strategy, save_to=None, go_on_from=None, steps=3):

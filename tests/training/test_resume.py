@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trouble import slow_case, some_rows
+from trouble import slow_case, small_base, some_rows
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
@@ -53,10 +53,11 @@ SLOW = {  # tests/fault/test_resumed_runs.py runs them
 def recipe(tmp_path_factory):
     """QLoRA with dropout over two ranks: 23 rows, 8 steps of 4, of which the second pass begins
     with the seventh."""
-    folder = some_rows(tmp_path_factory.mktemp('rows'), 23)
+    folder = tmp_path_factory.mktemp('small')
+    some_rows(folder/'rows', 23)
     return Recipe(
-        name='small', model={'source': 'tiny-base'},
-        data={'source': str(folder), 'format': 'messages'}, method={'dropout': 0.1},
+        name='small', model={'source': str(small_base(folder/'base'))},
+        data={'source': str(folder/'rows'), 'format': 'messages'}, method={'dropout': 0.1},
         batch={'micro': 1, 'length': 64, 'accumulation': 2},
         optimizer={'steps': 8, 'learning_rate': 3e-3})
 
@@ -420,7 +421,7 @@ def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, t
 
 
 @pytest.mark.slow
-def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path):
+def test_a_signal_to_a_script_reaches_the_ranks_which_save(recipe, tmp_path, warm):
     long = recipe.changed(PLAIN | {'optimizer.steps': 2000, 'optimizer.warmup': 0.0})
     long.save(tmp_path/'recipe.yaml')
     script = (
@@ -497,7 +498,7 @@ def test_a_program_that_is_told_before_its_first_step_ends_with_75_and_goes_on_l
 
 
 @pytest.mark.slow
-def test_a_program_of_one_rank_needs_no_torchrun_to_shard(recipe, tmp_path):
+def test_a_program_of_one_rank_needs_no_torchrun_to_shard(recipe, tmp_path, warm):
     ended = program(recipe.changed({'cluster.processes': 1, 'optimizer.steps': 2}), tmp_path/'run')
     assert ended.returncode == 0, ended.stderr
     assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}, ended.stderr
