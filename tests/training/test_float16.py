@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from test_hybrid import REVIEWS
 from trouble import files, fine_tune, slow_case, small_recipe
 
 from llm_workbook.config.document import RecipeError
@@ -201,10 +202,7 @@ def test_the_loop_skips_what_the_trainer_skips(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_classifier_computes_in_float16(tmp_path):
-    shrunk = shrink(Recipe.named('70b-2x4-h100-zero3-qlora-classifier'))
-    recipe = shrunk.changed({
-        'sharding': {'strategy': 'fsdp2'}, 'zero': {}, 'optimizer.steps': 4, 'batch.micro': 2,
-        'intervals': {'logging': 1}})
+    recipe = recipe_of(tmp_path, 'qlora', 'fsdp2', **REVIEWS, **{'optimizer.steps': 4})
     runs = [fine_tune(recipe.changed(x), tmp_path/x['precision.compute']) for x in (WIDE, HALF)]
     for a, b in zip(*(run.metrics for run in runs)):
         assert b['loss'] == pytest.approx(a['loss'], rel=2e-3)
