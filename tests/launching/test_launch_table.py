@@ -9,11 +9,25 @@ from functools import cache
 
 import pytest
 from bench.shared import launches as table
+from trouble import some_rows
 from warm import forked_programs
 
 from llm_workbook.launching.background import WorkerProcess
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module', autouse=True)
+def few_rows(tmp_path_factory):
+    "Let recipes read 64 conversations, for each rank makes the tokens of all; eight are a step."
+    folder, toy = some_rows(tmp_path_factory.mktemp('rows'), 64, 8), table.toy
+    def toy_of_few(*how):
+        recipe = toy(*how)
+        if recipe.data.source != 'sample-conversations': return recipe
+        return recipe.changed({'data.source': str(folder), 'data.format': 'messages'})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, 'toy', toy_of_few)
+        yield
 
 
 @pytest.fixture(scope='module')
