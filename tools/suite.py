@@ -100,8 +100,8 @@ LEARNING = 'book', 'answers'
 def nbdev_command(workers: int, *options: str) -> tuple[str, ...]:
     "Give the command that runs pages in so many processes."
     flags = os.environ.get('FLAGS', '')
-    return (str(BIN/'nbdev_test'), '--timing', '--n_workers', str(workers), '--flags', flags,
-            *options)
+    return (sys.executable, str(ROOT/'tools/warm_pages.py'), '--timing', '--n_workers',
+            str(workers), '--flags', flags, *options)
 
 
 class Done(NamedTuple):
