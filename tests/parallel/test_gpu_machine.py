@@ -1,7 +1,7 @@
 """CPU ranks on a machine with a GPU: nothing touches it, neither in the kernel nor in a rank.
 
-The GPU is emulated. The tests marked `wheel` are for the CUDA build of torch, which make
-test-cuda-wheel installs: on it, the pages of recipes and the quickstart run on that machine too.
+The GPU is emulated. The tests marked `wheel` run with the CUDA build of torch alone, which make
+test-cuda-wheel installs: most ways to train, pages of recipes and the quickstart.
 """
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulated_gpu import emulate
 from page import ROOT
-from trouble import fine_tune, losses, slow_case, small_recipe
+from trouble import fine_tune, losses, small_recipe
 
 from llm_workbook import Recipe, rehearse
 from llm_workbook.model.architecture import presets
@@ -28,6 +28,9 @@ QLORA = {
 ZERO = {
     'sharding.strategy': 'zero2', 'precision': {'compute': 'float32'},
     'zero.reduce_bucket': 1_000_000}
+
+
+def wheel_case(changes): return pytest.param(changes, marks=pytest.mark.wheel)
 
 
 @pytest.fixture
@@ -56,11 +59,11 @@ def test_a_rank_counts_devices_anew(gpu_machine):
     'changes',
     [
         QLORA,
-        slow_case({}),
-        slow_case(QLORA | ALONE),
-        slow_case(QLORA | {'sharding.loading': 'sharded'}),
-        slow_case(ZERO | {'sharding.strategy': 'zero3', 'method.kind': 'lora'}),
-        slow_case(
+        wheel_case({}),
+        wheel_case(QLORA | ALONE),
+        wheel_case(QLORA | {'sharding.loading': 'sharded'}),
+        wheel_case(ZERO | {'sharding.strategy': 'zero3', 'method.kind': 'lora'}),
+        wheel_case(
             {'optimizer.kind': 'adamw_8bit', 'method.kind': 'lora', 'sharding.strategy': 'ddp'})],
     ids=['qlora', 'full', 'one process', 'loaded sharded', 'zero3', '8-bit under ddp'])
 def test_cpu_runs_leave_the_gpu_alone(gpu_machine, tmp_path, changes):
@@ -84,7 +87,7 @@ def test_a_launched_rank_sets_the_allocator_before_a_library_opens_the_gpu(tmp_p
     assert run_ranks(train, 1) == [(grows, grows)]
 
 
-@pytest.mark.slow
+@pytest.mark.wheel
 def test_a_classifier_leaves_it_alone(gpu_machine, tmp_path):
     recipe = Recipe.named('reviews-qlora').changed(
         {'model.head': 'classification', 'optimizer.steps': 2})
@@ -92,7 +95,7 @@ def test_a_classifier_leaves_it_alone(gpu_machine, tmp_path):
     assert len(losses(tmp_path/'run')) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.wheel
 @pytest.mark.parametrize('name', ['70b-2x24gb-qlora', '7b-zero3-offload'])
 def test_a_rehearsal_leaves_it_alone(request, name, tmp_path):
     fields = presets()['llama-3.2-1b'].config | {'num_hidden_layers': 3}
@@ -106,7 +109,10 @@ def test_a_rehearsal_leaves_it_alone(request, name, tmp_path):
 
 # On the CUDA build
 
-PAGES = [ROOT/'nbs/book/00_quickstart.ipynb', *sorted((ROOT/'nbs/recipes').glob('*.ipynb'))]
+# Of each way to train one page: FSDP2 with and without packed weights, ZeRO, one process
+PAGES = [ROOT/'nbs/book/00_quickstart.ipynb', *(
+    ROOT/f'nbs/recipes/{name}.ipynb' for name in (
+        '10_two_nodes_classifier', '20_zero_from_objects', '50_one_24gb_card'))]
 
 
 @pytest.mark.wheel

@@ -86,11 +86,11 @@ def check_record(run, programs):
 
 # 'two ranks' is traced; the others run code that was generated. Rows of one length need half as
 # many programs as rows of many
-LEVEL = ('two ranks, lora', 'ddp, lora')
+LEVEL = ('two ranks, lora', 'one, qlora', 'ddp, lora')
 WAYS = {
     'two ranks': ({}, 3), 'two ranks, lora': (LORA, 2),
     'two ranks, packed, checkpointed': (CHECKPOINTED | PACKED, 3),
-    'one, qlora': (ONE | QLORA, 4), 'ddp, lora': (LORA | {'sharding.strategy': 'ddp'}, 2)}
+    'one, qlora': (ONE | QLORA, 2), 'ddp, lora': (LORA | {'sharding.strategy': 'ddp'}, 2)}
 
 
 def rows_of_one_length(folder):
