@@ -95,7 +95,7 @@ def test_a_classifier_leaves_it_alone(gpu_machine, tmp_path):
     assert len(losses(tmp_path/'run')) == 2
 
 
-@pytest.mark.wheel
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['70b-2x24gb-qlora', '7b-zero3-offload'])
 def test_a_rehearsal_leaves_it_alone(request, name, tmp_path):
     fields = presets()['llama-3.2-1b'].config | {'num_hidden_layers': 3}
