@@ -4,6 +4,8 @@
 turn is a fork of one process, which has imported everything and computed nothing. It begins with
 the same weights and sees the same examples once. Prints one JSON line for each turn.
 """
+import ctypes
+import gc
 import json
 import math
 import multiprocessing
@@ -17,7 +19,7 @@ from pathlib import Path
 
 LENGTH = 1024
 DEFAULT_ROWS = 8  # Of a batch, as SFTConfig has it
-JOINED_ROWS = 2  # Packed rows of ours that are computed at once, as one row without a mask
+JOINED_ROWS = 4  # Packed rows of ours that are computed at once, as one row without a mask
 LEARNING_RATE = 2e-5  # As SFTConfig has it
 SHAPE = {'vocab_size': 32_000, 'hidden_size': 768, 'intermediate_size': 2048,
          'num_hidden_layers': 12, 'num_attention_heads': 12, 'num_key_value_heads': 4,
@@ -52,15 +54,17 @@ def drawn(examples: int) -> list[dict]:
 # Who trains it
 
 def ours(rows, folder):
-    "The library's trainer: few bins, attention inside of examples, tokens scored once."
+    "The library's trainer: few bins, attention inside of examples, tokens scored once, compiled."
     from llm_workbook import Recipe
+    from llm_workbook.model.compiled_blocks import compile_blocks
     from llm_workbook.model.segments import register_segments
     from llm_workbook.training.packed_rows import pack_rows
     from llm_workbook.training.trainer import make_trainer
     numbered = [row | {'row': number} for number, row in enumerate(rows)]
     bins = len(pack_rows(numbered, LENGTH))
     recipe = Recipe(
-        name='throughput', model={'source': 'tiny-base', 'attention': 'segments'},
+        name='throughput', model={'source': 'tiny-base', 'attention': 'segments',
+                                    'kernels': 'compile'},
         data={'source': 'sample-conversations'}, method={'kind': 'full'},
         cluster={'processes': 1}, sharding={'strategy': 'none'},
         batch={'length': LENGTH, 'packing': True, 'loss_head': 'one_pass', 'micro': JOINED_ROWS,
@@ -70,7 +74,9 @@ def ours(rows, folder):
     register_segments()
     base = model()
     base.set_attn_implementation('segments')
-    return make_trainer(recipe, folder, rows, base)
+    trainer = make_trainer(recipe, folder, rows, base)
+    trainer.blocks = compile_blocks(trainer.model)
+    return trainer
 
 
 def by_trl(rows, folder, **settings):
@@ -132,13 +138,48 @@ def resident_b(name: str) -> int:
     return int(re.search(rf'^{name}:\s+(\d+)', status, re.M)[1]) * 1024
 
 
+def return_freed() -> None:
+    "Give the system back what is free, so that no trainer's first pass counts in its peak."
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def warm(trainer) -> None:
-    "One short row forward and back, so that what is loaded late is there."
-    collated = trainer.data_collator([trainer.train_dataset[0]])
-    short = {name: values[:, :16] for name, values in collated.items()
-             if name in ('input_ids', 'labels')}
-    trainer.model(**short, use_cache=False).loss.backward()
+    """Forward and back, twice, so that what is loaded late is there and blocks are compiled: for
+    rows of any length, since the second is longer, and of any examples.
+
+    Compiled blocks need rows that are about as long as those of the step: of shorter ones torch
+    concludes that a row has 4,096 tokens at most.
+    """
+    rows = JOINED_ROWS if compiled(trainer) else 1
+    collated = trainer.data_collator([trainer.train_dataset[place] for place in range(rows)])
+    width = collated['input_ids'].shape[1]
+    for missing in width // 3, 8:
+        with trainer.accelerator.autocast():
+            loss = trainer.model(**shortened(collated, missing), use_cache=False).loss
+        loss.backward()
     trainer.model.zero_grad()
+
+
+def shortened(collated: dict, missing: int) -> dict:
+    "What a model reads of a batch, without its last tokens."
+    import torch
+    read = 'input_ids', 'labels', 'position_ids'
+    short = {name: values[:, :-missing] for name, values in collated.items() if name in read}
+    if 'cu_seq_lens_q' not in collated: return short
+    length = short['input_ids'].shape[1]
+    borders = collated['cu_seq_lens_q'].clamp(max=length).unique().to(torch.int32)
+    return short | {'cu_seq_lens_q': borders, 'cu_seq_lens_k': borders,
+                    'max_length_q': LENGTH, 'max_length_k': LENGTH}
+
+
+def compiled(trainer) -> dict:
+    "What was compiled so far: programs and seconds; empty where nothing is."
+    blocks = getattr(trainer, 'blocks', None)
+    if not blocks: return {}
+    blocks.update()
+    return {'programs': len(blocks.compilations), 'breaks': len(blocks.breaks),
+            'compile_s': round(blocks.seconds, 1)}
 
 
 def turn(kind: str, examples: int) -> dict:
@@ -150,13 +191,18 @@ def turn(kind: str, examples: int) -> dict:
     useful = sum(label != -100 for row in rows for label in row['labels'])
     with tempfile.TemporaryDirectory() as folder:
         trainer = TRAINERS[kind](rows, Path(folder))
+        before_b = resident_b('VmRSS')
         warm(trainer)
+        before_step = compiled(trainer)
+        return_freed()
         Path('/proc/self/clear_refs').write_text('5')  # Sets the highest back to what is there
-        before_b, begin = resident_b('VmRSS'), time.monotonic()
+        begin = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - begin
         losses = [log['loss'] for log in trainer.state.log_history if 'loss' in log]
-        settings = settings_of(trainer)
+        settings = settings_of(trainer) | before_step
+        if compiled(trainer) != before_step:
+            raise RuntimeError(f'compiled inside of the step: {trainer.blocks.again}')
     return {'kind': kind, 'seconds': seconds, 'peak_b': resident_b('VmHWM') - before_b,
             'loss': losses[0], 'useful': useful,
             'tokens': sum(len(row['input_ids']) for row in rows), 'settings': settings}

@@ -6,178 +6,9 @@
 __all__ = ['unmet_need', 'segment_attention', 'segments_mask', 'register_segments']
 
 # %% ../../nbs/model/12_segments.ipynb #64ae09a3
-from functools import cache
-from itertools import pairwise
-from typing import NamedTuple
-
-# %% ../../nbs/model/12_segments.ipynb #a02e40b8
-def _once(tensor, read):
-    "What `read` makes of a tensor, kept on it for other layers; None where it has no numbers."
-    from torch._subclasses.fake_tensor import FakeTensor
-    if isinstance(tensor, FakeTensor): return None
-    if tensor.is_inference(): return read(tensor)  # It has no version
-    kept = getattr(tensor, '_examples', None)
-    if kept is None or kept[0] != tensor._version:
-        kept = tensor._examples = tensor._version, read(tensor)
-    return kept[1]
-
-# %% ../../nbs/model/12_segments.ipynb #ba31dd00
-def _numbers(borders): return borders.tolist()
-
-# %% ../../nbs/model/12_segments.ipynb #a008e38a
-def _zeros(positions):
-    "Rows and columns where positions are 0."
-    if positions.ndim == 2: return (positions == 0).nonzero().tolist()
-    raise ValueError(f'position_ids have {positions.ndim} dimensions, and borders are read from '
-                     'rows of them: pass cu_seq_lens_q too')
-
-# %% ../../nbs/model/12_segments.ipynb #9bd564f8
-def _given(borders, rows, length) -> list[int] | None:
-    "Borders that were given, if they are those of one row; None where they have no numbers."
-    is_tensor = hasattr(borders, 'tolist')
-    numbers = _once(borders, _numbers) if is_tensor else [*borders]
-    if numbers is None: return None
-    rises = numbers == sorted({*numbers})
-    if numbers and rises and rows == 1:
-        ends = numbers[0], numbers[-1]
-        if ends == (0, length): return numbers
-    raise ValueError(f'cu_seq_lens_q {numbers!s:.60} must rise from 0 to the {length} tokens of '
-                     f'one row, and the batch has {rows}')
-
-# %% ../../nbs/model/12_segments.ipynb #9d26ca0c
-def _borders(rows, length, options) -> list[int]:
-    "First tokens of all examples, counted over the rows of a batch, and the number of tokens."
-    tokens = rows * length
-    whole = [*range(0, tokens + 1, length)]
-    given = options.get('cu_seq_lens_q')
-    positions = options.get('position_ids')
-    if given is not None:
-        return _given(given, rows, length) or whole
-    if positions is None: return whole
-    if positions.ndim == 2 and positions.shape not in ((1, length), (rows, length)):
-        raise ValueError(f'position_ids of shape {tuple(positions.shape)} are not those of {rows} '
-                         f'rows of {length} tokens')
-    begins = {*whole}
-    repeats = rows // len(positions)  # One row of positions stands for all
-    for row, column in _once(positions, _zeros) or ():
-        begin = row * length + column
-        begins |= {begin + other * length for other in range(repeats)}
-    return sorted(begins)
-
-# %% ../../nbs/model/12_segments.ipynb #8b33eac7
-def _longest(borders) -> int:
-    "Tokens of the longest example."
-    return max(end - begin for begin, end in pairwise(borders))
-
-# %% ../../nbs/model/12_segments.ipynb #cb75fa48
-_BLOCK = 512  # Queries of a piece, in an example that is longer than its window
-
-# %% ../../nbs/model/12_segments.ipynb #b9c568a8
-class _Piece(NamedTuple):
-    "Queries that attend at once, and the keys that they may see: tokens of one row."
-    row: int
-    start: int  # First query
-    stop: int  # After the last query, and after the last key
-    first: int  # First key
-
-    def queries(self, tensor):
-        row = tensor.narrow(0, self.row, 1)
-        return row[:, :, self.start:self.stop]
-
-    def keys(self, tensor):
-        row = tensor.narrow(0, self.row, 1)
-        return row[:, :, self.first:self.stop]
-
-    def of(self, query, key, value):
-        "What is attended."
-        return self.queries(query), self.keys(key), self.keys(value)
-
-    def mask(self, query, window):
-        "What is added to scores where keys begin before queries; else None: causality is all."
-        import torch
-        if self.first == self.start: return None
-        tokens = torch.arange(self.first, self.stop, device=query.device)
-        asking = tokens[self.start - self.first:]
-        distance = asking[:, None] - tokens
-        hidden = (distance < 0) | (distance >= window)
-        mask = query.new_zeros(hidden.shape)
-        return mask.masked_fill_(hidden, float('-inf'))
-
-# %% ../../nbs/model/12_segments.ipynb #0c8c25c3
-def _pieces(borders, length, window) -> list[_Piece]:
-    pieces = []
-    reach = window or length
-    for begin, end in pairwise(borders):
-        row, first = divmod(begin, length)
-        size = end - begin
-        last = first + size
-        block = size if size <= reach else min(_BLOCK, reach)
-        for start in range(first, last, block):
-            stop = min(start + block, last)
-            seen = max(first, start - reach + 1)
-            pieces.append(_Piece(row, start, stop, seen))
-    return pieces
-
-# %% ../../nbs/model/12_segments.ipynb #d9a6f1ee
-def _attend_on_cpu(query, key, value, pieces, window, scale):
-    "Results, and the sum for each query and head that the backward pass needs."
-    import torch
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows, heads, length, width = query.shape
-    out = query.new_empty(rows, length, heads, width)
-    sums = query.new_empty(rows, length, heads, dtype=torch.float32)
-    out, sums = out.transpose(1, 2), sums.transpose(1, 2)
-    for piece in pieces:
-        mask = piece.mask(query, window)
-        result, result_sums = kernel(
-            *piece.of(query, key, value), 0., mask is None,
-            attn_mask=mask,
-            scale=scale)
-        piece.queries(out).copy_(result)
-        piece.queries(sums).copy_(result_sums)
-    return out, sums
-
-# %% ../../nbs/model/12_segments.ipynb #c8c91ae1
-def _gradients_on_cpu(gradient, kept, pieces, window, scale):
-    "Gradients of queries, keys and values, from what the forward pass has kept."
-    import torch
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    query, key, value, out, sums = kept
-    summed = torch.float32 if window else key.dtype
-    of_query = torch.empty_like(query)
-    of_key = torch.zeros_like(key, dtype=summed)
-    of_value = torch.zeros_like(value, dtype=summed)
-    for piece in pieces:
-        mask = piece.mask(query, window)
-        parts = kernel(
-            piece.queries(gradient), *piece.of(query, key, value),
-            piece.queries(out), piece.queries(sums), 0., mask is None,
-            attn_mask=mask,
-            scale=scale)
-        piece.queries(of_query).copy_(parts[0])
-        piece.keys(of_key).add_(parts[1])
-        piece.keys(of_value).add_(parts[2])
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
-
-# %% ../../nbs/model/12_segments.ipynb #6a0a861f
-@cache
-def _cpu_function():
-    from torch.autograd import Function
-
-    class InPieces(Function):
-        @staticmethod
-        def forward(context, query, key, value, *how):
-            out, sums = _attend_on_cpu(query, key, value, *how)
-            context.save_for_backward(query, key, value, out, sums)
-            context.how = how
-            return out
-
-        @staticmethod
-        def backward(context, gradient):
-            kept = context.saved_tensors
-            gradients = _gradients_on_cpu(gradient, kept, *context.how)
-            return *gradients, None, None, None
-    return InPieces
+from llm_workbook.model.pieces import (
+    attend_by_operator, attend_in_pieces, cut_pieces, define_operators, example_borders,
+    longest_example)
 
 # %% ../../nbs/model/12_segments.ipynb #e347b670
 _AMPERE = 8, 0  # Compute capability
@@ -201,7 +32,7 @@ def _by_varlen(query, key, value, borders, window, scale):
     from torch.nn.attention.varlen import varlen_attn
     rows, heads, length, width = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    longest = _longest(borders)
+    longest = longest_example(borders)
     at = torch.tensor(borders, dtype=torch.int32, device=query.device)
     back = window - 1 if window else -1
     out = varlen_attn(
@@ -234,7 +65,8 @@ def _one_by_one(query, key, value, pieces, window, scale):
     outs = []
     for piece in pieces:
         mask = piece.mask(query, window)
-        out = _causal(*piece.of(query, key, value), scale, mask)
+        seen = piece.keys(key), piece.keys(value)
+        out = _causal(piece.queries(query), *seen, scale, mask)
         outs.append(out.transpose(1, 2))
     rows, heads, length, width = query.shape
     joined = torch.cat(outs, dim=1)
@@ -245,17 +77,15 @@ def _attend(query, key, value, borders, window, scale):
     "Attention within examples; (rows, length, heads, width)."
     taken = query, key, value
     rows, _, length, _ = query.shape
-    if window and window >= _longest(borders): window = None
+    if window and window >= longest_example(borders): window = None
     if len(borders) == rows + 1 and not window:
         out = _causal(*taken, scale)
         return out.transpose(1, 2)
     if _has_varlen(query):
         return _by_varlen(*taken, borders, window, scale)
-    pieces = _pieces(borders, length, window)
-    if not query.is_cpu:
-        return _one_by_one(*taken, pieces, window, scale)
-    out = _cpu_function().apply(*taken, pieces, window, scale)
-    return out.transpose(1, 2)
+    pieces = cut_pieces(borders, length, window)
+    if query.is_cpu: return attend_in_pieces(*taken, pieces, window, scale)
+    return _one_by_one(*taken, pieces, window, scale)
 
 # %% ../../nbs/model/12_segments.ipynb #badd5c2f
 _UNMET = {  # Argument of an attention in transformers -> what the model does
@@ -322,6 +152,7 @@ def segment_attention(
     **options: object,  # `cu_seq_lens_q` or `position_ids`; `sliding_window`, `scaling`, and others
 ) -> tuple:  # (rows, length, heads, width of the values), and None in place of probabilities
     "Let each example of a row attend within itself."
+    from torch.compiler import is_compiling
     from torch.nn.functional import pad
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if query.shape[2] != key.shape[2]:
@@ -335,10 +166,13 @@ def segment_attention(
         raise ValueError(f'values of width {value_width} are wider than keys of {width}: '
                          "set model.attention to 'sdpa'")
     if missing: value = pad(value, (0, missing))
-    borders = _borders(rows, length, options)
-    window = options.get('sliding_window')
-    scale = options.get('scaling')
-    out = _attend(query, key, value, borders, window, scale)
+    if query.is_cpu and is_compiling():
+        out = attend_by_operator(query, key, value, options)
+    else:
+        borders = example_borders(rows, length, options)
+        window = options.get('sliding_window')
+        scale = options.get('scaling')
+        out = _attend(query, key, value, borders, window, scale)
     out = out[..., :value_width]
     return out.contiguous(), None
 
@@ -371,6 +205,7 @@ def register_segments(
     from transformers import AttentionInterface, AttentionMaskInterface
     if not name.isidentifier():
         raise ValueError(f'name {name!r} must be one word: others mean a kernel of the Hub')
+    define_operators()
     AttentionInterface.register(name, segment_attention)
     AttentionMaskInterface.register(name, segments_mask)
     return name

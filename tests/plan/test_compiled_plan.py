@@ -11,6 +11,7 @@ from trouble import slow_case
 from llm_workbook.config.recipe import Method
 from llm_workbook.model.adapters import add_adapters, cast_adapters
 from llm_workbook.model.compiled_blocks import compile_blocks
+from llm_workbook.model.segments import register_segments
 from llm_workbook.model.spec import spec
 from llm_workbook.plan.layer_tape import Setting, head_tape, layer_tape
 
@@ -43,7 +44,7 @@ def trained(name, kind, compute, dropout=0.0):
     return model.train()
 
 
-def kept_b(model) -> tuple[int, int]:
+def kept_b(model, positions=None) -> tuple[int, int]:
     """Bytes that layer 1 alone keeps: its neighbours share tables of positions with it.
 
     And those that the last norm keeps.
@@ -67,18 +68,18 @@ def kept_b(model) -> tuple[int, int]:
             with note(number): return blocks[number](*args, **kwargs)
         layer.forward = forward
     ids = torch.randint(0, SIZES['vocab_size'], (ROWS, LENGTH))
-    output = model(input_ids=ids, use_cache=False)
+    output = model(input_ids=ids, position_ids=positions, use_cache=False)
     norm_b = sum(kept.pop(len(base.model.layers)).values())
     in_all = set.intersection(*(set(tensors) for tensors in kept.values()))
     assert output.logits.requires_grad
     return sum(size_b for place, size_b in kept[1].items() if place not in in_all), norm_b
 
 
-def planned_b(of, kind, compute, kernels) -> tuple[int, int]:
+def planned_b(of, kind, compute, kernels, attention='sdpa') -> tuple[int, int]:
     "Bytes of a layer, and of what follows the last one."
     setting = Setting(
         micro=ROWS, length=LENGTH, compute_b=BYTES[compute], stream_b=BYTES[compute], kind=kind,
-        grad_b=BYTES[compute], rank=RANK, kernels=kernels, head='chunked')
+        grad_b=BYTES[compute], rank=RANK, kernels=kernels, head='chunked', attention=attention)
     tapes = layer_tape(of.units[0], of, setting)[0], head_tape(of, setting)
     return tuple(sum(tensor.size_b for tensor in tape.saved) for tape in tapes)
 
@@ -110,3 +111,25 @@ def test_a_compiled_layer_keeps_what_is_planned(tmp_path, name, kind, compute, b
     # The last norm is in no layer, and runs as it did
     assert norm_b == plain_norm_b > 0
     assert compiled_tail_b == tail_b
+
+
+SEGMENT_CASES = [('llama', 'full', 'bfloat16')]
+SEGMENT_CASES += [slow_case(name, *way) for name in FAMILIES for way in WAYS
+                  if (name, *way) not in SEGMENT_CASES]
+
+
+@pytest.mark.parametrize('name, kind, compute', SEGMENT_CASES)
+def test_a_compiled_layer_of_packed_rows_keeps_what_is_planned(tmp_path, name, kind, compute):
+    "The operator that takes borders keeps what the attention of whole rows keeps."
+    torch.manual_seed(0)
+    FAMILIES[name]().save_pretrained(tmp_path)
+    of = spec(str(tmp_path))
+    register_segments()
+    model = trained(name, kind, compute)
+    model.set_attn_implementation('segments')
+    record = compile_blocks(model, TRACED)
+    positions = torch.cat([torch.arange(length) for length in (40, 24, 3, 61)])
+    measured_b, _ = kept_b(model, positions.reshape(ROWS, LENGTH))
+    planned, _ = planned_b(of, kind, compute, 'compile', 'segments')
+    assert measured_b == planned
+    assert not record.breaks

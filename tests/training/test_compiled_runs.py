@@ -29,6 +29,7 @@ LORA = FEW | {
 QLORA = FEW | {'method.kind': 'qlora', 'precision.compute': 'bfloat16'}
 CHECKPOINTED = {'sharding.activation_checkpointing': 'full'}
 PACKED = {'batch.packing': True, 'batch.length': 128}
+SEGMENTS = PACKED | {'model.attention': 'segments', 'batch.micro': 2}
 # float32: sums in another order, as in test_parity. bfloat16: a compiled block leaves out roundings
 # of 2^-9 between operations; a loss of 7 is a sum of few that matter
 LOSS, NORM, LOSS_16, NORM_16 = 1e-5, 1e-4, 2**-9, 2**-5
@@ -84,12 +85,14 @@ def check_record(run, programs):
     assert lines[0]['compiled'] >= 1 and 'compiled' not in lines[-1]
 
 
-# 'two ranks' is traced; the others run code that was generated. Rows of one length need half as
+# Those of TRACED are traced; the others run generated code. Rows of one length need half as
 # many programs as rows of many
+TRACED = 'two ranks', 'two ranks, segments'
 LEVEL = ('two ranks, lora', 'one, qlora', 'ddp, lora')
 WAYS = {
     'two ranks': ({}, 3), 'two ranks, lora': (LORA, 2),
     'two ranks, packed, checkpointed': (CHECKPOINTED | PACKED, 3),
+    'two ranks, segments': (SEGMENTS, 3),
     'one, qlora': (ONE | QLORA, 2), 'ddp, lora': (LORA | {'sharding.strategy': 'ddp'}, 2)}
 
 
@@ -109,14 +112,14 @@ def tokens_of(tokenizer, line):
     return len(tokenizer.apply_chat_template(messages, return_dict=False))
 
 
-@pytest.mark.parametrize('way', ['two ranks'])
+@pytest.mark.parametrize('way', [TRACED[0], *map(slow_case, TRACED[1:])])
 def test_a_traced_run_learns_what_a_plain_one_learns(tmp_path, traced, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 3, 'intervals.saving': 2})
     check_record(compare(recipe, tmp_path), programs)
 
 
-@pytest.mark.parametrize('way', [slow_case(way) for way in WAYS if way != 'two ranks'])
+@pytest.mark.parametrize('way', [slow_case(way) for way in WAYS if way not in TRACED])
 def test_a_compiled_run_learns_what_a_plain_one_learns(tmp_path, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 4, 'intervals.saving': 2})
@@ -144,7 +147,6 @@ def test_a_compiled_run_goes_on_where_it_was_and_is_exported(tmp_path, traced):
 REFUSED = {
     'zero3': {'sharding.strategy': 'zero3'}, 'sharded qlora': QLORA,
     'selective': {'sharding.activation_checkpointing': 'selective'},
-    'segments': PACKED | {'model.attention': 'segments'},
     'reentrant': {'sharding.strategy': 'ddp', 'sharding.reentrant': True} | CHECKPOINTED}
 
 
