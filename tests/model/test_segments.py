@@ -16,9 +16,11 @@ from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Method, Precision, Recipe, broken
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.architecture import configuration, presets
+from llm_workbook.model.compiled_blocks import compile_blocks
 from llm_workbook.model.quantize import load_base
 from llm_workbook.model.recompute import _Selection, recompute_selectively
 from llm_workbook.model.segment_check import segments_fail
+from llm_workbook.model.segments import register_segments
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.plan.ledger import memory
@@ -129,6 +131,52 @@ def test_selective_checkpointing_keeps_what_the_kernel_of_gpus_gives():
     from torch.utils.checkpoint import CheckpointPolicy
     kernel = torch.ops.torch_attn._varlen_attn.default
     assert _Selection().policy(None, kernel) == CheckpointPolicy.MUST_SAVE
+
+
+# Compiled
+
+SIZES = {
+    'vocab_size': 97, 'hidden_size': 64, 'intermediate_size': 96, 'num_hidden_layers': 4,
+    'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 16, 'pad_token_id': 0}
+WINDOWS = {'layer_types': ['sliding_attention', 'full_attention'] * 2, 'sliding_window': 16}
+EXPERTS = {'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 32}
+LATENT = {
+    'head_dim': 8, 'num_key_value_heads': 4, 'n_routed_experts': 4, 'num_experts_per_tok': 2,
+    'n_group': 1, 'topk_group': 1, 'moe_intermediate_size': 32, 'q_lora_rank': 16,
+    'kv_lora_rank': 16, 'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8, 'v_head_dim': 8}
+# Family -> its fields, and how many programs it takes: two for each sort of layer
+COMPILED = {
+    'gemma3_text': (WINDOWS, 4), 'qwen3': ({}, 2), 'mistral': ({'sliding_window': 16}, 2),
+    'granite': ({}, 2), 'olmo2': ({}, 2), 'phi3': ({}, 2), 'smollm3': ({}, 4),
+    'qwen3_moe': (EXPERTS, 2), 'deepseek_v3': (LATENT, 4)}
+
+
+FIRST, *OTHERS = COMPILED
+
+
+@pytest.mark.parametrize('family', [FIRST, *map(slow_case, OTHERS)])
+def test_compiled_layers_keep_examples_apart_in_a_few_programs(family):
+    "Batches whose borders are others each time, to the bit as the plain layers."
+    fields, programs = COMPILED[family]
+    register_segments()
+    config = transformers.AutoConfig.for_model(family, **SIZES | fields)
+
+    def made():
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation='segments').train()
+    plain, compiled = made(), made()
+    torch._dynamo.reset()
+    record = compile_blocks(compiled, 'aot_eager')
+    for lengths in (29, 1, 19, 15), (64,), (10, 50, 4), (3, 3, 3, 55):
+        packed = {
+            'input_ids': IDS % 97,
+            'position_ids': torch.cat([*map(torch.arange, lengths)])[None],
+            'cu_seq_lens_q': torch.tensor([0, *lengths]).cumsum(0).int()}
+        for model in plain, compiled: model.zero_grad()
+        found, expected = (gradients(model, [packed]) for model in (compiled, plain))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert (len(record.compilations), record.breaks) == (programs, {})
 
 
 # On ranks
