@@ -33,6 +33,7 @@ PURE = BF16 | {'precision.master': 'bfloat16'}
 FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
              for strategy in ('fsdp2', 'ddp'))
 SEGMENTS = {'model.attention': 'segments'}  # `borders` in bench.shared.models: three examples
+COMPILE = {'model.kernels': 'compile'}
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 PACKED = {'batch.packing': True}
 DORA = {'method.dora': True}
@@ -67,6 +68,13 @@ JOBS = [
     ('llama', size(1, 1024) | BF16 | SEGMENTS, False),
     ('window', size(1, 1024) | PURE | SEGMENTS, False),
     ('wide', size(1, 1024) | LORA | SEGMENTS, False),
+    ('llama', size(1, 1024) | BF16 | COMPILE, False),
+    ('llama', size(1, 1024) | BF16 | SEGMENTS | COMPILE, False),
+    ('wide', size(2, 512) | PURE | COMPILE, False), ('qwen', size(1, 384) | COMPILE, False),
+    ('wide', size(1, 1024) | LORA | COMPILE, False),
+    ('wide', size(1, 1024) | LORA | FULL | COMPILE, False),
+    ('wide', size(1, 1024) | QLORA | COMPILE, False),
+    ('wide', size(1, 1024) | FSDP | LORA | FULL | COMPILE, False),
     ('wide', size(1, 512) | FSDP | LORA | DORA, False),
     ('llama', size(1, 512) | PAIRS, False), ('wide', size(1, 512) | LORA | FULL | PAIRS, False),
     ('words', size(1, 256) | PURE | PAIRS, False), ('wide', size(2, 256, 2) | LORA | PAIRS, False),

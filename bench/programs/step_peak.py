@@ -43,6 +43,7 @@ def rank(job: dict) -> dict:
     import torch
     from accelerate import Accelerator
     from llm_workbook.config.recipe import Recipe
+    from llm_workbook.model.compiled_blocks import compile_blocks
     from llm_workbook.parallel.backends import cpu_fsdp
     torch.set_num_threads(1)
     recipe = Recipe.model_validate(job['recipe'])
@@ -53,6 +54,7 @@ def rank(job: dict) -> dict:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad],
                                       foreach=job.get('foreach'))
         model, optimizer = accelerator.prepare(model, optimizer)
+        if recipe.model.kernels == 'compile': compile_blocks(model)
         built, highest, ready = highest_b(), [], time.monotonic() - began
         for _ in range(2):
             if recipe.intervals.evaluation: judge(model, job['config']['vocab_size'], recipe)

@@ -59,6 +59,7 @@ class _Pass(NamedTuple):  # What is not in one part of a recipe
     rows: int  # Of a rank, in one forward pass
     pads: bool  # They are of unequal length
     cuda: bool
+    inside: bool  # The program of a compiled layer computes it again
 
 @lru_cache(4096)
 def _setting(method, precision, strategy, batch, model, shape) -> Setting:
@@ -92,6 +93,7 @@ def _setting(method, precision, strategy, batch, model, shape) -> Setting:
         masked=batch.packing or shape.pads,
         tables=batch.micro if batch.packing else 1,
         cuda=shape.cuda,
+        inside=shape.inside,
         fresh=batch.accumulation == 1)
 
 # %% ../../nbs/plan/04_activations.ipynb #e4040870
@@ -134,13 +136,19 @@ def _on_host(sharding) -> tuple[str, ...]:
     return ('temporaries', *away) if optimizer else away
 
 # %% ../../nbs/plan/04_activations.ipynb #94ff8524
+def _inside(recipe) -> bool:
+    "Whether a compiled layer is checkpointed within: FSDP wraps a module around it instead."
+    again = recipe.sharding.activation_checkpointing == 'full'
+    compiled = recipe.model.kernels == 'compile'
+    return again and compiled and not recipe.sharding.strategy.startswith('fsdp')
+
 def _run(recipe, spec=None) -> StepRun:
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r} is no Recipe: load one, as in Recipe.named({str(recipe)!r})')
     method, precision, sharding = recipe.method, recipe.precision, recipe.sharding
     cuda = recipe.cluster.device == 'cuda'
     in_backward = recipe.optimizer.kind if recipe.optimizer.in_backward else ''
-    shape = _Pass(recipe.pass_rows, recipe.pads, cuda)
+    shape = _Pass(recipe.pass_rows, recipe.pads, cuda, _inside(recipe))
     setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, shape)
     if in_backward: setting = setting._replace(fresh=False)  # No gradient stays
     if spec and spec.experts:

@@ -42,6 +42,7 @@ class Setting(NamedTuple):
     tables: int = 1  # Rows of the rotary tables: packed rows have positions of their own
     window: int = 0  # Tokens that a query sees, where that is fewer than a row has
     cuda: bool = False  # Which kernels
+    inside: bool = False  # A compiled layer computes its forward pass again in one program
     fresh: bool = True  # No gradient is there yet, so each new one stays
 
     @property
@@ -101,9 +102,11 @@ def _weighted(tape, y, numbers, setting, gemma) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd40
 def _fused_norm(tape, x, setting, heads) -> Tensor:
     "RMSNorm in one kernel: it keeps its input as it is, and one number for each row."
+    saves = x, tape.tensor('norm: root', heads, 4)
+    if setting.inside and x.element_b != 4: saves += (tape.tensor('norm: float32', x.width, 4),)
     return tape.op(
         'norm: fused', (x,), x.width, x.element_b,
-        saves=(x, tape.tensor('norm: root', heads, 4)),
+        saves=saves,
         grads_b=x.width // heads * setting.grad_b if setting.trains else 0)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #f2ac1b49
@@ -238,6 +241,15 @@ def _latent_attention(tape, x, linear, setting, spec) -> Tensor:
     out = _attend(tape, q, k, both, setting, spec)
     return _linear(tape, out, linear['o_proj'], setting)
 
+# %% ../../nbs/plan/03_layer_tape.ipynb #67724ba4
+def _copies_b(linear, up, setting) -> int:
+    "Gradients of a compiled MLP in the type of its adapters, beside those for its weights."
+    if setting.kernels != 'compile' or up.element_b == setting.adapter_b: return 0
+    adapted = sum([has_adapter(setting, weight) for weight in linear.values()
+                   if weight.module in ('gate_proj', 'up_proj', 'down_proj')])
+    copies = 2 if setting.inside else 1  # There what the MLP computed is in that type, too
+    return copies * adapted * setting.rows * up.width * setting.adapter_b
+
 # %% ../../nbs/plan/03_layer_tape.ipynb #3f349b10
 def _gated(tape, both, width, setting) -> Tensor:
     "The product of the activated gate and `up`, which lie side by side in `both`."
@@ -260,7 +272,8 @@ def _mlp(tape, x, linear, setting) -> Tensor:
         up = _linear(tape, x, linear['up_proj'], setting)
         inner = tape.op(
             'product', (gate, up), up.width, up.element_b,
-            saves=(gate, up))
+            saves=(gate, up),
+            work_b=_copies_b(linear, up, setting))
     else:
         up = _linear(tape, x, linear['up_proj'], setting)
         inner = tape.op(
