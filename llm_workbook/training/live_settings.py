@@ -202,6 +202,13 @@ def _pinned(live):
     else: return None
     return _one(policy.pin_memory for policy in policies if policy is not None)
 
+def _offloaded_activations(live):
+    "Say where saved tensors wait: a context of TRL around each pass decides that."
+    place = live.trainer or live.accelerator
+    if not hasattr(place, 'maybe_activation_offload_context'): return None
+    context = place.maybe_activation_offload_context
+    return 'cpu' if type(context).__name__ == 'OffloadActivations' else 'none'
+
 # %% ../../nbs/training/08_live_settings.ipynb #f617fa84
 def _layers(live):
     "List the decoder layers: what must not be split, or what transformers can checkpoint."
@@ -549,6 +556,7 @@ _READERS |= {
                                     partial(_offloaded, part='param')),
     'sharding.offload_optimizer': ('FSDP units, engine or weights',
                                    partial(_offloaded, part='optimizer')),
+    'sharding.offload_activations': ('trainer or accelerator', _offloaded_activations),
     'sharding.pin_memory': ('FSDP units or engine', _pinned),
     'sharding.activation_checkpointing': ('decoder layers', _checkpointing),
     'sharding.reentrant': ('decoder layers', _reentrant),

@@ -172,6 +172,12 @@ def _recompute(model, recipe):
     if recipe.method.kind != 'full':
         model.enable_input_require_grads()  # Or a reentrant layer sees nothing that trains
 
+def _offloading(recipe, model):
+    "Where what layers keep waits for the backward pass: TRL's context, or one that does nothing."
+    if recipe.sharding.offload_activations == 'none': return nullcontext()
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    return get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+
 def _prepared(accelerator, recipe, model, optimizer, loader):
     "As `accelerator.prepare` does; but without sharding not into a DDP of one rank."
     if recipe.sharding.strategy != 'none': return accelerator.prepare(model, optimizer, loader)
@@ -203,6 +209,8 @@ class Loop:
         self.model_wrapped, self.optimizer, self.loader = _prepared(
             accelerator, recipe, model, optimizer, self.batches(rows, shuffle=True))
         keep_output_types(self.model_wrapped)
+        # Prepared: TRL knows parameters, which stay, by where they lie
+        accelerator.maybe_activation_offload_context = _offloading(recipe, self.model_wrapped)
         self.scheduler = accelerator.prepare_scheduler(scheduler)
         self.model = accelerator.unwrap_model(self.model_wrapped)
         self.is_deepspeed_enabled = hasattr(self.model_wrapped, 'zero_optimization_stage')
@@ -262,7 +270,10 @@ def _backward(loop, window, scale):
     for batch in window:
         last = batch is window[-1]
         accelerator.sync_gradients = last
-        with nullcontext() if zero or last else accelerator.no_sync(model):
+        with (
+            nullcontext() if zero or last else accelerator.no_sync(model),
+            accelerator.maybe_activation_offload_context,
+        ):
             clock.mark('forward')
             loss = loss_sum(model, batch) * scale
             total += loss.detach() / accelerator.gradient_accumulation_steps

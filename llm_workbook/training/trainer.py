@@ -54,6 +54,7 @@ def sft_config(
         bf16=mixed_precision(recipe) == 'bf16', fp16=mixed_precision(recipe) == 'fp16',
         gradient_checkpointing=recompute,
         gradient_checkpointing_kwargs={'use_reentrant': sharding.reentrant},
+        activation_offloading=on_gpu and sharding.offload_activations == 'cpu',
 
         per_device_train_batch_size=batch.micro,
         gradient_accumulation_steps=batch.accumulation,

@@ -154,6 +154,10 @@ REFUSED = {
     'settings ahead of the trainer': (
         {'batch.loss_head': 'full', 'intervals.checkpoint': 'full'},
         '2 problems in small.*set it to chunked.*set it to sharded'),
+    'activations of a CPU that would leave it': (
+        {'sharding.offload_activations': 'cpu', 'sharding.strategy': 'ddp',
+         'sharding.activation_checkpointing': 'full'},
+        "sharding.offload_activations = 'cpu'.*not run: .*is on the host already"),
     'flash attention that is not there': (
         {'model.attention': 'flash', 'cluster.device': 'cuda'},
         "needs the package flash-attn, which is not installed here: set it to 'sdpa'")}
@@ -168,7 +172,6 @@ AHEAD = {  # what a recipe can say and this version does not carry out, for each
     'precision.reduce': {'precision.reduce': 'bfloat16'},
     'sharding.strategy': {'sharding.strategy': 'fsdp1', 'precision.master': 'bfloat16'},
     'sharding.loading': {'sharding.loading': 'rank0'},
-    'sharding.offload_activations': {'sharding.offload_activations': 'cpu'},
     'optimizer.in_backward': {
         'optimizer.in_backward': True, 'optimizer.clip': 0, 'batch.accumulation': 1,
         'method.kind': 'full'},
