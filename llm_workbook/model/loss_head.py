@@ -62,8 +62,9 @@ def check_logits(
     return logits
 
 # %% ../../nbs/model/14_loss_head.ipynb #1055000c
-_TILE_B = {'cpu': 2**27, 'cuda': 2**29}  # Logits in the type of the products
+_TILE_B = {'cpu': 2**27, 'cuda': 2**27}  # Logits in the type of the products
 _BLOCK_B = {'cpu': 2**22, 'cuda': 2**26}  # The same in float32, a part at a time
+_BY_WORDS = {'cpu': False, 'cuda': True}  # Whether a head that trains is walked over twice
 
 # %% ../../nbs/model/14_loss_head.ipynb #1055000d
 def _place(device): return 'cpu' if device.type == 'cpu' else 'cuda'
@@ -112,33 +113,44 @@ def _empty_scores(count, outputs, device):
 # %% ../../nbs/model/14_loss_head.ipynb #10550015
 class _Scorer:
     "Turns a block of logits into scores, and then the same block into its gradient."
-    def __init__(self, rows, words, device, logits):
+    def __init__(self, tokens, words, device, logits):
         import torch
         self.logit_map = logits
-        self.rows = min(rows, block_rows(words, _place(device)))  # Of a block
-        self.logits = torch.empty(self.rows, words, device=device)  # In float32
-        self.probabilities = torch.empty(self.rows, words, device=device)  # Their softmax
+        self.rows = min(tokens, block_rows(words, _place(device)))  # Of a block of whole rows
+        self.size = self.rows * words
+        self.logits = torch.empty(self.size, device=device)  # Of a block, in float32
+        self.probabilities = torch.empty(self.size, device=device)  # Their softmax
+        self.log_sums = torch.empty(tokens, device=device)  # Of exp(logits), of each token
 
-    def score(self, tile, targets, scores):
+    def score(self, tile, targets, scores, log_sums):
         "Score the rows of `tile` into `scores`; their logits and probabilities are kept."
         import torch
-        logits, probabilities = self._kept(len(tile))
+        logits, probabilities = self._kept(tile)
         self._read(tile, logits)
         torch.softmax(logits, -1, out=probabilities)
-        log_sum = _log_sum(logits, probabilities)
+        log_sums.copy_(_log_sum(logits, probabilities))
         of_target = logits.gather(-1, targets[:, None])[:, 0]
-        scores.log_probs.copy_(of_target - log_sum)
+        scores.log_probs.copy_(of_target - log_sums)
         if scores.is_top1 is not None: scores.is_top1.copy_(logits.argmax(-1) == targets)
         if scores.entropy is not None:
             mean_logit = torch.linalg.vecdot(probabilities, logits)
-            scores.entropy.copy_(log_sum - mean_logit)
+            scores.entropy.copy_(log_sums - mean_logit)
+
+    def read_again(self, tile, log_sums):
+        "Keep logits and probabilities of some words, of tokens that are scored."
+        import torch
+        logits, probabilities = self._kept(tile)
+        self._read(tile, logits)
+        torch.sub(logits, log_sums[:, None], out=probabilities).exp_()
 
     def write_gradient(self, tile, targets, unit):
-        "Overwrite `tile`, just scored, with `unit` times the gradient of minus its log_probs."
+        "Overwrite `tile`, just read, with `unit` times the gradient of minus its log_probs."
         import torch
-        logits, gradient = self._kept(len(tile))  # By a logit: its probability,
+        logits, gradient = self._kept(tile)  # By a logit: its probability,
         lines = torch.arange(len(tile), device=tile.device)
-        gradient[lines, targets] -= 1  # and 1 less at the target
+        last = tile.shape[1] - 1
+        here = (targets >= 0) & (targets <= last)
+        gradient[lines, targets.clamp(0, last)] -= here.float()  # and 1 less at the target
         softcap = self.logit_map.softcap
         if softcap:
             slope = logits.div_(softcap).square_().neg_().add_(1)  # Of the cap, a tanh
@@ -146,8 +158,9 @@ class _Scorer:
         if unit != 1: gradient.mul_(unit)
         tile.copy_(gradient)
 
-    def _kept(self, rows):
-        return self.logits[:rows], self.probabilities[:rows]
+    def _kept(self, tile):
+        size = tile.numel()
+        return self.logits[:size].view_as(tile), self.probabilities[:size].view_as(tile)
 
     def _read(self, tile, logits):
         "Put the logits of `tile` into `logits`, as the model would have them."
@@ -180,6 +193,7 @@ def _multiply(a, b, out):
         for part in _steps(b.shape[1], max(1, PART_NUMBERS // len(b))):
             out[:, part].copy_(wide @ b[:, part].float())
     elif out.dtype == a.dtype: torch.mm(a, b, out=out)
+    elif _place(a.device) == 'cpu': torch.mm(a.float(), b.float(), out=out)
     else: torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 # %% ../../nbs/model/14_loss_head.ipynb #1055001a
@@ -198,15 +212,15 @@ def _add_product(total, tile, hidden):
 # %% ../../nbs/model/14_loss_head.ipynb #1055001c
 class _Gradients:
     "Of minus the sum of all log-probabilities: by hidden states, head and bias, where they train."
-    def __init__(self, hidden, weight, bias, needs):
+    def __init__(self, tensors, needs, dtypes):
         import torch
-        is_half = hidden.dtype == torch.float16
+        is_half = tensors[0].dtype == torch.float16
         self.unit = 2.0**10 if is_half else 1.0  # All are so many times as large
-        self.hidden, self.weight, self.bias = None, None, None
-        if needs[0]:
-            self.hidden = torch.empty_like(hidden, dtype=torch.float32 if is_half else None)
-        if needs[1]: self.weight = torch.zeros_like(weight, dtype=torch.float32)
-        if needs[2]: self.bias = torch.zeros_like(bias, dtype=torch.float32)
+        made = []
+        for tensor, need, dtype in zip(tensors, needs, dtypes):
+            if is_half: dtype = torch.float32
+            made.append(torch.zeros_like(tensor, dtype=dtype) if need else None)
+        self.hidden, self.weight, self.bias = made
 
     def add(self, rows, tile, hidden, weight):
         "Take in a tile of gradients, which belongs to `rows` of `hidden`."
@@ -215,12 +229,18 @@ class _Gradients:
         if self.weight is not None: _add_product(self.weight, tile, hidden[rows])
         if self.bias is not None: self.bias += tile.sum(0, dtype=torch.float32)
 
+    def add_words(self, words, tile, hidden, weight):
+        "Take in a tile of gradients of all tokens, which belongs to `words` of the head."
+        import torch
+        if self.hidden is not None: _add_product(self.hidden, tile.t(), weight[words])
+        _multiply(tile.t(), hidden, self.weight[words])
+        if self.bias is not None: self.bias[words] = tile.sum(0, dtype=torch.float32)
+
 # %% ../../nbs/model/14_loss_head.ipynb #1055001e
 def _walk(tensors, targets, scores, scorer, gradients):
     "Score all tokens, tile by tile, and make gradients where they are wanted."
     hidden, weight, bias = tensors
-    place = _place(hidden.device)
-    rows = tile_rows(len(weight), hidden.element_size(), place)
+    rows = tile_rows(len(weight), hidden.element_size(), _place(hidden.device))
     tiles = hidden.new_empty(min(rows, len(hidden)), len(weight))
     for part in _steps(len(hidden), rows):
         tile = tiles[:part.stop - part.start]
@@ -229,9 +249,45 @@ def _walk(tensors, targets, scores, scorer, gradients):
         for lines in _steps(len(tile), scorer.rows):
             where = slice(part.start + lines.start, part.start + lines.stop)
             block = TokenScores(*[score if score is None else score[where] for score in scores])
-            scorer.score(tile[lines], targets[where], block)
+            scorer.score(tile[lines], targets[where], block, scorer.log_sums[where])
             if gradients: scorer.write_gradient(tile[lines], targets[where], gradients.unit)
         if gradients: gradients.add(part, tile, hidden, weight)
+
+# %% ../../nbs/model/14_loss_head.ipynb #1055f002
+def _walk_words(tensors, targets, scorer, gradients):
+    "Make the gradients of tokens that are scored, some words of the head at a time."
+    hidden, weight, bias = tensors
+    tokens = len(hidden)
+    size = tile_rows(max(tokens, 1), hidden.element_size(), _place(hidden.device))
+    tiles = hidden.new_empty(tokens * min(size, len(weight)))
+    for words in _steps(len(weight), size):
+        width = words.stop - words.start
+        tile = tiles[:tokens * width].view(tokens, width)
+        _multiply(hidden, weight[words].t(), tile)
+        if bias is not None: tile += bias[words]
+        inside = targets - words.start
+        for lines in _steps(tokens, max(1, scorer.size // width)):
+            scorer.read_again(tile[lines], scorer.log_sums[lines])
+            scorer.write_gradient(tile[lines], inside[lines], gradients.unit)
+        gradients.add_words(words, tile, hidden, weight)
+
+# %% ../../nbs/model/14_loss_head.ipynb #1055f003
+def _score_all(tensors, targets, asked, needs, head_dtype):
+    "Scores of all tokens, and the gradients that are needed; None where none is."
+    import torch
+    hidden, weight, _ = tensors
+    scores = _empty_scores(len(hidden), asked.outputs, hidden.device)
+    scorer = _Scorer(len(hidden), len(weight), hidden.device, asked.logits)
+    if needs[1] and asked.by_words:
+        _walk(tensors, targets, scores, scorer, None)
+        gradients = _Gradients(tensors, needs, (torch.float32, head_dtype, torch.float32))
+        _walk_words(tensors, targets, scorer, gradients)
+        return scores, gradients
+    gradients = None
+    if any(needs):
+        gradients = _Gradients(tensors, needs, (hidden.dtype, torch.float32, torch.float32))
+    _walk(tensors, targets, scores, scorer, gradients)
+    return scores, gradients
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550020
 @cache
@@ -244,10 +300,7 @@ def _one_pass():
         def forward(ctx, hidden, weight, bias, targets, asked):
             needs = [asked.learns and need for need in ctx.needs_input_grad[:3]]
             narrow = [x if x is None else x.to(asked.dtype) for x in (hidden, weight, bias)]
-            gradients = _Gradients(*narrow, needs) if any(needs) else None
-            scores = _empty_scores(len(hidden), asked.outputs, hidden.device)
-            scorer = _Scorer(len(hidden), len(weight), hidden.device, asked.logits)
-            _walk(narrow, targets, scores, scorer, gradients)
+            scores, gradients = _score_all(narrow, targets, asked, needs, weight.dtype)
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*[score for score in scores[1:] if score is not None])
             if gradients: _remember(ctx, gradients, asked, (hidden, weight, bias))
@@ -272,6 +325,7 @@ class _Asked(NamedTuple):  # How tokens are scored
     learns: bool  # Whether a backward pass may follow
     logits: LogitMap
     outputs: tuple
+    by_words: bool  # Whether the gradients of a head that trains are made in a second walk
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550022
 def _remember(ctx, gradients, asked, inputs):
@@ -313,7 +367,8 @@ def token_scores(
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-    asked = _Asked(dtype, torch.is_grad_enabled(), logits, tuple(outputs))
+    by_words = _BY_WORDS[_place(hidden.device)]
+    asked = _Asked(dtype, torch.is_grad_enabled(), logits, tuple(outputs), by_words)
     with torch.autocast(device, enabled=False):
         return TokenScores(*_one_pass().apply(hidden, weight, bias, targets, asked))
 

@@ -52,29 +52,37 @@ def one_pass_loss(
 ) -> Tensor:  # The loss
     "Write down tiles that are scored once: their gradients are there before the backward pass."
     compute_b, hidden = setting.compute_b, x.width
-    place = 'cuda' if setting.cuda else 'cpu'
     weight = hidden * vocab
-    rows = min(setting.rows, tile_rows(vocab, compute_b, place))
-    tile_b = rows * vocab * compute_b
-    block_b = min(setting.rows, block_rows(vocab, place)) * vocab * 4
-    part_b = 0
-    if setting.trains and compute_b == 2 and not setting.cuda:  # Copied, multiplied, and added
-        part_b = compute_b * min(PART_NUMBERS // hidden, vocab) * (rows + max(rows, hidden))
-    fore_b = x.size_b + tile_b + 2 * block_b + max(block_b, part_b)
+    by_words = setting.cuda and setting.trains
+    fore_b = x.size_b + _scoring_b(hidden, vocab, setting)
     if x.element_b > compute_b: fore_b += compute_b * setting.rows * hidden
     if setting.casts: fore_b += compute_b * weight  # A copy of the head
-    slope_b = 4 if setting.output_b else compute_b
+    slope_b = 4 if setting.output_b or by_words else compute_b
     work_b, grads_b = 0, 0
     if x.element_b != slope_b: work_b = x.size_b
     if setting.trains:
-        fore_b, grads_b = fore_b + 4 * weight, setting.grad_b * weight
-        if setting.grad_b != 4: work_b += 4 * weight
+        sum_b = setting.grad_b if by_words and not setting.output_b else 4
+        fore_b, grads_b = fore_b + sum_b * weight, setting.grad_b * weight
+        if setting.grad_b != sum_b: work_b += 4 * weight
     return tape.op(
         'fused head', (x,), 1, 4,
         saves=(tape.tensor('gradient of the last hidden state', hidden, slope_b),),
         work_b=work_b,
         fore_b=fore_b,
         grads_b=grads_b)
+
+def _scoring_b(hidden, vocab, setting) -> int:
+    "Bytes of tiles and blocks."
+    rows, compute_b, place = setting.rows, setting.compute_b, 'cuda' if setting.cuda else 'cpu'
+    block_b = min(rows, block_rows(vocab, place)) * vocab * 4
+    if setting.cuda and setting.trains:
+        tile_b = rows * min(vocab, tile_rows(rows, compute_b, place)) * compute_b
+        return tile_b + 2 * block_b
+    tile = min(rows, tile_rows(vocab, compute_b, place))
+    part_b = 0
+    if setting.trains and compute_b == 2:  # Copied, multiplied, and added
+        part_b = compute_b * min(PART_NUMBERS // hidden, vocab) * (tile + max(tile, hidden))
+    return tile * vocab * compute_b + 2 * block_b + max(block_b, part_b)
 
 # %% ../../nbs/plan/02c_loss_tape.ipynb #1056000a
 def fused_loss(

@@ -40,6 +40,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setitem(loss_head._BLOCK_B, 'cpu', 4 * 321 * 7)
 
 
+@pytest.fixture(params=[False, True], ids=['by tokens', 'by words'])
+def walk(request, monkeypatch):
+    "Make the gradients of a head that trains as a CPU does, and as a GPU does."
+    monkeypatch.setitem(loss_head._BY_WORDS, 'cpu', request.param)
+
+
 def built(name: str):
     "A random model of a family in float32; with large embeddings, so that softcaps bend."
     kind, special = FAMILIES[name]
@@ -68,7 +74,7 @@ def assert_alike(made: dict, expected: dict, error: float = 1e-4):
 
 
 @pytest.mark.parametrize('name', FAMILIES)
-def test_a_family_has_its_own_loss_and_gradients(name):
+def test_a_family_has_its_own_loss_and_gradients(walk, name):
     model = built(name)
     whole = model(input_ids=IDS, labels=LABELS, use_cache=False)
     whole.loss.backward()
@@ -159,7 +165,7 @@ def trained(head, kind: str, compute: str):
 @pytest.mark.parametrize('kind, compute, error', [
     ('full', 'float32', 1e-4), ('lora', 'float32', 1e-4), ('qlora', 'bfloat16', 3e-2),
     ('full', 'bfloat16', 3e-2)])
-def test_a_step_of_two_passes_is_that_of_tiles(kind, compute, error):
+def test_a_step_of_two_passes_is_that_of_tiles(walk, kind, compute, error):
     (theirs, expected), (ours, made) = (
         trained(head, kind, compute) for head in (add_fused_lm_head, add_one_pass_head))
     assert ours == pytest.approx(theirs, rel=error)
@@ -176,7 +182,7 @@ def test_a_frozen_head_gets_no_gradient_and_none_is_made():
     assert made and all('lora_' in name for name in made)
 
 
-def test_autocast_gives_float32_weights_a_float32_gradient():
+def test_autocast_gives_float32_weights_a_float32_gradient(walk):
     weight = torch.randn(321, 32).requires_grad_()
     hidden, targets = torch.randn(60, 32), torch.arange(60)
     with torch.autocast('cpu', torch.bfloat16): token_scores(
@@ -204,7 +210,7 @@ def test_a_cpu_without_16_bit_products_multiplies_in_float32(monkeypatch, dtype)
         assert_alike({'': other.float()}, {'': one.float()}, 2e-2)
 
 
-def test_the_same_numbers_come_twice():
+def test_the_same_numbers_come_twice(walk):
     hidden, weight = (torch.randn(n, 32).bfloat16().requires_grad_() for n in (60, 321))
     seen = []
     for _ in range(2):
