@@ -17,6 +17,7 @@ class SmallKernels(NamedTuple):
     precision: object  # With `master` as adapters lie on the GPU
     kernels: str = 'plain'  # plain, compile or liger
     loss_head: str = 'chunked'  # chunked, one_pass, full or fused
+    twice: bool = False  # Whether a head of one pass trains on a GPU
 
     @property
     def fused(self) -> bool:  # In the layers
@@ -24,9 +25,9 @@ class SmallKernels(NamedTuple):
         return self.kernels != 'plain'
 
     @property
-    def loss(self) -> str:  # single, fused or one_pass
+    def loss(self) -> str:  # single, fused, one_pass or one_pass_twice
         "Say in which kernels the loss is computed."
-        if self.loss_head == 'one_pass': return 'one_pass'
+        if self.loss_head == 'one_pass': return 'one_pass_twice' if self.twice else 'one_pass'
         one_kernel = self.loss_head == 'fused' or self.kernels == 'compile'
         return 'fused' if one_kernel else 'single'
 
@@ -41,6 +42,7 @@ _SINGLE, _FUSED = _Bytes(30, 6, 22, 10), _Bytes(4, 4, 4, 6)
 _LOGIT = {'single': 26, 'fused': 4}  # By how the loss is computed
 _ONE_PASS = 2 + (2 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 2) + (2 + 2)  # Forward and back
 _LOGIT['one_pass'] = _ONE_PASS / 3  # A step counts three passes
+_LOGIT['one_pass_twice'] = (_ONE_PASS + 2 + (2 + 4) + 2 * (4 + 4)) / 3
 
 # %% ../../nbs/plan/09b_kernel_bytes.ipynb #9b00000f
 class _AdapterBytes(NamedTuple):  # Moved per number
@@ -51,6 +53,7 @@ class _AdapterBytes(NamedTuple):  # Moved per number
 
 # By size of its numbers
 _ADAPTER = {4: _AdapterBytes(6, 24, 9, 18), 2: _AdapterBytes(0, 10, 5, 10)}
+_COMPILED = {'input': 0, 'output': 6}
 
 # %% ../../nbs/plan/09b_kernel_bytes.ipynb #9b000009
 def _norm_numbers(spec, unit) -> list[int]:
@@ -91,6 +94,7 @@ def small_kernels_b(
     else: moved += 4 * spec.hidden + _LOGIT[small.loss] * spec.vocab
     if precision.frozen: moved *= 2
     adapter = _ADAPTER[NUMBER_B[precision.master]]
+    if small.kernels == 'compile': adapter = adapter._replace(**_COMPILED)
     into = adapter.input + (adapter.dropout if method.dropout > 0 else 0)
     out = adapter.output + (adapter.dora if method.dora else 0)
     for pair in pairs: moved += into * pair.a[1] + out * pair.b[0]

@@ -153,6 +153,7 @@ _NOTHING = _Times(0, 0, 0, 0, 0, 0)
 def _times(recipe, work) -> tuple[_Times, _Times]:
     "Give the times of the forward pass, and of the backward pass with what is recomputed."
     again = _recomputed(recipe.sharding.activation_checkpointing, work)
+    if _is_walked_twice(recipe, work): again = _NOTHING._replace(base=1)
     base = 2 if work.trained else 1
     attention = 2 if _is_eager(recipe) else 2.5
     back = _Times(base, lora=2, attention=attention, moved=2, packed=1, norms=0)
@@ -331,7 +332,12 @@ def _recomputed_flops(recipe, work) -> tuple[float, int]:
 def _scored_again(recipe, work) -> bool:
     "Whether the loss has its logits computed twice: TRL's tiles are, as nobody keeps them."
     if not work.outside or recipe.model.head != 'causal_lm': return False
-    return recipe.batch.loss_head == 'chunked'
+    return recipe.batch.loss_head == 'chunked' or _is_walked_twice(recipe, work)
+
+def _is_walked_twice(recipe, work) -> bool:
+    "Whether a head of one pass trains on a GPU."
+    if recipe.batch.loss_head != 'one_pass' or recipe.cluster.device != 'cuda': return False
+    return work.outside and work.trained
 
 # %% ../../nbs/plan/10_step_time.ipynb #67ebf999
 @dataclass(frozen=True, repr=False)
@@ -560,7 +566,8 @@ def estimate_step(
     _check_units(recipe, node.gpu)
     precision = _where_stored(recipe.precision, _adapter_type(recipe))
     kernels = recipe.model.kernels
-    small = SmallKernels(recipe.method, precision, kernels, recipe.batch.loss_head)
+    twice = recipe.method.kind == 'full' and recipe.cluster.device == 'cuda'
+    small = SmallKernels(recipe.method, precision, kernels, recipe.batch.loss_head, twice)
     works = _works(spec, small)
     layers = layer_launches(spec, recipe.method, precision, recipe.model.attention, kernels)
     passes = [_layer_passes(*pair, recipe, spec, node) for pair in zip(works, layers)]
