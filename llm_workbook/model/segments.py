@@ -15,6 +15,12 @@ _AMPERE = 8, 0  # Compute capability
 _WIDEST_HEAD = 256  # Of FlashAttention 2
 
 # %% ../../nbs/model/12_segments.ipynb #3fc2cbe1
+def _varlen_knows(*words) -> bool:
+    "Whether torch's attention over borders takes these arguments."
+    import inspect
+    from torch.nn.attention.varlen import varlen_attn
+    return {*words} <= {*inspect.signature(varlen_attn).parameters}
+
 def _has_varlen(query) -> bool:
     import torch
     halves = torch.bfloat16, torch.float16
@@ -23,23 +29,23 @@ def _has_varlen(query) -> bool:
     width = query.shape[-1]
     if width > _WIDEST_HEAD: return False
     if width % 8: return False
-    return torch.cuda.get_device_capability(query.device) >= _AMPERE
+    if torch.cuda.get_device_capability(query.device) < _AMPERE: return False
+    return _varlen_knows('scale', 'window_size')  # From torch 2.11 on
 
 # %% ../../nbs/model/12_segments.ipynb #5718679f
-def _by_varlen(query, key, value, borders, window, scale):
+def _by_varlen(query, key, value, borders, longest, window, scale):
     "All examples of all rows in one call; (rows, length, heads, width)."
-    import torch
     from torch.nn.attention.varlen import varlen_attn
     rows, heads, length, width = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    longest = longest_example(borders)
-    at = torch.tensor(borders, dtype=torch.int32, device=query.device)
     back = window - 1 if window else -1
+    shares = {}
+    if _varlen_knows('enable_gqa'): shares['enable_gqa'] = key.shape[1] != heads
     out = varlen_attn(
-        *flat, at, at, longest, longest,
+        *flat, borders, borders, longest, longest,
         scale=scale,
         window_size=(back, 0),
-        enable_gqa=key.shape[1] != heads)
+        **shares)
     return out.view(rows, length, heads, width)
 
 # %% ../../nbs/model/12_segments.ipynb #506adf94
@@ -75,14 +81,17 @@ def _one_by_one(query, key, value, pieces, window, scale):
 # %% ../../nbs/model/12_segments.ipynb #095d5bc7
 def _attend(query, key, value, borders, window, scale):
     "Attention within examples; (rows, length, heads, width)."
+    import torch
     taken = query, key, value
     rows, _, length, _ = query.shape
-    if window and window >= longest_example(borders): window = None
+    longest = longest_example(borders)
+    if window and window >= longest: window = None
     if len(borders) == rows + 1 and not window:
         out = _causal(*taken, scale)
         return out.transpose(1, 2)
     if _has_varlen(query):
-        return _by_varlen(*taken, borders, window, scale)
+        at = torch.tensor(borders, dtype=torch.int32, device=query.device)
+        return _by_varlen(*taken, at, longest, window, scale)
     pieces = cut_pieces(borders, length, window)
     if query.is_cpu: return attend_in_pieces(*taken, pieces, window, scale)
     return _one_by_one(*taken, pieces, window, scale)
@@ -166,12 +175,14 @@ def segment_attention(
         raise ValueError(f'values of width {value_width} are wider than keys of {width}: '
                          "set model.attention to 'sdpa'")
     if missing: value = pad(value, (0, missing))
+    window, scale = options.get('sliding_window'), options.get('scaling')
+    given = options.get('cu_seq_lens_q')
     if query.is_cpu and is_compiling():
         out = attend_by_operator(query, key, value, options)
+    elif is_compiling() and rows == 1 and given is not None and _has_varlen(query):
+        out = _by_varlen(query, key, value, given, length, window, scale)
     else:
         borders = example_borders(rows, length, options)
-        window = options.get('sliding_window')
-        scale = options.get('scaling')
         out = _attend(query, key, value, borders, window, scale)
     out = out[..., :value_width]
     return out.contiguous(), None

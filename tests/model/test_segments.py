@@ -1,7 +1,9 @@
 """`model.attention: segments`: packed examples train as if each were alone, however the model is
 trained; and the families of the bench are told apart."""
+import inspect
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,13 +16,15 @@ from trouble import fine_tune, losses, slow_case, small_recipe
 from llm_workbook import draft, estimate, rehearse
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Method, Precision, Recipe, broken
+from llm_workbook.model import segments
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.architecture import configuration, presets
 from llm_workbook.model.compiled_blocks import compile_blocks
 from llm_workbook.model.quantize import load_base
 from llm_workbook.model.recompute import _Selection, recompute_selectively
 from llm_workbook.model.segment_check import segments_fail
-from llm_workbook.model.segments import register_segments
+from llm_workbook.model.segments import (
+    _by_varlen, _has_varlen, register_segments, segment_attention)
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.plan.ledger import memory
@@ -124,6 +128,76 @@ def test_a_gpu_is_as_near_as_another_order_of_its_sums():
     ours = on_gpu('segments', [{'input_ids': IDS} | PACKED])
     rounding = on_gpu('sdpa', [{'input_ids': IDS, 'position_ids': PACKED['position_ids']}])
     assert off(ours, theirs) < 1.5 * off(rounding, theirs)
+
+
+TAKES = {  # What torch's kernel can be told, by torch's version
+    '2.10': {'is_causal'}, '2.11': {'scale', 'window_size'},
+    '2.12': {'scale', 'window_size', 'enable_gqa'}}
+
+
+def kernel_of(version: str):
+    "A stand-in for `varlen_attn` as a version of torch has it, which notes what it was told."
+    told = {}
+
+    def attend(query, key, value, *borders_and_lengths, **options):
+        assert options.keys() == TAKES[version]
+        borders, _, longest, _ = borders_and_lengths
+        told.update(options, borders=borders, longest=longest)
+        return torch.zeros_like(query)
+    words = [inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY) for word in TAKES[version]]
+    attend.__signature__ = inspect.Signature(words)
+    return attend, told
+
+
+@pytest.fixture(params=['2.10', '2.11', '2.12'])
+def kernel(request, monkeypatch):
+    "The version of torch that is pretended, and what its kernel was told."
+    import torch.nn.attention.varlen as module
+    attend, told = kernel_of(request.param)
+    monkeypatch.setattr(module, 'varlen_attn', attend)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (9, 0))
+    return request.param, told
+
+
+def on_meta(heads: int): return torch.empty(1, heads, 64, 16, device='meta', dtype=torch.bfloat16)
+
+
+def test_the_kernel_of_gpus_is_told_what_its_torch_takes(kernel):
+    version, told = kernel
+    query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 4, 64, 16), device='cuda')
+    assert _has_varlen(query) == (version != '2.10')
+    if version == '2.10': return
+    borders = torch.tensor(BORDERS, dtype=torch.int32)
+    out = _by_varlen(on_meta(4), on_meta(2), on_meta(2), borders, 30, None, 0.25)
+    assert out.shape == (1, 64, 4, 16)
+    assert told['borders'] is borders and told['longest'] == 30 and told['scale'] == 0.25
+    assert told.get('enable_gqa') == (True if version == '2.12' else None)
+
+
+def test_a_compiled_layer_of_a_gpu_hands_borders_on_as_they_are(kernel, monkeypatch):
+    version, told = kernel
+    if version == '2.10': pytest.skip('its kernel is not used')
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
+    monkeypatch.setattr(segments, '_has_varlen', lambda query: True)
+    monkeypatch.setattr(segments, '_in_one_type', lambda tensors: tensors)  # No autocast on meta
+    borders = torch.empty(5, dtype=torch.int32, device='meta')  # Whoever reads its numbers fails
+    out, _ = segment_attention(torch.nn.Module(), on_meta(4), on_meta(2), on_meta(2), None,
+                               cu_seq_lens_q=borders, is_causal=True)
+    assert out.shape == (1, 64, 4, 16)
+    assert told['borders'] is borders and told['longest'] == 64
+
+
+@pytest.mark.cuda
+def test_a_compiled_layer_of_a_gpu_trains_as_a_plain_one():
+    plain = made('lora', 'segments', compute='bfloat16').cuda()
+    packed = {'input_ids': IDS} | PACKED
+    batch = {name: values.cuda() for name, values in packed.items()}
+    expected = gradients(plain, [batch])
+    compiled = made('lora', 'segments', compute='bfloat16').cuda()
+    blocks = compile_blocks(compiled)
+    found = gradients(compiled, [batch])
+    blocks.update()
+    assert off(found, expected) < 2e-2 and not blocks.breaks
 
 
 def test_selective_checkpointing_keeps_what_the_kernel_of_gpus_gives():
