@@ -4,7 +4,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from bench.gpu import ceilings, checks, memory, runs
+from bench.gpu import ceilings, checks, memory, runs, speed
 from bench.gpu.place import Place
 from bench.shared.gpu_rows import NAMED, PLAIN
 
@@ -14,7 +14,7 @@ TRAINER = *LIBRARY, 'trl', 'datasets', 'bitsandbytes'
 
 class Part(NamedTuple):
     "Something to find out, in a process of its own."
-    group: str  # 'check', 'ceiling', 'memory' or 'large'
+    group: str  # 'check', 'ceiling', 'memory', 'speed' or 'large'
     name: str
     run: Callable[[Place], dict]
     needs: tuple[str, ...] = ()  # Packages beside torch, transformers, accelerate and peft
@@ -30,6 +30,9 @@ def _check(call, *needs, **how) -> Part: return Part('check', call.__name__, cal
 
 
 def _ceiling(call, *needs) -> Part: return Part('ceiling', call.__name__, call, needs)
+
+
+def _speed(call, *needs) -> Part: return Part('speed', call.__name__, call, needs, False, 480)
 
 
 def configurations() -> list[Part]:
@@ -66,4 +69,6 @@ PARTS = (
     _check(runs.cpu_zero, *TRAINER, 'deepspeed', quick=False),
     _check(runs.rehearsal, *TRAINER, quick=False), _check(runs.float16_run, *TRAINER, quick=False),
     _check(runs.sharded_run, *TRAINER, quick=False),
-    _check(runs.resumed, *TRAINER, quick=False, limit_s=480), *large())
+    _check(runs.resumed, *TRAINER, quick=False, limit_s=480),
+    _speed(speed.head_speed, *LIBRARY), _speed(speed.lora_8b, *TRAINER),
+    _speed(speed.qlora_70b, *TRAINER), _speed(speed.long_context, *TRAINER), *large())
