@@ -190,6 +190,7 @@ class LayerSizes(NamedTuple):
     peak: Instant  # The fullest of the backward pass, beyond what is kept under checkpointing
     stream_b: int  # A hidden state
     part: PartSizes  # Of one layer
+    lingers_b: int = 0  # Its input, where the backward pass needs that only to run forward again
 
 @dataclass(frozen=True, eq=False)
 class StepSizes:  # Compared by identity: `_step` makes one for each question
@@ -199,7 +200,8 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
     head: Instant  # The fullest of the head's backward pass after the loss
     loss: Instant  # The fullest of the loss
     logits_b: int  # Logits in all their forms, or a tile of them, when the loss has been computed
-    final_b: int  # Kept by the last norm and the head, logits apart
+    finals: tuple[int, ...]  # Tensors kept by the last norm and the head, logits apart; bytes
+    norm_b: int  # Of them, what the first operation of the last norm keeps
     tables: dict[str, int]  # Tables and masks that all layers share, and token ids; bytes
     layers: PartSizes  # Of all layers together
     embedding: PartSizes  # Empty where it is tied
@@ -212,6 +214,11 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
     def kept_b(self) -> int:  # Wherever it waits
         "Count the bytes that all layers keep for one backward pass."
         return sum(sort.count * sort.kept_b for sort in self.sorts)
+
+    @property
+    def final_b(self) -> int:  # Logits apart
+        "Count the bytes that the last norm and the head keep."
+        return sum(self.finals)
 
 # %% ../../nbs/plan/04_activations.ipynb #dc927697
 class _Cut(NamedTuple):  # How weights that are gathered are cut
@@ -282,7 +289,9 @@ def _recomputed(unit, tape, start, checkpointing, part, first_b) -> LayerSizes:
     front = fullest_forward(tape, start, True, kept)._replace(flow_b=waiting_b)
     peak = _fullest([*backward, front])
     first_kept_b = kept_b - start.size_b + first_b
-    return LayerSizes(unit.count, kept_b, first_kept_b, front, peak, start.size_b, part)
+    lingers_b = 0 if start in tape.saved else start.size_b
+    return LayerSizes(
+        unit.count, kept_b, first_kept_b, front, peak, start.size_b, part, lingers_b)
 
 def _spent_b(tape, kept) -> int:
     "What running forward again takes from `kept`, and autograd does not need after it."
@@ -329,7 +338,8 @@ def _head_facts(spec, setting) -> dict:
         head=max(instants[first:end], key=lambda instant: instant.total_b),
         loss=max(instants[:first] or instants, key=lambda instant: instant.total_b),
         logits_b=_total_b(logits) + max(op.fore_b for op in tape.ops),
-        final_b=_total_b(tensor for tensor in tape.saved if tensor not in logits))
+        finals=tuple(tensor.size_b for tensor in tape.saved if tensor not in logits),
+        norm_b=_total_b(next(op.saves for op in tape.ops if op.saves)))
 
 # %% ../../nbs/plan/04_activations.ipynb #d7d94de7
 def _parts(spec, method, setting, cut, payload_b) -> tuple[list[PartSizes], PartSizes, PartSizes]:

@@ -59,7 +59,7 @@ def _judged_step(spec, run, step) -> tuple[StepRun, StepSizes]:
         sorts=sorts,
         big=max(sorts, key=lambda sort: sort.front.total_b + sort.part.gathered_b),
         logits_b=_judged_head(spec, setting),
-        final_b=sorts[-1].stream_b if setting.trains else 0,  # Named; of adapters it is counted
+        finals=(sorts[-1].stream_b if setting.trains else 0,),  # Named; of adapters it is counted
         tables=step.tables | {'ids': 3 * step.tables['ids']})  # The mask and the labels too
     on_host = tuple(name for name in run.on_host if name != 'away')
     return run._replace(setting=setting, checkpointing='none', on_host=on_host), judged

@@ -32,8 +32,11 @@ _KINDS = {
     'kept': _Kind(
         'activations', 'kept by the layers', 'Σ layers × tokens × width × bytes', _TORCH, True),
     'away': _Kind(
-        'activations', 'kept by the layers, on the host', 'Σ layers × tokens × width × bytes',
-        'torch, save_on_cpu; torchtune, OffloadActivations', True),
+        'activations', 'saved tensors, on the host', 'Σ layers × tokens × width × bytes',
+        'TRL, OffloadActivations', True),
+    'rounding': _Kind(
+        'pinned_rounding', 'saved tensors, each rounded up', 'Σ powers of two - bytes',
+        'torch, aten/src/ATen/core/CachingHostAllocator.h', True),
     'rotary': _Kind(
         'activations', 'rotary tables', '2 × length × head_dim × bytes', 'transformers', True),
     'mask': _Kind(
@@ -138,7 +141,7 @@ def _forward_alive(run, step) -> dict[str, dict]:
     instants = {
         'forward': step.tables | {
             'kept': kept_b, 'final': step.final_b + last_b, 'logits': step.logits_b,
-            'away': step.kept_b if run.offloads else 0},
+            'away': step.kept_b + step.final_b if run.offloads else 0},
         'embedding gathers': {'ids': step.tables['ids'], 'kept': stream_b},
         'head gathers': step.tables | {'kept': kept_b, 'alive': stream_b},
         'last layer gathers': step.tables | {
@@ -182,6 +185,34 @@ def _temporaries_b(run, step, optimizer) -> int:
     trained = step.layers.trained + step.embedding.trained + step.tail.trained
     together = run.cuda and not run.in_backward  # One kernel over many tensors
     return (trained if together else step.neighbours) * run.master_b
+
+# %% ../../nbs/plan/05_step_memory.ipynb #f7a392aa
+def _by_hook(run) -> bool:
+    "Whether each layer saves its input alone, and autograd's hook moves it: what training runs."
+    plain = run.setting.kernels == 'plain' and run.strategy in ('none', 'ddp')
+    return run.offloads and run.checkpointing == 'full' and plain
+
+def _come_back(run, step, instants) -> None:
+    "Put in what a hook of autograd has on the GPU, where each layer saves its input alone."
+    big, work = step.big, 'unpacked' if run.setting.packed else 'work'
+    leaf_b = 0 if run.setting.trains else step.sorts[0].first_kept_b
+    named_b = 2 * leaf_b  # To the next pass: what the embedding gave, and its gradient
+    instants['optimizer']['kept'] = named_b
+    instants['forward']['kept'] = leaf_b + named_b
+    for name in ('loss', 'head'): instants[name]['kept'] = leaf_b
+    kept_b = leaf_b + big.kept_b
+    for name, lingers_b in (('last layer', step.norm_b), ('first layer', big.lingers_b)):
+        again = big.front.total_b + lingers_b  # What lingers goes when the layer has run again
+        if again > big.peak.total_b:
+            instants[name] = _busy(step, big.front, kept_b + lingers_b, work)
+        else: instants[name] = _busy(step, big.peak, kept_b, work)
+    if run.cuda: instants['forward']['rounding'] = _rounding_b(step)
+
+def _rounding_b(step) -> int:
+    "What page-locking adds: torch's allocator takes powers of two."
+    tensors = [*((sort.count, sort.kept_b) for sort in step.sorts),
+               *((1, size_b) for size_b in step.finals)]
+    return sum(count * ((1 << (size_b - 1).bit_length()) - size_b) for count, size_b in tensors)
 
 # %% ../../nbs/plan/05_step_memory.ipynb #ebf2e8fc
 def _unsharded(run, step, instants) -> None:
@@ -440,6 +471,7 @@ def passing_lines(
 ) -> Mapping[str, tuple[Line, ...]]:  # Instant -> lines; cached, and nobody can change it
     "Say what is alive at each instant of a step, but for the temporaries of the optimizer."
     sizes_at = _forward_alive(run, step) | _backward_alive(run, step)
+    if _by_hook(run): _come_back(run, step, sizes_at)
     sizes_at = {name: sizes_at[name] for name in INSTANTS if name in sizes_at and _has(run, name)}
     if run.sharded: _shard(run, step, sizes_at)
     else: _unsharded(run, step, sizes_at)
@@ -452,11 +484,16 @@ def _step_within(run, step, instants) -> None:
     for name in ('head', 'last layer', 'first layer', 'embedding'):
         instants[name]['temporaries'] = _temporaries_b(run, step, run.in_backward)
 
+def _place(run, key) -> str:
+    "Where lines lie; what a hook of autograd moves from a GPU is page-locked."
+    if run.cuda and key in ('away', 'rounding'): return 'pinned'
+    return 'host' if key in run.on_host else 'gpu'
+
 def _lines_at(run, step, name, sizes) -> tuple[Line, ...]:
     lines = []
     for key, size_b in sizes.items():
         if not size_b: continue
-        kind, place = _KINDS[key], 'host' if key in run.on_host else 'gpu'
+        kind, place = _KINDS[key], _place(run, key)
         lines.append(Line(
             kind.kind, 'step', name, place, size_b, kind.formula, step.symbols, kind.source,
             sure='model', name=kind.name, lasting=kind.lasting))

@@ -549,7 +549,7 @@ def _offloaded_s(recipe, spec, node, passes) -> float:
     "Give what nothing hides of activations on their way to the host and back."
     if recipe.sharding.offload_activations == 'none': return 0.
     _, step = step_sizes(spec, recipe)
-    copy_s = step.kept_b / node.host_link.bps
+    copy_s = (step.kept_b + step.final_b) / node.host_link.bps
     seconds = [sum(sides) for sides in zip(*(layer.seconds for layer in passes))]
     exposed = [max(0., copy_s - side_s) for side_s in seconds]  # A stream of their own
     return recipe.batch.accumulation * sum(exposed)

@@ -266,7 +266,7 @@ class _Replay:
 
     def take(self, block):
         travels = self.step.travels and block.kind == 'collective'
-        stream = _COLLECTIVES if travels else ''
+        stream = _COLLECTIVES if travels else block.stream
         self.pieces[id(block)] = self.allocator.allocate(block.size_b, stream)
 
     def play(self, first):

@@ -29,6 +29,7 @@ from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
 from ..parallel.shard import assert_sharding
 from .ddp_buckets import refill_buckets, without_ddp_peers
+from .host_activations import HostActivations
 from .micro_batch import micro_batch, ones_row
 from .recorder import Recorder, recorded
 from .timeline import Irregular
@@ -145,6 +146,8 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
         {'sharding.strategy': ['zero1', 'zero2', 'zero3']},
     "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet":
         {'cluster.device': ['cuda']},
+    'page-locked memory is taken in powers of two: that is not played':
+        {'cluster.device': ['cuda'], 'sharding.offload_activations': ['cpu']},
     'the loss is computed where the weight of the head lies, with offload and adapters on the CPU: '
     'here it counts to the GPU':
         {'sharding.offload_parameters': ['cpu'], 'method.kind': ['lora', 'qlora'],
@@ -228,6 +231,7 @@ def record_step(
         stack.enter_context(_adapted_libraries(recipe, gpu))
         if zero: stack.enter_context(zero_engine(recorder))
         trainer = _trainer(recipe, folder, _base(recipe, model), joined)
+        if gpu and recipe.sharding.offload_activations == 'cpu': _offload(trainer, recorder)
         marks = _mark_step(trainer, recorder, recipe, judges)
         trainer.train()
     build_s, step_s = marks.built_s - started, marks.ended_s - marks.built_s
@@ -513,6 +517,16 @@ def _plain_trainer(recipe, folder, row, model):
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+# %% ../../nbs/rehearsal/04_program.ipynb #1a5a0357
+def _offload(trainer, recorder):
+    "Put around each pass what TRL puts there on a GPU."
+    context, step = HostActivations(recorder, trainer.model), trainer.training_step
+
+    def training_step(*args, **options):
+        with context: return step(*args, **options)
+
+    trainer.training_step = training_step
 
 # %% ../../nbs/rehearsal/04_program.ipynb #94654a9c
 def _mark_step(trainer, recorder, recipe, judges=False):

@@ -31,6 +31,7 @@ class Block:
     op: str  # Operation that made it
     shape: tuple  # Of its first tensor
     host: bool = False  # Whether it lies in host memory, not beside the weights at work
+    stream: str = ''  # Of CUDA, where that is not the one at work: its blocks are a pool apart
 
 # %% ../../nbs/rehearsal/02_recorder.ipynb #7f515b9a
 class Event(NamedTuple):

@@ -12,6 +12,7 @@ from llm_workbook import (
     working_lines)
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.segments import register_segments
+from llm_workbook.plan.activations import step_sizes
 
 WIDTHS = dict(
     hidden_size=96, intermediate_size=272, num_hidden_layers=3, num_attention_heads=6,
@@ -182,16 +183,54 @@ def test_a_step_in_the_backward_pass_keeps_no_gradient():
                     if line.kind == 'gradients']
 
 
+AWAY = {'cluster.device': 'cuda', 'cluster.processes': 1, 'sharding.strategy': 'none',
+        'sharding.activation_checkpointing': 'full', 'sharding.offload_activations': 'cpu'}
+
+
 def test_activations_on_the_host_leave_five_layers_inputs_on_the_card():
+    "Of a compiled layer nobody has seen more: the hook may have five tensors on their way."
     llama = spec('llama-3.1-8b')
-    made = recipe({'cluster.device': 'cuda', 'cluster.processes': 1, 'sharding.strategy': 'none',
-                   **PURE, **FULL})
-    away = instant_lines(llama, made.changed({'sharding.offload_activations': 'cpu'}))['forward']
+    made = recipe({**PURE, **FULL, **AWAY, 'model.kernels': 'compile'})
+    _, step = step_sizes(llama, made)
+    away = instant_lines(llama, made)['forward']
     sizes = {line.name: line.size_b for line in away}
     stream_b = 2 * made.batch.micro * made.batch.length * llama.hidden
     assert sizes['kept by the layers'] == 5 * stream_b
-    assert sizes['kept by the layers, on the host'] == llama.layers * stream_b
-    assert {line.place for line in away if line.name.endswith('on the host')} == {'host'}
+    assert sizes['saved tensors, on the host'] == llama.layers * stream_b + step.final_b
+    assert {line.place for line in away if line.name.endswith('on the host')} == {'pinned'}
+
+
+def test_what_comes_back_from_the_host_by_hand():
+    """Llama 3.1 8B with LoRA: 4,096 tokens of width 4,096 in bfloat16, 32 MiB for an input. At the
+    last layer there are its input, the output of the embedding, and 64 MiB of the last norm in
+    float32; at the first one the input of the layer above, and those two."""
+    llama = spec('llama-3.1-8b')
+    made = recipe({**BF16, **AWAY, 'method.kind': 'lora', 'batch.micro': 2, 'batch.length': 2048})
+    found = instant_lines(llama, made)
+    def kept(name):
+        return next(line.size_b for line in found[name] if line.name == 'kept by the layers')
+    input_b = 2 * 4096 * 4096
+    assert kept('last layer') == 2 * input_b + 4 * 4096 * 4096
+    assert kept('first layer') == 3 * input_b
+    assert kept('loss') == kept('head') == input_b
+    assert kept('optimizer') == 2 * input_b
+
+
+def test_page_locked_activations_take_powers_of_two_by_hand():
+    """Llama 3.2 3B: 4,096 tokens of width 3,072 in bfloat16 are 24 MiB, and take 32; the last norm
+    keeps 48 MiB in float32, which take 64, and the head 24 MiB. Log-probabilities are powers."""
+    llama = spec('llama-3.2-3b')
+    made = recipe({**BF16, **AWAY, 'method.kind': 'lora', 'batch.micro': 2, 'batch.length': 2048,
+                   'batch.loss_head': 'chunked'})
+    lines = {line.name: line for line in instant_lines(llama, made)['forward']}
+    rounding = lines['saved tensors, each rounded up']
+    _, step = step_sizes(llama, made)
+    powers = [1 << (size_b - 1).bit_length() for size_b in step.finals]
+    small_b = sum(powers[i] - size_b for i, size_b in enumerate(step.finals) if size_b < 2**20)
+    assert rounding.size_b == (28 * 8 + 16 + 8) * 2**20 + small_b
+    assert (rounding.kind, rounding.place) == ('pinned_rounding', 'pinned')
+    on_cpu = instant_lines(llama, made.changed({'cluster.device': 'cpu'}))['forward']
+    assert not [line for line in on_cpu if line.kind == 'pinned_rounding']
 
 
 def test_an_unpacked_weight_stands_beside_its_statistics_by_hand():

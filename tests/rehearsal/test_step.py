@@ -53,6 +53,52 @@ def shallow(tmp_path_factory):
     return recipe_of(tmp_path_factory.mktemp('shallow'), num_hidden_layers=3)
 
 
+def away(**changes):
+    "Llama 3.2 1B on one GPU, its saved tensors on the host."
+    made = Recipe(
+        name='away', model={'source': 'llama-3.2-1b'}, data={'source': 'sample-conversations'},
+        method={'kind': 'lora'}, cluster={'processes': 1, 'device': 'cuda'},
+        sharding={'strategy': 'none', 'activation_checkpointing': 'full',
+                  'offload_activations': 'cpu'},
+        batch={'micro': 8, 'length': 1024})
+    return made.changed(changes)
+
+
+@pytest.mark.parametrize('changes', [
+    {}, {'method.kind': 'qlora', 'batch.accumulation': 2}, {'batch.loss_head': 'one_pass'},
+    {'method.kind': 'full', 'batch.micro': 32}, {'precision.compute': 'float32'}], ids=str)
+def test_saved_tensors_on_the_host_are_planned_as_they_play(changes):
+    asked = away(**changes)
+    kept = asked.changed({'sharding.offload_activations': 'none'})
+    played, ledger = rehearse(asked), memory(asked)
+    assert abs(ledger.total('step', level='allocated') / played.peak_b - 1) < .001
+    assert played.peak_b < rehearse(kept).peak_b
+    on_host = max(span.host_b for span in played.timeline.spans)
+    planned_b = sum(line.size_b for line in ledger.lines
+                    if line.place == 'pinned' and line.kind == 'activations')
+    assert 1 > on_host / planned_b > .9  # A span has the host's bytes where the GPU's are the most
+
+
+def test_saved_tensors_on_the_host_of_a_deep_model_follow_from_two_small_ones():
+    derived, whole = rehearse(away()), rehearse(away(), exact=True)
+    assert derived.played == (6, 7) and whole.played == (16,)
+    assert derived.peak_b == whole.peak_b
+
+
+def test_the_stand_in_has_the_settings_of_trl():
+    "Another version of TRL may hold more tensors, or not take page-locked memory."
+    from inspect import getsource, signature
+    from trl import SFTTrainer
+    from trl.models.activation_offloading import OffloadActivations, get_act_offloading_ctx_manager
+    from llm_workbook.rehearsal import host_activations
+    for made in (OffloadActivations, get_act_offloading_ctx_manager):
+        given = {name: one.default for name, one in signature(made).parameters.items()}
+        assert (given['min_offload_size'], given['max_fwd_stash_size']) == (
+            host_activations._SMALLEST_B, host_activations._ON_THE_WAY)
+        assert given['use_streams'] and given['use_pin_memory']
+    assert 'with self.maybe_activation_offload_context' in getsource(SFTTrainer.training_step)
+
+
 # For QLoRA the page of `step` compares the same, on a model of 16 layers
 @pytest.mark.parametrize('name', [
     name if name == 'full, gpu' else slow_case(name) for name in WAYS])

@@ -126,3 +126,56 @@ def test_padding_never_goes_beyond_the_length_of_a_batch():
         short = collate([{'input_ids': [1] * 5}, {'input_ids': [1] * 9}])
         assert short['input_ids'].shape[1] == {1: 9, 4: 12, 8: 16}[multiple]
         assert (short['labels'][:, 9:] == -100).all() and not short['attention_mask'][:, 9:].any()
+
+
+ACTIVATIONS = {
+    'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank',
+    'sharding.activation_checkpointing': 'full', 'sharding.offload_activations': 'cpu'}
+FURTHER = {  # What goes with saved tensors on the host, and what does not: the fewest changes
+    'one GPU': ({}, []),
+    'DDP': ({'sharding.strategy': 'ddp', 'cluster.processes': 2}, []),
+    'one pass': ({'batch.loss_head': 'one_pass'}, []),
+    'all weights': ({'method.kind': 'full'}, []),
+    'a CPU': ({'cluster.device': 'cpu'}, ['offloaded-activations-leave-a-gpu']),
+    'FSDP2': (
+        {'sharding.strategy': 'fsdp2', 'cluster.processes': 2},
+        ['offloaded-activations-are-of-whole-weights']),
+    'ZeRO-2': (
+        {'sharding.strategy': 'zero2', 'cluster.processes': 2},
+        ['offloaded-activations-are-of-whole-weights']),
+    'no checkpointing': (
+        {'sharding.activation_checkpointing': 'none'},
+        ['offloaded-activations-are-inputs-of-layers']),
+    'a selection': (
+        {'sharding.activation_checkpointing': 'selective'},
+        ['offloaded-activations-are-inputs-of-layers']),
+    'reentrant': ({'sharding.reentrant': True}, ['offloaded-activations-are-not-reentrant']),
+    'compiled': (
+        {'model.kernels': 'compile', 'method.kind': 'lora'},
+        ['offloaded-activations-have-plain-kernels']),
+    'one pass over a head that trains': (
+        {'batch.loss_head': 'one_pass', 'method.kind': 'full'},
+        ['offloaded-activations-keep-no-head'])}
+
+
+@pytest.mark.parametrize('changes, rules', FURTHER.values(), ids=FURTHER)
+def test_saved_tensors_wait_on_the_host_of_a_gpu_alone(changes, rules):
+    made = PLAIN.changed(ACTIVATIONS | {'cluster.device': 'cuda'} | changes)
+    refused = [problem.reason.rpartition('[')[2].rstrip(']') for problem in planned_only(made)]
+    assert refused == rules
+
+
+def test_the_hook_of_trl_needs_an_accelerator():
+    "If this fails, a CPU could do it: the rule of a CPU would be wrong."
+    import torch
+    from trl.models.activation_offloading import OffloadActivations
+    if torch.accelerator.is_available(): pytest.skip('there is one here')
+    with pytest.raises(AttributeError, match="no attribute 'type'"): OffloadActivations()
+
+
+def test_a_shrunk_recipe_keeps_saved_tensors_where_they_are():
+    from llm_workbook.config.recipe import shrinkage
+    made = PLAIN.changed(ACTIVATIONS | {'cluster.device': 'cuda'})
+    assert not planned_only(shrink(made))
+    why = {field: reason for field, *_, reason in shrinkage(made)}
+    assert why['sharding.offload_activations'] == 'on a CPU they are on the host already'
