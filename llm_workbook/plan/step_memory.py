@@ -226,12 +226,15 @@ def _unsharded(run, step, instants) -> None:
         'embedding': total_b - embedding_b,
         'optimizer': total_b,
     }
+    waiting_b = {}  # Beside those of earlier passes: a tied head's, for that of the embedding
+    if run.strategy in ('none', 'ddp'):
+        waiting_b = dict.fromkeys(('last layer', 'first layer'), step.tied_b)
     for name, sizes in instants.items():
         new_b = sizes.pop('whole', 0)
         if run.strategy.startswith('zero'): sizes['moving'] = new_b
         if run.in_backward: gradients_b = new_b
         elif not run.accumulates: gradients_b = done_b.get(name, 0) + new_b
-        else: gradients_b = total_b + (new_b if name == 'embedding' else 0)
+        else: gradients_b = total_b + (new_b if name == 'embedding' else waiting_b.get(name, 0))
         sizes['gradients'] = gradients_b // run.ranks
         if run.strategy == 'ddp': sizes['buckets'] = total_b
         if run.strategy.startswith('zero'):

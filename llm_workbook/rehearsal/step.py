@@ -145,8 +145,8 @@ def rehearse(
         reserved.append(_reserved(step, recipe))
         return _timelines(step)
 
-    depths = None
-    if not exact and changed.sharding.strategy not in _IN_BUCKETS:
+    depths, away = None, changed.sharding.offload_activations != 'none'  # Five inputs at most
+    if not (exact or away or changed.sharding.strategy in _IN_BUCKETS):
         depths = shallow_depths(find_spec(changed.model.source, changed.model.revision))
     try:
         if depths: timelines = _deepened(run(depths[0]), run(depths[1]), depths[2])

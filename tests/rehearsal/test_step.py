@@ -66,7 +66,8 @@ def away(**changes):
 
 @pytest.mark.parametrize('changes', [
     {}, {'method.kind': 'qlora', 'batch.accumulation': 2}, {'batch.loss_head': 'one_pass'},
-    {'method.kind': 'full', 'batch.micro': 32}, {'precision.compute': 'float32'}], ids=str)
+    {'method.kind': 'full', 'batch.micro': 32}, {'precision.compute': 'float32'},
+    {'method.kind': 'full', 'batch.micro': 32, 'batch.accumulation': 2}], ids=str)
 def test_saved_tensors_on_the_host_are_planned_as_they_play(changes):
     asked = away(**changes)
     kept = asked.changed({'sharding.offload_activations': 'none'})
@@ -79,10 +80,10 @@ def test_saved_tensors_on_the_host_are_planned_as_they_play(changes):
     assert 1 > on_host / planned_b > .9  # A span has the host's bytes where the GPU's are the most
 
 
-def test_saved_tensors_on_the_host_of_a_deep_model_follow_from_two_small_ones():
-    derived, whole = rehearse(away()), rehearse(away(), exact=True)
-    assert derived.played == (6, 7) and whole.played == (16,)
-    assert derived.peak_b == whole.peak_b
+def test_with_saved_tensors_on_the_host_every_layer_runs():
+    """Five inputs are on their way, however many layers there are: two small models in which that
+    number still grows would say too much of the forward pass."""
+    assert rehearse(away(**{'batch.micro': 1})).played == (16,)
 
 
 def test_the_stand_in_has_the_settings_of_trl():
