@@ -191,6 +191,8 @@ class LayerSizes(NamedTuple):
     stream_b: int  # A hidden state
     part: PartSizes  # Of one layer
     lingers_b: int = 0  # Its input, where the backward pass needs that only to run forward again
+    copies_b: int = 0  # 16-bit weights that run again, which autocast keeps as long as it lasts
+    passing_b: int = 0  # The fullest of the forward pass before it runs again, beside its input
 
 @dataclass(frozen=True, eq=False)
 class StepSizes:  # Compared by identity: `_step` makes one for each question
@@ -289,9 +291,13 @@ def _recomputed(unit, tape, start, checkpointing, part, first_b) -> LayerSizes:
     front = fullest_forward(tape, start, True, kept)._replace(flow_b=waiting_b)
     peak = _fullest([*backward, front])
     first_kept_b = kept_b - start.size_b + first_b
-    lingers_b = 0 if start in tape.saved else start.size_b
+    copies = [tensor for tensor in tape.saved if tensor.name.endswith('16-bit weight')]
+    passing = fullest_forward(tape, start, apart=(start, *copies), keeps=False)
     return LayerSizes(
-        unit.count, kept_b, first_kept_b, front, peak, start.size_b, part, lingers_b)
+        unit.count, kept_b, first_kept_b, front, peak, start.size_b, part,
+        lingers_b=0 if start in tape.saved else start.size_b,
+        copies_b=_total_b(copies),
+        passing_b=passing.total_b)
 
 def _spent_b(tape, kept) -> int:
     "What running forward again takes from `kept`, and autograd does not need after it."

@@ -29,8 +29,9 @@ def tiled_loss(
     work_b, fore_b = 4 * summed + buffer_b, buffer_b
     if setting.output_b:  # The head is computed in float32: the last tile of its weight is a copy
         work_b += setting.output_b * hidden * (vocab % words or words)
-    elif x.element_b > compute_b:  # Autocast: two tiles of the head, one of the input
+    elif x.element_b > compute_b:  # Autocast casts tiles of the head and the input
         work_b += compute_b * hidden * (2 * words + rows)
+        fore_b += compute_b * hidden * (words + rows)
     if not setting.cuda:
         tile_b = max(29 * rows * words, 4 * (rows * words + words * hidden))
         work_b += max(0, tile_b - compute_b * summed)

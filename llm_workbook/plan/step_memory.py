@@ -43,6 +43,9 @@ _KINDS = {
         'activations', 'masks of attention', 'tokens × length × bytes, one per kind of window',
         'transformers', True),
     'ids': _Kind('activations', 'token ids', '8 × tokens', 'transformers', True),
+    'copies': _Kind(
+        'activations', '16-bit copies of weights', 'Σ layers × numbers × bytes',
+        'torch, autocast_mode.cpp: cached to the end of the forward pass'),
     'final': _Kind(
         'activations', 'kept by the last norm and the head', 'Σ tokens × width × bytes',
         _TORCH, True),
@@ -135,12 +138,13 @@ _TILED = 'chunked', 'one_pass'  # Heads that nobody calls as a module
 def _forward_alive(run, step) -> dict[str, dict]:
     kept_b, beside_b = _waiting(run, step)
     stream_b = step.big.stream_b
-    last_b = 0  # Adapters: the last hidden state is not kept, but a variable still names it
-    if not run.setting.trains:
+    last_b = 0  # The last hidden state: a variable names it, whoever keeps one
+    if not run.setting.trains or run.setting.head in _TILED:
         last_b = stream_b
+    copies_b = _copies_b(run, step)
     instants = {
         'forward': step.tables | {
-            'kept': kept_b, 'final': step.final_b + last_b, 'logits': step.logits_b,
+            'copies': copies_b, 'kept': kept_b, 'final': step.final_b + last_b, 'logits': step.logits_b,
             'away': step.kept_b + step.final_b if run.offloads else 0},
         'embedding gathers': {'ids': step.tables['ids'], 'kept': stream_b},
         'head gathers': step.tables | {'kept': kept_b, 'alive': stream_b},
@@ -150,7 +154,15 @@ def _forward_alive(run, step) -> dict[str, dict]:
     if not run.recomputes:
         work = 'unpacked' if run.setting.packed else 'work'
         instants['last layer forward'] = _busy(step, step.big.front, beside_b, work)
+    elif copies_b:
+        instants['last layer forward'] = step.tables | {
+            'copies': copies_b, 'kept': kept_b, 'alive': step.big.passing_b}
     return instants
+
+def _copies_b(run, step) -> int:
+    "Weights that autocast has cast, and that nothing else keeps; a compiled layer casts its own."
+    if run.setting.kernels == 'compile': return 0
+    return sum(sort.count * sort.copies_b for sort in step.sorts)
 
 # %% ../../nbs/plan/05_step_memory.ipynb #a6f8fd9a
 def _backward_alive(run, step) -> dict[str, dict]:
@@ -228,13 +240,15 @@ def _unsharded(run, step, instants) -> None:
     }
     waiting_b = {}  # Beside those of earlier passes: a tied head's, for that of the embedding
     if run.strategy in ('none', 'ddp'):
-        waiting_b = dict.fromkeys(('last layer', 'first layer'), step.tied_b)
+        waiting_b = dict.fromkeys(('last layer', 'first layer', 'embedding'), step.tied_b)
     for name, sizes in instants.items():
         new_b = sizes.pop('whole', 0)
         if run.strategy.startswith('zero'): sizes['moving'] = new_b
         if run.in_backward: gradients_b = new_b
         elif not run.accumulates: gradients_b = done_b.get(name, 0) + new_b
-        else: gradients_b = total_b + (new_b if name == 'embedding' else waiting_b.get(name, 0))
+        else:
+            if name != 'embedding': new_b = 0
+            gradients_b = total_b + waiting_b.get(name, 0) + new_b
         sizes['gradients'] = gradients_b // run.ranks
         if run.strategy == 'ddp': sizes['buckets'] = total_b
         if run.strategy.startswith('zero'):

@@ -126,9 +126,10 @@ def fullest_forward(
     start: Tensor,  # Its input
     stop: bool = False,  # End as soon as all is kept that will be kept, as a recomputation does
     apart: tuple[Tensor, ...] = (),  # Tensors that are there anyway and counted elsewhere
+    keeps: bool = True,  # What the backward pass needs; a layer that will run again drops it
 ) -> Instant:  # What is alive then
     "Walk the forward pass of `tape` to its fullest instant."
-    kept, ends = set(tape.saved), _ends(tape)
+    kept, ends = set(tape.saved if keeps else ()), _ends(tape)
     if start in apart: kept.add(start)  # Whoever runs the layer again has its input
     saving = [place for place, op in enumerate(tape.ops) if op.saves and op.out.needs]
     last = max(saving, default=0)
