@@ -36,6 +36,7 @@ SEGMENTS = {'model.attention': 'segments'}  # `borders` in bench.shared.models: 
 COMPILE = {'model.kernels': 'compile'}
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 PACKED = {'batch.packing': True}
+CHUNKED, ONE_PASS = ({'batch.loss_head': head} for head in ('chunked', 'one_pass'))
 DORA = {'method.dora': True}
 PAIRS = {'data.format': 'preference', 'method.objective': 'dpo', 'batch.loss_head': 'chunked'}
 
@@ -57,13 +58,19 @@ JOBS = [
     ('wide', size(1, 1024) | QLORA, False), ('wide', size(1, 512) | LORA | DORA, False),
     ('llama', size(1, 512) | QLORA | DORA | FULL, False),
     ('llama', size(1, 512) | QLORA | FULL | PURE, False), ('llama', size(1, 128) | DDP, False),
-    ('words', size(1, 256) | PURE | {'batch.loss_head': 'chunked'}, False),
-    ('words', size(1, 512) | PURE | {'batch.loss_head': 'one_pass'}, False),
-    ('words', size(1, 512) | LORA | FULL | {'batch.loss_head': 'one_pass'}, False),
+    ('words', size(1, 256) | PURE | CHUNKED, False),
+    ('words', size(1, 512) | PURE | ONE_PASS, False),
+    ('words', size(1, 512) | LORA | FULL | ONE_PASS, False),
     ('wide', size(1, 512) | DDP | LORA, False), ('llama', size(1, 512) | FSDP, False),
     ('llama', size(1, 512) | FSDP | BF16 | FULL, False),
     ('wide', size(1, 512) | FSDP | BF16, False),
     ('llama', size(1, 128, 2) | FSDP, False), ('wide', size(1, 1024) | FSDP | QLORA, False),
+    ('wide', size(1, 256, 2) | BF16 | FULL, False), ('words', size(1, 64, 2), False),
+    ('llama', size(1, 256, 2) | BF16 | CHUNKED, False),
+    ('llama', size(1, 256, 2) | BF16 | FULL | CHUNKED, False),
+    ('words', size(1, 256, 2) | BF16 | FULL | ONE_PASS, False),
+    ('wide', size(1, 512, 2) | DDP | BF16 | FULL, False),
+    ('wide', size(1, 1024) | LORA | ONE_PASS | {'method.dropout': 0.1}, False),
     ('llama', size(2, 256) | PACKED, False), ('wide', size(1, 1024) | LORA | PACKED, False),
     ('llama', size(1, 1024) | BF16 | SEGMENTS, False),
     ('window', size(1, 1024) | PURE | SEGMENTS, False),

@@ -271,11 +271,14 @@ def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
     saved_b = _total_b(tape.saved)
     first = tape
     if not setting.trains: first, _ = layer_tape(unit, spec, setting, needs=False)
+    front = fullest_forward(tape, start)
+    if start not in tape.saved:  # What the embedding gave is named as long as layers run
+        front = front._replace(saved_b=front.saved_b + start.size_b)
     return LayerSizes(
         count=unit.count,
         kept_b=saved_b,
         first_kept_b=_total_b(first.saved),
-        front=fullest_forward(tape, start),
+        front=front,
         peak=_fullest(backward_instants(tape)),
         stream_b=start.size_b,
         part=part)

@@ -118,6 +118,8 @@ def add_adapter(
     total = _sum(tape, out, up, weight, setting)
     tape.hold(out)
     tape.hold(x)
+    for op in tape.ops:
+        if op.name == f'{name}: adapter input': tape.hold(op.out)  # peft names it
     return cast(tape, f'{name}: 16 bit', total, out.element_b)
 
 def _sum(tape, out, up, weight, setting) -> Tensor:

@@ -21,21 +21,16 @@ from .step_memory import passing_lines
 from .tape import Tape, fullest_forward
 
 # %% ../../nbs/plan/07b_evaluation.ipynb #6925f1d5
-def _without_gradients(tape, start=None) -> Tape:
+def _without_gradients(tape) -> Tape:
     "Let no gradient flow to any result, so that nothing is kept but what a variable names."
     for op in tape.ops: op.out.needs = False
-    if start is not None: tape.hold(start)  # The model's loop over layers names it
-    ends = {op.name: place for place, op in enumerate(tape.ops)}
-    for op in tape.ops:
-        layer, _, what = op.name.partition(': ')
-        if what == 'adapter input': tape.last_use[op.out] = ends[f'{layer}: sum']  # peft names it
     return tape
 
 def _judged_layer(sort, unit, spec, setting) -> LayerSizes:
     "A layer as it runs without gradients; what it keeps are weights that autocast has cast."
     tape, start = layer_tape(unit, spec, setting)
     copies_b = sum(tensor.size_b for tensor in tape.saved if tensor.name.endswith('16-bit weight'))
-    front = fullest_forward(_without_gradients(tape, start), start)
+    front = fullest_forward(_without_gradients(tape), start)
     embedded_b = start.size_b  # What the embedding gave is named to the end of the last layer
     front = front._replace(saved_b=front.saved_b + embedded_b)
     return sort._replace(kept_b=copies_b, first_kept_b=copies_b, front=front)

@@ -421,6 +421,7 @@ def layer_tape(
         x = tape.op(
             'residual', (x, y), spec.hidden, x.element_b,
             alias=True)
+    tape.hold(start)  # The model's loop over layers names it
     return tape, start
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #007c797c

@@ -30,8 +30,9 @@ def tiled_loss(
     if setting.output_b:  # The head is computed in float32: the last tile of its weight is a copy
         work_b += setting.output_b * hidden * (vocab % words or words)
     elif x.element_b > compute_b:  # Autocast casts tiles of the head and the input
-        work_b += compute_b * hidden * (2 * words + rows)
-        fore_b += compute_b * hidden * (words + rows)
+        alive = 2 * words if vocab > words else words  # A tile goes when the next is there
+        work_b += compute_b * hidden * (alive + rows)
+        if setting.cuda: fore_b += compute_b * hidden * (alive + rows)
     if not setting.cuda:
         tile_b = max(29 * rows * words, 4 * (rows * words + words * hidden))
         work_b += max(0, tile_b - compute_b * summed)

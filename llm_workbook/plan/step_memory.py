@@ -171,7 +171,8 @@ def _backward_alive(run, step) -> dict[str, dict]:
     work = 'unpacked' if run.setting.packed else 'work'
     first_kept_b = big.kept_b if run.recomputes else 0
     loss_b = step.loss.total_b - step.final_b - step.loss.grads_b
-    tied = 1 if run.setting.head in _TILED else 2  # Gradients of a tied embedding
+    in_place = run.setting.head in _TILED or run.setting.autocast  # Where nobody else has it
+    tied = 1 if in_place else 2  # Gradients of a tied embedding, beside the head's
     flow = step.tables | {'flow': big.stream_b}
     return {
         'loss': step.tables | {'kept': kept_b, 'final': step.final_b, 'logits': loss_b,
