@@ -182,7 +182,7 @@ def head_figures(place: Place, head, tensors: tuple, truth: tuple) -> dict:
 
 def head_speed(place: Place) -> dict:
     "Seconds, memory and errors of the loss head, forward and back, with a head that trains or not."
-    from bench.programs.loss_head import exact
+    from bench.shared.heads import exact
     tensors = drawn(place)
     truth, found, missing = exact(*tensors), {}, {}
     for key, trains in ('', True), ('_frozen', False):

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from bench.shared.heads import exact
+
 OUTPUTS = 'entropy', 'is_top1'  # What TRL's trainer asks for besides the log-probabilities
 
 
@@ -59,20 +61,6 @@ def timed(head: str, sizes: list[int]) -> dict:
     step(head, *tensors)
     seconds = time.monotonic() - begin
     return {'seconds': seconds, 'peak_b': resident_b('VmHWM') - before_b}
-
-
-def exact(hidden, weight, targets):
-    "The gradients of hidden states and head in float32, some rows at a time."
-    import torch
-    hidden, weight = hidden.detach().float(), weight.detach().float()
-    by_hidden, by_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    for rows, words, slopes in zip(hidden.split(256), targets.split(256), by_hidden.split(256)):
-        p = (rows @ weight.t()).softmax(-1)
-        p[torch.arange(len(words)), words] -= 1
-        p /= len(targets)
-        torch.mm(p, weight, out=slopes)
-        by_weight.addmm_(p.t(), rows)
-    return by_hidden, by_weight
 
 
 def errors(sizes: list[int]) -> dict:

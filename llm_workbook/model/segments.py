@@ -33,11 +33,12 @@ def _has_varlen(query) -> bool:
     return _varlen_knows('scale', 'window_size')  # From torch 2.11 on
 
 # %% ../../nbs/model/12_segments.ipynb #5718679f
-def _by_varlen(query, key, value, borders, longest, window, scale):
+def _by_varlen(taken, borders, longest, window, scale):
     "All examples of all rows in one call; (rows, length, heads, width)."
     from torch.nn.attention.varlen import varlen_attn
+    query, key, _ = taken
     rows, heads, length, width = query.shape
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in taken]
     back = window - 1 if window else -1
     shares = {}
     if _varlen_knows('enable_gqa'): shares['enable_gqa'] = key.shape[1] != heads
@@ -91,7 +92,7 @@ def _attend(query, key, value, borders, window, scale):
         return out.transpose(1, 2)
     if _has_varlen(query):
         at = torch.tensor(borders, dtype=torch.int32, device=query.device)
-        return _by_varlen(*taken, at, longest, window, scale)
+        return _by_varlen(taken, at, longest, window, scale)
     pieces = cut_pieces(borders, length, window)
     if query.is_cpu: return attend_in_pieces(*taken, pieces, window, scale)
     return _one_by_one(*taken, pieces, window, scale)
@@ -180,7 +181,7 @@ def segment_attention(
     if query.is_cpu and is_compiling():
         out = attend_by_operator(query, key, value, options)
     elif is_compiling() and rows == 1 and given is not None and _has_varlen(query):
-        out = _by_varlen(query, key, value, given, length, window, scale)
+        out = _by_varlen((query, key, value), given, length, window, scale)
     else:
         borders = example_borders(rows, length, options)
         out = _attend(query, key, value, borders, window, scale)

@@ -222,6 +222,15 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
         "Count the bytes that the last norm and the head keep."
         return sum(self.finals)
 
+    @property
+    def rounding_b(self) -> int:  # On the host
+        "Count what page-locking adds to all that is kept: torch's allocator takes powers of two."
+        tensors = [*((sort.count, sort.kept_b) for sort in self.sorts),
+                   *((1, size_b) for size_b in self.finals)]
+        return sum(count * ((1 << (size_b - 1).bit_length()) - size_b)
+                   for count, size_b in tensors)
+
+
 # %% ../../nbs/plan/04_activations.ipynb #dc927697
 class _Cut(NamedTuple):  # How weights that are gathered are cut
     strategy: str

@@ -19,6 +19,16 @@ class SmallKernels(NamedTuple):
     loss_head: str = 'chunked'  # chunked, one_pass, full or fused
     twice: bool = False  # Whether a head of one pass trains on a GPU
 
+    @classmethod
+    def of(cls,
+        recipe: 'Recipe',  # What to run
+        precision: 'Precision',  # Its own, with `master` as adapters lie on the GPU
+    ) -> 'SmallKernels':  # Of a layer and of the loss
+        "Take from a recipe what decides its small kernels."
+        head, trains = recipe.batch.loss_head, recipe.method.kind == 'full'
+        twice = head == 'one_pass' and trains and recipe.cluster.device == 'cuda'
+        return cls(recipe.method, precision, recipe.model.kernels, head, twice)
+
     @property
     def fused(self) -> bool:  # In the layers
         "Say whether several operations are one kernel."
@@ -27,7 +37,8 @@ class SmallKernels(NamedTuple):
     @property
     def loss(self) -> str:  # single, fused, one_pass or one_pass_twice
         "Say in which kernels the loss is computed."
-        if self.loss_head == 'one_pass': return 'one_pass_twice' if self.twice else 'one_pass'
+        if self.twice: return 'one_pass_twice'
+        if self.loss_head == 'one_pass': return 'one_pass'
         one_kernel = self.loss_head == 'fused' or self.kernels == 'compile'
         return 'fused' if one_kernel else 'single'
 

@@ -144,7 +144,8 @@ def _forward_alive(run, step) -> dict[str, dict]:
     copies_b = _copies_b(run, step)
     instants = {
         'forward': step.tables | {
-            'copies': copies_b, 'kept': kept_b, 'final': step.final_b + last_b, 'logits': step.logits_b,
+            'copies': copies_b, 'kept': kept_b,
+            'final': step.final_b + last_b, 'logits': step.logits_b,
             'away': step.kept_b + step.final_b if run.offloads else 0},
         'embedding gathers': {'ids': step.tables['ids'], 'kept': stream_b},
         'head gathers': step.tables | {'kept': kept_b, 'alive': stream_b},
@@ -219,44 +220,41 @@ def _come_back(run, step, instants) -> None:
         if again > big.peak.total_b:
             instants[name] = _busy(step, big.front, kept_b + lingers_b, work)
         else: instants[name] = _busy(step, big.peak, kept_b, work)
-    if run.cuda: instants['forward']['rounding'] = _rounding_b(step)
-
-def _rounding_b(step) -> int:
-    "What page-locking adds: torch's allocator takes powers of two."
-    tensors = [*((sort.count, sort.kept_b) for sort in step.sorts),
-               *((1, size_b) for size_b in step.finals)]
-    return sum(count * ((1 << (size_b - 1).bit_length()) - size_b) for count, size_b in tensors)
+    if run.cuda: instants['forward']['rounding'] = step.rounding_b
 
 # %% ../../nbs/plan/05_step_memory.ipynb #ebf2e8fc
 def _unsharded(run, step, instants) -> None:
     "Add gradients where every rank makes all of them: none, DDP, ZeRO."
-    big, zero = step.big.part, run.zero
-    embedding_b = step.embedding.grads_b
-    total_b = step.layers.grads_b + embedding_b + step.tail.grads_b
-    done_b = {  # Gradients that are there already
-        'last layer': step.tail.grads_b,
-        'first layer': total_b - embedding_b - big.grads_b,
-        'embedding': total_b - embedding_b,
-        'optimizer': total_b,
-    }
-    waiting_b = {}  # Beside those of earlier passes: a tied head's, for that of the embedding
-    if run.strategy in ('none', 'ddp'):
-        waiting_b = dict.fromkeys(('last layer', 'first layer', 'embedding'), step.tied_b)
+    zero, there_b = run.zero, _gradients_there(run, step)
+    total_b = _all_gradients_b(step)
     for name, sizes in instants.items():
         new_b = sizes.pop('whole', 0)
         if run.strategy.startswith('zero'): sizes['moving'] = new_b
-        if run.in_backward: gradients_b = new_b
-        elif not run.accumulates: gradients_b = done_b.get(name, 0) + new_b
-        else:
-            if name != 'embedding': new_b = 0
-            gradients_b = total_b + waiting_b.get(name, 0) + new_b
-        sizes['gradients'] = gradients_b // run.ranks
+        if run.accumulates and name != 'embedding': new_b = 0  # Added up, one by one
+        sizes['gradients'] = (there_b.get(name, 0) + new_b) // run.ranks
         if run.strategy == 'ddp': sizes['buckets'] = total_b
         if run.strategy.startswith('zero'):
             bucket_b = min(zero.reduce_bucket * run.setting.compute_b, total_b)
             sizes['ipg'] = bucket_b * (2 if zero.overlap else 1)
     if run.strategy.startswith('zero'): _in_buckets(run, step, instants)
     if run.strategy == 'zero3': _fetched(run, step, instants)
+
+def _all_gradients_b(step) -> int:
+    return step.layers.grads_b + step.embedding.grads_b + step.tail.grads_b
+
+def _gradients_there(run, step) -> dict[str, int]:
+    "Gradients of this pass, and of earlier ones, that are there already at an instant."
+    total_b, embedding_b = _all_gradients_b(step), step.embedding.grads_b
+    if run.in_backward: return {}
+    if not run.accumulates:
+        return {'last layer': step.tail.grads_b,
+                'first layer': total_b - embedding_b - step.big.part.grads_b,
+                'embedding': total_b - embedding_b, 'optimizer': total_b}
+    there = dict.fromkeys(INSTANTS, total_b)
+    if run.strategy in ('none', 'ddp'):  # A tied head's waits for that of the embedding
+        for name in ('last layer', 'first layer', 'embedding'): there[name] += step.tied_b
+    return there
+
 
 # %% ../../nbs/plan/05_step_memory.ipynb #ebf2e8fd
 def _in_buckets(run, step, instants) -> None:

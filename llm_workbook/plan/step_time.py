@@ -88,6 +88,7 @@ def _again_flops(spec, unit, pairs, method) -> float:
 class _Work(NamedTuple):  # What one layer does for one token in the forward pass
     count: int
     outside: bool  # No decoder layer
+    twice: bool  # Its products are computed once more
     trained: bool  # Its matrices get gradients
     window: int | None
     weights_b: int  # Its matrices in the compute type
@@ -115,7 +116,7 @@ def _work(spec, unit, pairs, small) -> _Work:
     roles = {weight: role(weight, method) for weight in unit.weights}
     dense = sum(weight.numel for weight in unit.weights if weight.kind in DENSE)
     return _Work(
-        count=unit.count, outside=not unit.name,
+        count=unit.count, outside=not unit.name, twice=not unit.name and small.twice,
         trained=any(kind in ('trained', 'head') for kind in roles.values()), window=unit.window,
         weights_b=dense * NUMBER_B[precision.compute],
         base=_base_flops(spec, unit), lora=_adapter_flops(spec, unit, pairs),
@@ -153,7 +154,7 @@ _NOTHING = _Times(0, 0, 0, 0, 0, 0)
 def _times(recipe, work) -> tuple[_Times, _Times]:
     "Give the times of the forward pass, and of the backward pass with what is recomputed."
     again = _recomputed(recipe.sharding.activation_checkpointing, work)
-    if _is_walked_twice(recipe, work): again = _NOTHING._replace(base=1)
+    if work.twice: again = _NOTHING._replace(base=1)
     base = 2 if work.trained else 1
     attention = 2 if _is_eager(recipe) else 2.5
     back = _Times(base, lora=2, attention=attention, moved=2, packed=1, norms=0)
@@ -330,14 +331,9 @@ def _recomputed_flops(recipe, work) -> tuple[float, int]:
     return (again if recipe.sharding.reentrant else again - work.last), 1
 
 def _scored_again(recipe, work) -> bool:
-    "Whether the loss has its logits computed twice: TRL's tiles are, as nobody keeps them."
+    "Whether logits are computed twice: TRL's tiles, and in one pass a head that trains on a GPU."
     if not work.outside or recipe.model.head != 'causal_lm': return False
-    return recipe.batch.loss_head == 'chunked' or _is_walked_twice(recipe, work)
-
-def _is_walked_twice(recipe, work) -> bool:
-    "Whether a head of one pass trains on a GPU."
-    if recipe.batch.loss_head != 'one_pass' or recipe.cluster.device != 'cuda': return False
-    return work.outside and work.trained
+    return recipe.batch.loss_head == 'chunked' or work.twice
 
 # %% ../../nbs/plan/10_step_time.ipynb #67ebf999
 @dataclass(frozen=True, repr=False)
@@ -566,16 +562,13 @@ def estimate_step(
     _check_units(recipe, node.gpu)
     precision = _where_stored(recipe.precision, _adapter_type(recipe))
     kernels = recipe.model.kernels
-    twice = recipe.method.kind == 'full' and recipe.cluster.device == 'cuda'
-    small = SmallKernels(recipe.method, precision, kernels, recipe.batch.loss_head, twice)
-    works = _works(spec, small)
+    works = _works(spec, SmallKernels.of(recipe, precision))
     layers = layer_launches(spec, recipe.method, precision, recipe.model.attention, kernels)
     passes = [_layer_passes(*pair, recipe, spec, node) for pair in zip(works, layers)]
     large, few = step_messages(recipe, spec, node)
     waits = _step_waits(large, [layer.seconds for layer in passes], recipe, node)
     trained = sum(exchange.trained for exchange in large)
-    stream_bps = _STREAM * node.gpu.bandwidth_bps
-    step_s, copies_s = optimizer_s(recipe, trained, layers, node, stream_bps)
+    step_s, copies_s = optimizer_s(recipe, trained, layers, node, _STREAM * node.gpu.bandwidth_bps)
     parts = _kernel_seconds(passes, recipe.batch.accumulation)
     parts['launches'] += wrapped_units_s(recipe, spec)
     parts['optimizer'] = step_s

@@ -168,7 +168,7 @@ def test_the_kernel_of_gpus_is_told_what_its_torch_takes(kernel):
     assert _has_varlen(query) == (version != '2.10')
     if version == '2.10': return
     borders = torch.tensor(BORDERS, dtype=torch.int32)
-    out = _by_varlen(on_meta(4), on_meta(2), on_meta(2), borders, 30, None, 0.25)
+    out = _by_varlen((on_meta(4), on_meta(2), on_meta(2)), borders, 30, None, 0.25)
     assert out.shape == (1, 64, 4, 16)
     assert told['borders'] is borders and told['longest'] == 30 and told['scale'] == 0.25
     assert told.get('enable_gqa') == (True if version == '2.12' else None)
