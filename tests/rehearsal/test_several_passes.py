@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 from bench.gpu.place import recipe_folder
 from bench.shared.gpu_rows import plain_recipe
+from trouble import slow_case
 
 from llm_workbook import memory, rehearse
 
@@ -28,10 +29,12 @@ def apart_by(folder, shape: str, tied: bool, changes: dict, ranks: int = 1) -> f
     return 100 * (planned_b / rehearse(made).peak_b - 1)
 
 
-WAYS = [*product(('head', 'layers'), (True, False), ({}, AGAIN), ('chunked', 'one_pass'))]
+WAYS = [*product(('head', 'layers'), (True, False), (AGAIN, {}), ('chunked', 'one_pass'))]
+QUICK = [way for way in WAYS if way[1:3] == (True, AGAIN)]
 
 
-@pytest.mark.parametrize('shape, tied, again, head', WAYS)
+@pytest.mark.parametrize('shape, tied, again, head', [
+    way if way in QUICK else slow_case(*way) for way in WAYS])
 def test_gradients_of_earlier_passes_and_copies_of_weights_are_planned(
         tmp_path, shape, tied, again, head):
     changes = FULL | again | {'batch.loss_head': head}
@@ -46,8 +49,8 @@ def test_so_they_are_of_two_ranks(tmp_path, shape, strategy):
 
 
 @pytest.mark.parametrize('changes', [
-    {}, {'method.dropout': 0.1}, {'method.kind': 'qlora'},
-    {'method.kind': 'qlora', 'method.dropout': 0.1}], ids=str)
+    {}, {'method.dropout': 0.1}, slow_case({'method.kind': 'qlora'}),
+    slow_case({'method.kind': 'qlora', 'method.dropout': 0.1})], ids=str)
 def test_what_variables_name_is_planned(tmp_path, changes):
     "The fullest instant is the last layer's forward pass: nothing runs again."
     assert abs(apart_by(tmp_path, 'layers', False, LORA | changes)) < 0.15

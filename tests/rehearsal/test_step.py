@@ -18,6 +18,7 @@ from llm_workbook.config.document import RecipeError
 from llm_workbook.plan.ledger import memory
 from llm_workbook.rehearsal.program import record_step, rehearsable
 from llm_workbook.config.recipe import recipe_names
+from llm_workbook.model.architecture import configuration
 
 SHAPE = dict(
     model_type='llama', hidden_size=128, intermediate_size=352, num_hidden_layers=14,
@@ -53,10 +54,19 @@ def shallow(tmp_path_factory):
     return recipe_of(tmp_path_factory.mktemp('shallow'), num_hidden_layers=3)
 
 
-def away(**changes):
-    "Llama 3.2 1B on one GPU, its saved tensors on the host."
+@pytest.fixture(scope='module')
+def seven(tmp_path_factory):
+    "A folder with Llama 3.2 1B, but for nine of its 16 layers."
+    folder = tmp_path_factory.mktemp('seven')
+    _, raw = configuration('llama-3.2-1b')
+    (folder/'config.json').write_text(json.dumps(raw | {'num_hidden_layers': 7}))
+    return str(folder)
+
+
+def away(source, **changes):
+    "A model on one GPU, its saved tensors on the host."
     made = Recipe(
-        name='away', model={'source': 'llama-3.2-1b'}, data={'source': 'sample-conversations'},
+        name='away', model={'source': source}, data={'source': 'sample-conversations'},
         method={'kind': 'lora'}, cluster={'processes': 1, 'device': 'cuda'},
         sharding={'strategy': 'none', 'activation_checkpointing': 'full',
                   'offload_activations': 'cpu'},
@@ -65,11 +75,12 @@ def away(**changes):
 
 
 @pytest.mark.parametrize('changes', [
-    {}, {'method.kind': 'qlora', 'batch.accumulation': 2}, {'batch.loss_head': 'one_pass'},
-    {'method.kind': 'full', 'batch.micro': 32}, {'precision.compute': 'float32'},
-    {'method.kind': 'full', 'batch.micro': 32, 'batch.accumulation': 2}], ids=str)
-def test_saved_tensors_on_the_host_are_planned_as_they_play(changes):
-    asked = away(**changes)
+    {}, {'method.kind': 'full', 'batch.micro': 32, 'batch.accumulation': 2},
+    slow_case({'method.kind': 'qlora', 'batch.accumulation': 2}),
+    slow_case({'batch.loss_head': 'one_pass'}), slow_case({'precision.compute': 'float32'}),
+    slow_case({'method.kind': 'full', 'batch.micro': 32})], ids=str)
+def test_saved_tensors_on_the_host_are_planned_as_they_play(seven, changes):
+    asked = away(seven, **changes)
     kept = asked.changed({'sharding.offload_activations': 'none'})
     played, ledger = rehearse(asked), memory(asked)
     assert abs(ledger.total('step', level='allocated') / played.peak_b - 1) < .001
@@ -77,13 +88,16 @@ def test_saved_tensors_on_the_host_are_planned_as_they_play(changes):
     on_host = max(span.host_b for span in played.timeline.spans)
     planned_b = sum(line.size_b for line in ledger.lines
                     if line.place == 'pinned' and line.kind == 'activations')
-    assert 1 > on_host / planned_b > .9  # A span has the host's bytes where the GPU's are the most
+    assert 1 > on_host / planned_b > .8  # A span has the host's bytes where the GPU's are the most
 
 
-def test_with_saved_tensors_on_the_host_every_layer_runs():
+def test_with_saved_tensors_on_the_host_every_layer_runs(plain):
     """Five inputs are on their way, however many layers there are: two small models in which that
     number still grows would say too much of the forward pass."""
-    assert rehearse(away(**{'batch.micro': 1})).played == (16,)
+    asked = away(plain.model.source, **{'batch.micro': 1})
+    assert rehearse(asked).played == (14,)
+    kept = asked.changed({'sharding.offload_activations': 'none'})
+    assert rehearse(kept).played == (6, 7)
 
 
 def test_the_stand_in_has_the_settings_of_trl():
