@@ -56,16 +56,17 @@ def one_pass_loss(
     compute_b, hidden = setting.compute_b, x.width
     weight = hidden * vocab
     by_words = setting.cuda and setting.trains
-    fore_b = x.size_b + _scoring_b(hidden, vocab, setting)
+    sum_b = 0  # Of the gradient of the head, until the backward pass
+    if setting.trains: sum_b = weight * (setting.grad_b if by_words and not setting.output_b else 4)
+    fore_b = x.size_b + _scoring_b(hidden, vocab, setting, sum_b)
     if x.element_b > compute_b: fore_b += compute_b * setting.rows * hidden
     if setting.casts: fore_b += compute_b * weight  # A copy of the head
     slope_b = 4 if setting.output_b or by_words else compute_b
     work_b, grads_b = 0, 0
     if x.element_b != slope_b: work_b = x.size_b
     if setting.trains:
-        sum_b = setting.grad_b if by_words and not setting.output_b else 4
-        fore_b, grads_b = fore_b + sum_b * weight, setting.grad_b * weight
-        if setting.grad_b != sum_b: work_b += 4 * weight
+        grads_b = setting.grad_b * weight
+        if grads_b != sum_b: work_b += 4 * weight
     return tape.op(
         'fused head', (x,), 1, 4,
         saves=(tape.tensor('gradient of the last hidden state', hidden, slope_b),),
@@ -73,18 +74,20 @@ def one_pass_loss(
         fore_b=fore_b,
         grads_b=grads_b)
 
-def _scoring_b(hidden, vocab, setting) -> int:
-    "Bytes of tiles and blocks."
+def _scoring_b(hidden, vocab, setting, sum_b) -> int:
+    "Bytes of tiles and blocks, and of the gradient of the head; of two walks the fuller one."
     rows, compute_b, place = setting.rows, setting.compute_b, 'cuda' if setting.cuda else 'cpu'
     block_b = min(rows, block_rows(vocab, place)) * vocab * 4
-    if setting.cuda and setting.trains:
-        tile_b = rows * min(vocab, tile_rows(rows, compute_b, place)) * compute_b
-        return tile_b + 2 * block_b
     tile = min(rows, tile_rows(vocab, compute_b, place))
+    scoring_b = tile * vocab * compute_b + 2 * block_b
+    if setting.cuda:
+        words = min(vocab, tile_rows(rows, compute_b, place))
+        again_b = rows * words * compute_b + 2 * block_b + sum_b
+        return max(scoring_b + block_b, again_b if setting.trains else 0)
     part_b = 0
     if setting.trains and compute_b == 2:  # Copied, multiplied, and added
         part_b = compute_b * min(PART_NUMBERS // hidden, vocab) * (tile + max(tile, hidden))
-    return tile * vocab * compute_b + 2 * block_b + max(block_b, part_b)
+    return scoring_b + max(block_b, part_b) + sum_b
 
 # %% ../../nbs/plan/02c_loss_tape.ipynb #1056000a
 def fused_loss(
