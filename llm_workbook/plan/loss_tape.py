@@ -74,6 +74,7 @@ def one_pass_loss(
         fore_b=fore_b,
         grads_b=grads_b)
 
+# %% ../../nbs/plan/02c_loss_tape.ipynb #1056008b
 def _scoring_b(hidden, vocab, setting, sum_b) -> int:
     "Bytes of tiles and blocks, and of the gradient of the head; of two walks the fuller one."
     rows, compute_b, place = setting.rows, setting.compute_b, 'cuda' if setting.cuda else 'cpu'
