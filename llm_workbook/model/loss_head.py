@@ -128,10 +128,11 @@ class _Scorer:
         logits, probabilities = self._kept(tile)
         self._read(tile, logits)
         torch.softmax(logits, -1, out=probabilities)
-        log_sums.copy_(_log_sum(logits, probabilities))
+        highest, likeliest = logits.max(-1)
+        log_sums.copy_(highest - probabilities.amax(-1).log())  # Of exp(logits)
         of_target = logits.gather(-1, targets[:, None])[:, 0]
         scores.log_probs.copy_(of_target - log_sums)
-        if scores.is_top1 is not None: scores.is_top1.copy_(logits.argmax(-1) == targets)
+        if scores.is_top1 is not None: scores.is_top1.copy_(likeliest == targets)
         if scores.entropy is not None:
             mean_logit = torch.linalg.vecdot(probabilities, logits)
             scores.entropy.copy_(log_sums - mean_logit)
@@ -168,10 +169,6 @@ class _Scorer:
         logits.copy_(tile)
         if scale != 1: logits.mul_(scale)
         if softcap: logits.div_(softcap).tanh_().mul_(softcap)
-
-def _log_sum(logits, probabilities):
-    "The logarithm of the sum of exp(logits): the likeliest word has exp(its logit) / sum."
-    return logits.amax(-1) - probabilities.amax(-1).log()
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550017
 PART_NUMBERS = 2**20  # Of a head or its gradient, which a CPU copies or sums at once

@@ -156,22 +156,38 @@ def _attend_on_cpu(query, key, value, pieces, window, scale):
         piece.queries(sums).copy_(result_sums)
     return out, sums
 
+# %% ../../nbs/model/11a_pieces.ipynb #5a0e77c2
+_SHORT = 192  # Queries of a piece: fewer go back in float32
+
+def _gradients_of_piece(asking, seen, sums, mask, scale):
+    "Gradients of the queries, keys and values of one piece."
+    import torch
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if sums.shape[2] < _SHORT:
+        asking = [tensor.float() for tensor in asking]
+        seen = [tensor.float() for tensor in seen]
+        mask = mask if mask is None else mask.float()
+    gradient, query, out = asking
+    return kernel(
+        gradient, query, *seen, out, sums, 0., mask is None,
+        attn_mask=mask,
+        scale=scale)
+
 # %% ../../nbs/model/11a_pieces.ipynb #c8c91ae1
 def _gradients_on_cpu(gradient, kept, pieces, window, scale):
     "Gradients of queries, keys and values, from what the forward pass has kept."
     import torch
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     query, key, value, out, sums = kept
     summed = torch.float32 if window else key.dtype
     of_query = torch.empty_like(query)
     of_key = torch.zeros_like(key, dtype=summed)
     of_value = torch.zeros_like(value, dtype=summed)
     for piece in pieces:
-        mask = piece.mask(query, window)
-        parts = kernel(
-            piece.queries(gradient), piece.queries(query), piece.keys(key), piece.keys(value),
-            piece.queries(out), piece.queries(sums), 0., mask is None,
-            attn_mask=mask,
+        asking = [piece.queries(tensor) for tensor in (gradient, query, out)]
+        seen = piece.keys(key), piece.keys(value)
+        parts = _gradients_of_piece(
+            asking, seen, piece.queries(sums),
+            mask=piece.mask(query, window),
             scale=scale)
         piece.queries(of_query).copy_(parts[0])
         piece.keys(of_key).add_(parts[1])
