@@ -223,7 +223,7 @@ def _data(recipe):
 # %% ../../nbs/release/03_export.ipynb #8e778a40
 def _front_matter(recipe, into, license):
     "The part of the card for programs."
-    tags = [recipe.method.kind, 'merged']
+    tags = ['merged']
     if into == 'nf4': tags += ['4-bit', 'bitsandbytes']
     return card_head(recipe, tags, 'transformers', license)
 

@@ -48,7 +48,7 @@ def _part_without_paths(name, part):
 # %% ../../nbs/release/02a_model_card.ipynb #bf676cca
 def card_head(
     recipe: Recipe,  # Names base and rows
-    tags: list[str],  # Beside the name of this library
+    tags: list[str],  # Beside the name of this library, the method and the objective
     library: str,  # That loads the result: 'peft' or 'transformers'
     license: str | None = None,  # As the Hub writes it, such as 'apache-2.0'; None names none
 ) -> str:  # YAML
@@ -56,9 +56,10 @@ def card_head(
     from huggingface_hub import ModelCardData
     sources = [_hub_name(origin.source) for origin in recipe.data.origins]
     classifies = recipe.model.head == 'classification'
+    method = recipe.method.kind, 'dpo' if recipe.method.objective == 'dpo' else 'sft'
     return ModelCardData(
         base_model=_hub_name(recipe.model.source), datasets=[*filter(None, sources)] or None,
-        license=license, tags=['llm-workbook', *tags], library_name=library,
+        license=license, tags=['llm-workbook', *method, *tags], library_name=library,
         pipeline_tag='text-classification' if classifies else 'text-generation').to_yaml()
 
 def _hub_name(source):
@@ -213,8 +214,7 @@ def model_card(
     base = f'{shown.model.source}, revision {shown.model.revision or "not pinned"}'
     is_dpo = recipe.method.objective == 'dpo'
     learned = 'fine-tuned by DPO on pairs of answers' if is_dpo else 'fine-tuned'
-    tags = [recipe.method.kind, 'dpo' if is_dpo else 'sft']
-    head = card_head(recipe, tags, 'transformers' if full else 'peft', license)
+    head = card_head(recipe, [], 'transformers' if full else 'peft', license)
     parts = [
         f'---\n{head}\n---',
         f'# {recipe.name}\n\n{what} of {base}, {learned} with llm-workbook.',

@@ -75,7 +75,6 @@ def attach_scaler(
     accelerator.unscale_gradients = partial(_unscale, accelerator)
     if accelerator.mixed_precision == 'fp16':  # A full fine-tune
         accelerator.native_amp = True
-        if strategy == 'fsdp2': _keep_outputs(accelerator.state.fsdp_plugin)
     return accelerator.scaler
 
 # %% ../../nbs/training/15_float16.ipynb #15f00024
@@ -83,14 +82,6 @@ def _unscale(accelerator, optimizer=None):
     "Unscale the gradients of all optimizers; accelerate's own does so under autocast alone."
     for wrapped in accelerator._optimizers:
         accelerator.scaler.unscale_(getattr(wrapped, 'optimizer', wrapped))
-
-# %% ../../nbs/training/15_float16.ipynb #15f00124
-def _keep_outputs(plugin):
-    "Let FSDP2 compute in float16 and give back float32."
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    half = torch.float16
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(half, half, torch.float32)
 
 # %% ../../nbs/training/15_float16.ipynb #15f00029
 def scale_values(

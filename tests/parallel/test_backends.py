@@ -1,4 +1,5 @@
 """What a recipe says to accelerate, DeepSpeed, gloo and NCCL."""
+import json
 import os
 import subprocess
 import sys
@@ -137,21 +138,37 @@ def test_a_shell_may_not_overrule_the_allocator_of_a_recipe(monkeypatch, shell):
     check_transport(given)
 
 
-@pytest.mark.parametrize('env, found', [
+FIRST_OF_THREE = [  # What a shell sets, and what counts
     ({}, ''),
     ({'PYTORCH_ALLOC_CONF': GROWS}, GROWS),
     (FIXED | {'PYTORCH_ALLOC_CONF': GROWS}, 'expandable_segments:False'),
     (FIXED | {'PYTORCH_HIP_ALLOC_CONF': GROWS}, 'expandable_segments:False'),
-    ({'PYTORCH_HIP_ALLOC_CONF': 'x:1', 'PYTORCH_ALLOC_CONF': GROWS}, 'x:1')])
-def test_the_first_of_three_names_counts_to_us_as_to_torch(env, found):
-    # In a process of its own, because torch reads these names once; an older torch has no such call
-    program = ('import torch; from llm_workbook import read_allocator; print([read_allocator()]); '
-               'del torch._C._accelerator_getAllocatorSettings; print([read_allocator()])')
+    ({'PYTORCH_HIP_ALLOC_CONF': 'x:1', 'PYTORCH_ALLOC_CONF': GROWS}, 'x:1')]
+READ_IN_FORKS = """
+import json, os, sys
+import torch
+from llm_workbook import read_allocator
+for env in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    os.environ.update(env)
+    said = [read_allocator()]
+    del torch._C._accelerator_getAllocatorSettings
+    print(json.dumps([*said, read_allocator()]), flush=True)
+    os._exit(0)
+"""
+
+
+def test_the_first_of_three_names_counts_to_us_as_to_torch():
+    # Each in a process of its own: torch reads these names once; an older torch has no such call
     names = 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_HIP_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'
     inherited = {name: value for name, value in os.environ.items() if name not in names}
-    said = subprocess.run([sys.executable, '-c', program], env=inherited | env, check=True,
-                          capture_output=True, text=True)
-    assert said.stdout.splitlines() == [repr([found])] * 2
+    asked = json.dumps([env for env, _ in FIRST_OF_THREE])
+    said = subprocess.run([sys.executable, '-c', READ_IN_FORKS, asked], env=inherited,
+                          check=True, capture_output=True, text=True)
+    answers = [json.loads(line) for line in said.stdout.splitlines()]
+    assert answers == [[found] * 2 for _, found in FIRST_OF_THREE]
 
 
 def test_an_allocator_that_torch_has_read_already_is_set_too():
