@@ -6,6 +6,7 @@
 __all__ = ['make_scaler', 'attach_scaler', 'scale_values', 'overflowed']
 
 # %% ../../nbs/training/15_float16.ipynb #15f00003
+from dataclasses import replace
 from functools import cache, partial
 
 # %% ../../nbs/training/15_float16.ipynb #15f00011
@@ -75,6 +76,7 @@ def attach_scaler(
     accelerator.unscale_gradients = partial(_unscale, accelerator)
     if accelerator.mixed_precision == 'fp16':  # A full fine-tune
         accelerator.native_amp = True
+        if strategy == 'fsdp2': _keep_outputs(accelerator.state.fsdp_plugin)
     return accelerator.scaler
 
 # %% ../../nbs/training/15_float16.ipynb #15f00024
@@ -82,6 +84,13 @@ def _unscale(accelerator, optimizer=None):
     "Unscale the gradients of all optimizers; accelerate's own does so under autocast alone."
     for wrapped in accelerator._optimizers:
         accelerator.scaler.unscale_(getattr(wrapped, 'optimizer', wrapped))
+
+# %% ../../nbs/training/15_float16.ipynb #15f00124
+def _keep_outputs(plugin):
+    "Let FSDP2 give back float32; its other types are those of the recipe."
+    import torch
+    policy = plugin.mixed_precision_policy
+    plugin.mixed_precision_policy = replace(policy, output_dtype=torch.float32)
 
 # %% ../../nbs/training/15_float16.ipynb #15f00029
 def scale_values(

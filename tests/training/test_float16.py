@@ -74,6 +74,16 @@ def test_float16_trains_as_float32_does(tmp_path, method, strategy):
     ) == ('float16', 'float32', 'dynamic')
 
 
+@pytest.mark.parametrize('reduce', [None, 'float32'])
+def test_gradients_are_summed_in_the_type_that_the_recipe_names(tmp_path, reduce):
+    recipe = recipe_of(tmp_path, 'full', 'fsdp2', **HALF | {
+        'precision.reduce': reduce, 'optimizer.steps': 1})
+    fine_tune(recipe, tmp_path/'run')
+    effective = json.loads((tmp_path/'run'/'effective.json').read_text())
+    found = {setting['name']: setting['found'] for setting in effective['settings']}
+    assert found['precision.reduce'] == (reduce or 'float16')
+
+
 @pytest.mark.slow
 def test_other_ways_through_fsdp2(tmp_path):
     "A base that arrives, layers that are computed again, a fused optimizer and two micro-batches."
@@ -99,6 +109,7 @@ def test_the_loss_is_not_rounded_under_fsdp2(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, 'full', 'fsdp2')
     wide = loop(recipe, tmp_path/'wide')
     assert_parity(wide, loop(recipe.changed(HALF), tmp_path/'half'), 'full')
+    monkeypatch.setattr(float16, '_keep_outputs', lambda plugin: None)
     monkeypatch.setattr(loops, 'keep_output_types', lambda model: None)
     rounded = loop(recipe.changed(HALF), tmp_path/'rounded')
     assert rounded[0]['skipped'] == 1
