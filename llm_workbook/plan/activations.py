@@ -68,7 +68,6 @@ def _setting(method, precision, strategy, batch, model, shape) -> Setting:
     if full: compute_b = min(compute_b, master_b)
     unsharded = strategy in ('none', 'ddp')
     stream_b = master_b if full and unsharded else compute_b
-    scaled = full and strategy == 'fsdp2' and precision.compute == 'float16'
     frozen = precision.frozen or ''
     if frozen: stream_b = NUMBER_B['float32']
     return Setting(
@@ -88,7 +87,7 @@ def _setting(method, precision, strategy, batch, model, shape) -> Setting:
         keeps=method.keep_inputs,
         kernels=model.kernels,
         attention=model.attention,
-        output_b=4 if scaled and batch.loss_head != 'full' else 0,  # Its outputs are float32
+        half=precision.compute == 'float16',
         head=batch.loss_head if model.head == 'causal_lm' else str(model.classes),
         masked=batch.packing or shape.pads,
         tables=batch.micro if batch.packing else 1,

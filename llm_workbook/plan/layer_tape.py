@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     keeps: bool = False  # Packed layers keep what they read
     kernels: str = 'plain'  # plain, compile or liger
     attention: str = 'sdpa'  # sdpa, eager, flash or segments
-    output_b: int = 0  # Of the last hidden state, where FSDP2 casts it for the loss, bytes
+    half: bool = False  # Products are in float16, and gradients that one pass makes in float32
     head: str = 'full'  # Of the loss: full, chunked, one_pass, fused, or the number of classes
     masked: bool = False  # Attention needs an explicit mask: rows are padded, or packed
     tables: int = 1  # Rows of the rotary tables: packed rows have positions of their own
@@ -441,7 +441,6 @@ def head_tape(
     # `compile_blocks` compiles decoder layers alone, and the last norm is in none
     norm = setting._replace(kernels='plain') if setting.kernels == 'compile' else setting
     x = _norm(tape, start, norm, gemma=spec.kind.startswith('gemma'))
-    if setting.output_b: x = _cast(tape, 'output: float32', x, setting.output_b)
     if setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)
     return tape

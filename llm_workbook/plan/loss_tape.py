@@ -21,15 +21,13 @@ def tiled_loss(
     "Write down TRL's tiles, each of which is computed twice."
     compute_b, hidden = setting.compute_b, x.width
     rows, words = min(setting.rows, _TILE_ROWS), min(vocab, _TILE_WORDS)
-    buffer_b = (setting.output_b or compute_b) * rows * _TILE_WORDS
+    buffer_b = compute_b * rows * _TILE_WORDS
     grads_b = hidden * vocab * setting.grad_b if setting.trains else 0
     input_numbers = setting.rows * hidden if x.element_b != 4 else 0
     weight_numbers = hidden * vocab if grads_b and setting.grad_b != 4 else 0
     summed = input_numbers + weight_numbers  # Gradients that are cast at the end
     work_b, fore_b = 4 * summed + buffer_b, buffer_b
-    if setting.output_b:  # The head is computed in float32: the last tile of its weight is a copy
-        work_b += setting.output_b * hidden * (vocab % words or words)
-    elif x.element_b > compute_b:  # Autocast casts tiles of the head and the input
+    if x.element_b > compute_b:  # Autocast casts tiles of the head and the input
         alive = 2 * words if vocab > words else words  # A tile goes when the next is there
         work_b += compute_b * hidden * (alive + rows)
         if setting.cuda: fore_b += compute_b * hidden * (alive + rows)
@@ -57,11 +55,11 @@ def one_pass_loss(
     weight = hidden * vocab
     by_words = setting.cuda and setting.trains
     sum_b = 0  # Of the gradient of the head, until the backward pass
-    if setting.trains: sum_b = weight * (setting.grad_b if by_words and not setting.output_b else 4)
+    if setting.trains: sum_b = weight * (setting.grad_b if by_words and not setting.half else 4)
     fore_b = x.size_b + _scoring_b(hidden, vocab, setting, sum_b)
     if x.element_b > compute_b: fore_b += compute_b * setting.rows * hidden
     if setting.casts: fore_b += compute_b * weight  # A copy of the head
-    slope_b = 4 if setting.output_b or by_words else compute_b
+    slope_b = 4 if setting.half or by_words else compute_b
     work_b, grads_b = 0, 0
     if x.element_b != slope_b: work_b = x.size_b
     if setting.trains:

@@ -179,6 +179,13 @@ def test_float16_is_played_with_its_loss_scale_and_skips_no_step(shallow):
     assert any('no gradient is infinite' in note for note in of_half.notes)
 
 
+@pytest.mark.parametrize('head', ['chunked', 'one_pass'])
+def test_the_plan_of_float16_is_as_full_as_its_rehearsal(shallow, head):
+    recipe = shallow.changed(FULL | GPU | HALF | {'batch.loss_head': head})
+    planned_b = memory(recipe).total('step', 'gpu', 'allocated')
+    assert planned_b == pytest.approx(rehearse(recipe).peak_b, rel=.003)
+
+
 @pytest.mark.parametrize('strategy, compute', [('zero3', 'bfloat16'), ('fsdp2', 'float16')])
 def test_float16_is_replaced_where_the_strategy_is_and_the_notes_say_which(
         plain, strategy, compute):
