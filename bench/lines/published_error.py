@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cache
 
 from bench.record import record
-from bench.shared.doubt import tolerance, write
+from bench.shared.doubt import SURE, tolerance, write
 from bench.shared.estimators import others
 from bench.shared.published import (error, ledger_gib, middle, node_of, plan_of, recipe_of,
                                     spec_of, table, times)
@@ -17,6 +17,7 @@ from bench.shared.published import (error, ledger_gib, middle, node_of, plan_of,
 GROUPS = {'all': lambda row: True, 'table': lambda row: row['table'],
           'held out': lambda row: row['half'] == 'held out',
           'calibration': lambda row: row['half'] == 'calibration'}
+TABLES = 'published', 'blind', 'blind2', 'known_failures'
 ON_CARD = 'reserved', 'device'  # Kinds of memory that a whole card shows
 # Range -> kinds of figures, constants of the library fitted on calibration rows, tokens of a pass:
 # ledger: _WASTED, _LEAST_WASTED; step_time: _MATMUL, _STREAM, _DEQUANTISE, _HIDDEN, _BLEND;
@@ -82,12 +83,22 @@ def judged_blind() -> tuple[dict, ...]:
 @cache
 def verdicts(name: str = 'published') -> tuple[dict, ...]:
     "Give the verdict on every run of a table, and in words unless it is a plain one."
+    from llm_workbook import RecipeError
     said = []
     for row in table(name)['rows']:
-        plan = plan_of(row['id'], name)
-        said.append({'id': row['id'], 'failed': row.get('failed', ''), 'outcome': plan.outcome})
-        if plan.outcome != 'fits': said[-1]['verdict'] = plan.verdict
+        said.append({'id': row['id'], 'failed': row.get('failed', '')})
+        try: plan = plan_of(row['id'], name)
+        except RecipeError as refusal:
+            said[-1] |= {'outcome': 'not planned', 'verdict': str(refusal)}
+            continue
+        said[-1] |= {'outcome': plan.outcome}
+        if plan.outcome != 'fits': said[-1] |= {'verdict': plan.verdict}
     return tuple(said)
+
+
+def ruled() -> list[dict]:
+    "Give the verdicts on the runs of all tables."
+    return [row for name in TABLES for row in verdicts(name)]
 
 
 def counted(said) -> dict:
@@ -122,8 +133,9 @@ def ranges(rows) -> list[dict]:
     for what, (kinds, fitted, least_tokens) in FITTED.items():
         values = logarithms(own, kinds)
         low, high = tolerance(values, fitted)
+        lowest, highest = tolerance(values, fitted, SURE)
         groups.append({'what': what, 'low': low, 'high': high, 'rows': len(values),
-                       'least_tokens': least_tokens})
+                       'least_tokens': least_tokens, 'lowest': lowest, 'highest': highest})
     return groups
 
 
@@ -175,7 +187,7 @@ def measure() -> dict:
     rows, more = judged(), judged_blind()
     groups = ranges([*rows, *more])
     write(groups)  # Before the first verdict, which reads it
-    ruled = [*verdicts(), *verdicts('blind'), *verdicts('known_failures')]
+    every = ruled()
     said, here = summary(rows), errors([row for row in rows if row['table']], 'memory')
     peers = errors([row for row in rows if row['table']], 'memory', 'bare rule')
     return record('published_error', here, '% of the measured memory', peers,
@@ -185,5 +197,5 @@ def measure() -> dict:
                   held_out={what: said[what]['held out'] for what in ('memory', 'time')},
                   ranges=groups, blind_rows=list(more),
                   covered={'published': covered(rows, groups), 'blind': covered(more, groups)},
-                  verdicts=counted(ruled), ruled=ruled,
+                  verdicts=counted(every), ruled=every,
                   summary=said, rows=list(rows))

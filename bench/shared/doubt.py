@@ -8,6 +8,7 @@ from bench.record import ROOT
 
 RANGES = ROOT/'llm_workbook'/'assets'/'ranges.yaml'
 SHARE, CONFIDENCE = .9, .95
+SURE = .98  # Of a verdict: one run in a hundred beyond each end
 HEAD = '''# How far published runs were from the plan: natural logarithms of measured over planned.
 # Written by `make bench LINE=published_error` from its calibration rows; its record is
 # bench/results/cpu/published_error.json.
@@ -20,8 +21,8 @@ def least_chi2(freedom: float, share: float) -> float:
     return freedom * (1 - part + z * math.sqrt(part))**3
 
 
-def tolerance(values: list[float], fitted: int) -> tuple[float, float]:
-    """Give the ends between which `SHARE` of other values lie, at a confidence of `CONFIDENCE`.
+def tolerance(values: list[float], fitted: int, share: float = SHARE) -> tuple[float, float]:
+    """Give the ends between which `share` of other values lie, at a confidence of `CONFIDENCE`.
 
     A normal tolerance interval (Howe, 1969); `fitted` constants were chosen on the same values.
     """
@@ -30,12 +31,12 @@ def tolerance(values: list[float], fitted: int) -> tuple[float, float]:
     if freedom < 5: raise ValueError(f'{count} values and {fitted} constants fitted on them: '
                                      'too few for a range')
     spread = math.sqrt(sum((value - middle)**2 for value in values) / freedom)
-    within = NormalDist().inv_cdf((1 + SHARE) / 2)
+    within = NormalDist().inv_cdf((1 + share) / 2)
     factor = within * math.sqrt(freedom * (1 + 1 / count) / least_chi2(freedom, 1 - CONFIDENCE))
     return round(middle - factor * spread, 3), round(middle + factor * spread, 3)
 
 
 def write(groups: list[dict]) -> None:
     "Write the ranges where the library reads them."
-    fields = {'share': SHARE, 'confidence': CONFIDENCE, 'groups': groups}
+    fields = {'share': SHARE, 'verdict_share': SURE, 'confidence': CONFIDENCE, 'groups': groups}
     RANGES.write_text(HEAD + yaml.safe_dump(fields, sort_keys=False), encoding='utf-8')

@@ -180,19 +180,19 @@ class Estimate:
 
     @property
     def outcome(self) -> str:  # 'fits', 'fits if' or 'does not fit'
-        "Judge every place by both ends of its range."
+        "Judge every place by both ends of a range that holds 98 % of runs."
         found = {condition.outcome for condition in self.conditions}
         return max(found, key=('fits', 'fits if', 'does not fit').index)
 
     @cached_property
     def ranges(self) -> dict[str, Range]:  # Bytes of each place, tokens_per_s, step_s, hours, usd
         "Put the range of published runs around every figure."
-        return _size_ranges(self) | _time_ranges(self)
+        return _size_ranges(self, doubt_of('memory', self.recipe)) | _time_ranges(self)
 
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:  # One for each of `rooms`
         "Say of every place whether, or when, it is large enough."
-        return tuple(_condition(self, room) for room in self.rooms)
+        return tuple(_conditions(self))
 
     @property
     def hours(self) -> float:  # Loading and saving are not counted
@@ -284,8 +284,7 @@ def _is_assumed(plan, room) -> bool:
 
 _SIZE_FIELDS = {'host': 'memory_b', 'disk': 'disk_b'}
 
-def _size_ranges(plan) -> dict[str, Range]:
-    doubt = doubt_of('memory', plan.recipe)
+def _size_ranges(plan, doubt) -> dict[str, Range]:
     found = {}
     for room in plan.rooms:
         if room.place == 'gpu':
@@ -299,9 +298,12 @@ def _time_ranges(plan) -> dict[str, Range]:
     found = {name: range_of(figure, doubt) for name, figure in figures.items()}
     return found | {'tokens_per_s': range_of(step.tokens_per_s, doubt, rate=True)}
 
-def _condition(plan, room) -> Condition:
-    squeezed_b = squeezed(plan.ledger, room.phase) if room.place == 'gpu' else None
-    return condition_of(room, plan.ranges[room.place], _is_assumed(plan, room), squeezed_b)
+def _conditions(plan) -> Iterator[Condition]:
+    doubt = doubt_of('memory', plan.recipe)
+    needs = _size_ranges(plan, doubt and doubt.sure)
+    for room in plan.rooms:
+        squeezed_b = squeezed(plan.ledger, room.phase) if room.place == 'gpu' else None
+        yield condition_of(room, needs[room.place], _is_assumed(plan, room), squeezed_b)
 
 def _head(plan) -> str:
     if plan.outcome == 'does not fit': return 'Does not fit'

@@ -23,6 +23,16 @@ class Doubt(NamedTuple):
     high: float  # The upper end
     rows: int  # Figures it was fitted on
     least_tokens: int = 0  # Tokens of a pass on one rank, from which on it holds
+    lowest: float | None = None  # Lower end of a wider range, which holds 98 % of runs
+    highest: float | None = None  # Its upper end
+
+    @property
+    def sure(self) -> 'Doubt':  # For a verdict
+        "Widen the range until no more than one run in a hundred is beyond each end."
+        if None in (self.lowest, self.highest):
+            raise ValueError(f'this range of {self.what!r} has no ends for a verdict: '
+                             'give lowest and highest')
+        return self._replace(low=self.lowest, high=self.highest)
 
 @cache
 def _doubts() -> dict[str, Doubt]:
@@ -87,7 +97,7 @@ class Condition(NamedTuple):
 
 def condition_of(
     room: 'Room',  # One place at its fullest, as an `Estimate` has it
-    need: Range,  # Bytes needed there
+    need: Range,  # Bytes needed there, with the range of a verdict
     assumed: bool = False,  # Whether nobody has given its size
     squeezed_b: int | None = None,  # Bytes needed when the allocator keeps the least it can
 ) -> Condition:  # With what must hold

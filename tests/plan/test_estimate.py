@@ -12,6 +12,7 @@ from llm_workbook import (
 from llm_workbook.model.layout import coverage
 from llm_workbook.model.spec import spec
 from llm_workbook.plan.estimate import plan_facts
+from llm_workbook.plan.ranges import doubt_of, range_of
 
 PAIR = draft('llama-3.1-70b', '2x-rtx-3090')
 SMALL = {'optimizer.kind': 'adamw', 'batch.loss_head': ['chunked', 'full']}
@@ -68,7 +69,8 @@ def test_a_place_that_is_too_small_is_enough_whichever_it_is():
 
 def test_what_is_below_the_range_of_a_place_does_not_fit():
     made = estimate(PAIR)
-    host = made.ranges['host']
+    needed = next(room.need_b for room in made.rooms if room.place == 'host')
+    host = range_of(needed, doubt_of('memory', PAIR).sure)
     for have_b, outcome in (
             (int(host.high) + 1, 'fits'), (int(host.high) - 1, 'fits if'),
             (int(host.low) + 1, 'fits if'), (int(host.low) - 1, 'does not fit')):

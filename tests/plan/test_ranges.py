@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from bench.record import RESULTS
-from bench.shared.doubt import RANGES, tolerance
+from bench.shared.doubt import RANGES, SURE, tolerance
 from llm_workbook import Recipe, memory
 from llm_workbook.plan.ranges import (
     Doubt, Range, card_range, condition_of, doubt_of, range_of, squeezed)
@@ -35,6 +35,17 @@ def test_a_tolerance_interval_holds_what_it_promises():
         low, high = tolerance([draw.gauss(0, 1) for _ in range(20)], 0)
         enough += sum(low <= value <= high for value in normal) >= .9 * len(normal)
     assert .93 <= enough / 400 <= .98
+
+
+def test_a_verdict_asks_a_wider_range():
+    values = [.01 * i for i in range(-20, 21)]
+    (low, high), (lowest, highest) = (tolerance(values, 2, share) for share in (.9, SURE))
+    assert lowest < low < 0 < high < highest
+    assert highest / high == pytest.approx(2.326 / 1.645, rel=.01)  # A normal curve's 99 and 95 %
+    sure = Doubt('memory', low, high, 41, lowest=lowest, highest=highest).sure
+    assert (sure.low, sure.high, sure.rows) == (lowest, highest, 41)
+    with pytest.raises(ValueError, match='no ends for a verdict'):
+        _ = Doubt('time', -.1, .1, 20).sure
 
 
 def test_constants_that_were_fitted_widen_a_range():
