@@ -459,8 +459,10 @@ def _zero_buckets(rank, instants, b) -> Iterator[Line]:
     if rank.offload_optimizer != 'none': return
     n = max(_partitions(rank))  # It steps one parameter group after the other
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 in pieces of 10**9
-    why = '(4 + 4) * n', {'n': n}, 'DeepSpeed, step; torch, AdamW'
-    yield _line(rank, 'zero_buckets', 8 * n, why,
+    makes = rank.optimizer.kind in ('adamw', 'adamw_bf16')  # A tensor of its own in its step
+    k = 4 if makes else b % 4  # Else the flat gradient, which is cast, is the fullest
+    why = '(4 + k) * n', {'k': k, 'n': n}, 'DeepSpeed, step; torch, AdamW'
+    yield _line(rank, 'zero_buckets', (4 + k) * n, why,
                 instant='optimizer', sure='model', lasting=False,
                 name="gradients in float32, and the optimizer's temporaries")
 

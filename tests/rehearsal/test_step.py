@@ -212,6 +212,22 @@ def test_zero_is_played_as_itself_for_two_steps(plain, strategy):
     assert any("DeepSpeed's engine" in note for note in notes)
 
 
+@pytest.mark.parametrize('kind', ['adamw', 'adamw_fused', 'adamw_8bit'])
+def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind):
+    "A model so wide for its rows that the optimizer's step is the fullest."
+    recipe = shallow.changed(FULL | GPU | {
+        'sharding.strategy': 'zero2', 'optimizer.kind': kind, 'precision.compute': 'bfloat16',
+        'batch.micro': 1, 'batch.length': 8, 'zero.reduce_bucket': 10_000})
+    ledger = memory(recipe)
+    instants = {line.instant: line.size_b for line in ledger.lines
+                if line.phase == 'step' and 'temporaries' in line.name}
+    assert instants['optimizer'] > 0
+    planned_b = ledger.total('step', 'gpu', 'allocated')
+    seen = rehearse(recipe)
+    assert 'in the optimizer' in str(seen)
+    assert planned_b == pytest.approx(seen.peak_b, rel=.005)
+
+
 def test_fsdp1_is_played_by_fsdp2_and_the_notes_say_so(plain):
     part, notes = rehearsable(
         plain.changed(FULL | {'sharding.strategy': 'fsdp1', 'precision.compute': 'bfloat16'}))
