@@ -141,7 +141,7 @@ def resident_b(name: str) -> int:
 def return_freed() -> None:
     """Give the system back what is free, so that no trainer's first pass counts in its peak.
 
-    What lives on is frozen: `train` begins with a collection of its own, which would look at a
+    What lives on is frozen: `train` begins with a collection of its own, which would look at
     600,000 objects again for a quarter of a second, and that is no part of a step.
     """
     gc.collect()

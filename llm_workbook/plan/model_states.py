@@ -460,7 +460,8 @@ def _zero_buckets(rank, instants, b) -> Iterator[Line]:
     n = max(_partitions(rank))  # It steps one parameter group after the other
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 in pieces of 10**9
     makes = rank.optimizer.kind in ('adamw', 'adamw_bf16')  # A tensor of its own in its step
-    k = 4 if makes else b % 4  # Else the flat gradient, which is cast, is the fullest
+    cast_b = b if b < 4 else 0  # The flat gradients in their own type, while they are cast
+    k = 4 if makes else cast_b
     why = '(4 + k) * n', {'k': k, 'n': n}, 'DeepSpeed, step; torch, AdamW'
     yield _line(rank, 'zero_buckets', (4 + k) * n, why,
                 instant='optimizer', sure='model', lasting=False,

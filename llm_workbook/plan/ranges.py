@@ -53,7 +53,7 @@ def doubt_of(
 # %% ../../nbs/plan/15_ranges.ipynb #a3f10b0b
 class Range(NamedTuple):
     "A planned figure, between the ends of its range."
-    low: float  # 90 % of runs lie between the two ends
+    low: float  # 90 % of runs lie between the two ends, and 98 % where a verdict asks
     planned: float  # What the plan says
     high: float  # Equal to `low` where nothing is in doubt, or nothing is known
 

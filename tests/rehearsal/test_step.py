@@ -212,17 +212,15 @@ def test_zero_is_played_as_itself_for_two_steps(plain, strategy):
     assert any("DeepSpeed's engine" in note for note in notes)
 
 
-@pytest.mark.parametrize('kind', ['adamw', 'adamw_fused', 'adamw_8bit'])
-def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind):
-    "A model so wide for its rows that the optimizer's step is the fullest."
+@pytest.mark.parametrize('kind, compute', [
+    ('adamw', 'bfloat16'), ('adamw_fused', 'bfloat16'), ('adamw_8bit', 'bfloat16'),
+    ('adamw_fused', 'float32')])
+def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind, compute):
+    "Rows so short for the model that the optimizer's step is the fullest."
     recipe = shallow.changed(FULL | GPU | {
-        'sharding.strategy': 'zero2', 'optimizer.kind': kind, 'precision.compute': 'bfloat16',
+        'sharding.strategy': 'zero2', 'optimizer.kind': kind, 'precision.compute': compute,
         'batch.micro': 1, 'batch.length': 8, 'zero.reduce_bucket': 10_000})
-    ledger = memory(recipe)
-    instants = {line.instant: line.size_b for line in ledger.lines
-                if line.phase == 'step' and 'temporaries' in line.name}
-    assert instants['optimizer'] > 0
-    planned_b = ledger.total('step', 'gpu', 'allocated')
+    planned_b = memory(recipe).total('step', 'gpu', 'allocated')
     seen = rehearse(recipe)
     assert 'in the optimizer' in str(seen)
     assert planned_b == pytest.approx(seen.peak_b, rel=.005)
