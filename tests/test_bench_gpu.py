@@ -40,7 +40,7 @@ def test_every_part_has_a_name_and_ends_in_eight_minutes():
     assert len(NAMED) == len(PARTS)
     assert all(0 < made.limit_s <= 480 for made in PARTS)
     groups = [made.group for made in PARTS]
-    assert (groups.count('memory'), groups.count('large')) == (29, 16)
+    assert (groups.count('memory'), groups.count('large')) == (32, 16)
     assert len(memory.large_recipes()) == 16
     asked = {
         'device_setup', 'nccl_probe', 'device_run', 'cpu_ranks', 'opened_kernel', 'watchdog',
@@ -57,7 +57,8 @@ def test_the_configurations_cover_what_was_promised():
     assert methods == {(told.SMALL, 'full'), (told.SMALL, 'lora'), (told.SMALL, 'qlora'),
                        (told.MID, 'lora'), (told.MID, 'qlora')}
     assert {row[4] for row in rows} == {1, 2}
-    for part_of in (told.AGAIN, told.WHOLE, told.HALF, told.EXACT, told.ONE_PASS, told.SEGMENTS):
+    for part_of in (told.AGAIN, told.WHOLE, told.HALF, told.EXACT, told.ONE_PASS, told.SEGMENTS,
+                    told.AWAY):
         has = [part_of.items() <= row[5].items() for row in rows]
         assert any(has) and not all(has)
 

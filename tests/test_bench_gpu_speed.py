@@ -4,7 +4,7 @@ import json
 import tempfile
 
 import pytest
-from bench.gpu import lines, part, speed
+from bench.gpu import lines, part, runs, speed
 from bench.gpu.parts import PARTS
 from bench.gpu.place import Missing, Place
 from bench.programs import device_speed
@@ -56,7 +56,8 @@ def test_a_cpu_has_nowhere_to_move_activations_to():
     made = part.outcome(NAMED['long_context'], TOY)
     assert made == {'status': 'skipped',
                     'reason': 'a CPU has no device to move activations from'}
-    with pytest.raises(Missing): speed.long_context(TOY)
+    for call in speed.long_context, speed.long_context_16, runs.activations_away:
+        with pytest.raises(Missing): call(TOY)
 
 
 def test_examples_are_of_chat_like_lengths_and_whole_rows_train():

@@ -69,6 +69,8 @@ PARTS = (
     _check(runs.cpu_zero, *TRAINER, 'deepspeed', quick=False),
     _check(runs.rehearsal, *TRAINER, quick=False), _check(runs.float16_run, *TRAINER, quick=False),
     _check(runs.sharded_run, *TRAINER, quick=False),
+    _check(runs.activations_away, *TRAINER, quick=False),
     _check(runs.resumed, *TRAINER, quick=False, limit_s=480),
     _speed(speed.head_speed, *LIBRARY), _speed(speed.lora_8b, *TRAINER),
-    _speed(speed.qlora_70b, *TRAINER), _speed(speed.long_context, *TRAINER), *large())
+    _speed(speed.qlora_70b, *TRAINER), _speed(speed.long_context, *TRAINER),
+    _speed(speed.long_context_16, *TRAINER), *large())

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.gpu.place import Place, hidden
+from bench.gpu.place import Missing, Place, hidden
 from bench.record import ROOT
 
 
@@ -109,6 +109,17 @@ def sharded_run(place: Place) -> dict:
     return found | {'off': off, 'payloads': len(payloads),
                     'passed': all(map(finite, found.values())) and off < 0.02
                     and len(payloads) == 1} | place.gpu_alone(['offload'], 'it needs a GPU')
+
+
+def activations_away(place: Place) -> dict:
+    "Activations that wait on the host give the losses of those that stay."
+    if not place.on_gpu: raise Missing('a CPU has no device to move activations from')
+    again, found = {'sharding.activation_checkpointing': 'full', 'method.dropout': 0.0}, {}
+    for name, where in ('kept', 'none'), ('away', 'cpu'):
+        recipe = small(place, **again | {'sharding.offload_activations': where})
+        with tempfile.TemporaryDirectory() as folder: found[name] = losses(tuned(recipe, folder)[0])
+    off = max(abs(a / b - 1) for a, b in zip(found['away'], found['kept']))
+    return found | {'off': off, 'passed': finite(found['away']) and off < 0.02}
 
 
 def opened_kernel(place: Place) -> dict:

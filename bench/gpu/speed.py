@@ -21,8 +21,10 @@ PACKED = {'model.attention': 'segments', 'batch.packing': True, 'batch.loss_head
           'optimizer.kind': 'adamw_fused', 'optimizer.learning_rate': 2e-5}
 LORA = {'method.kind': 'lora', 'batch.length': 4096}
 QLORA = {'method.kind': 'qlora', 'batch.length': 2048, 'sharding.activation_checkpointing': 'full'}
-LENGTHS = 45_056, 53_248  # Tokens of one row; 45,000 are asked for
-SHORTER = 36_864,  # Where that is too long
+AWAY = QLORA | {'model.attention': 'sdpa', 'batch.packing': False,
+                'sharding.offload_activations': 'cpu'}
+CARD_B = 85_017_493_504  # Of an H100 with 80 GB, as its driver says; of a larger card no more
+LENGTHS = {'float32': (45_056, 49_152), 'bfloat16': (65_536,)}  # Tokens of one row, by adapters
 
 
 # Steps
@@ -81,8 +83,9 @@ def compared(place: Place, preset: str, ways: dict, examples: int, steps: int) -
             job = {'trainer': trainer, 'recipe': made.model_dump(mode='json'), 'words': words,
                    'examples': place.pick(examples, 9), 'steps': steps}
             allocator = made.cluster.allocator if trainer == 'ours' else {}
-            run = seen(job, allocator, 200)
+            run = seen(job, allocator, 220)
             found[name] = rates(run) | (shares(run) if place.on_gpu else {})
+            if trainer == 'ours': found[name]['planned_b'] = planned_b(made)
     trl = found['trl']
     for name in ways:
         mine = found[name]
@@ -105,20 +108,33 @@ def qlora_70b(place: Place) -> dict:
     return compared(place, 'llama-3.1-70b', ways, 16, 2)
 
 
-def long_context(place: Place) -> dict:
-    "70B, QLoRA: the longest row of which a step fits the card, with activations on the host."
+def long_context(place: Place, adapters: str = 'float32') -> dict:
+    """70B, QLoRA, activations on the host: the longest row of which a step fits 80 GB.
+
+    A larger card may use so much and no more. The plan is made before.
+    """
     if not place.on_gpu: raise Missing('a CPU has no device to move activations from')
-    changes = QLORA | {'model.attention': 'sdpa', 'batch.packing': False,
-                       'sharding.offload_activations': 'cpu'}
+    changes, lengths = AWAY | {'precision.master': adapters}, LENGTHS[adapters]
     with tempfile.TemporaryDirectory() as folder:
-        for lengths in LENGTHS, SHORTER:
-            made = recipe('llama-3.1-70b', changes | {'batch.length': max(lengths)}, place, folder)
-            job = {'trainer': 'ours', 'recipe': made.model_dump(mode='json'), 'words': WORDS,
-                   'lengths': lengths}
-            found = seen(job, made.cluster.allocator, 420)
-            if found['steps']: break
-    longest = max((step['length'] for step in found['steps']), default=0)
-    return found | {'longest': longest}
+        made = [recipe('llama-3.1-70b', changes | {'batch.length': length}, place, folder)
+                for length in lengths]
+        plans = {f'planned_{length}_b': planned_b(one) for length, one in zip(lengths, made)}
+        job = {'trainer': 'ours', 'recipe': made[-1].model_dump(mode='json'), 'words': WORDS,
+               'lengths': lengths, 'card_b': CARD_B}
+        found = seen(job, made[-1].cluster.allocator, 440)
+    fits = [step['length'] for step in found['steps'] if step['driver_b'] <= CARD_B]
+    return found | plans | {'longest': max(fits, default=0)}
+
+
+def long_context_16(place: Place) -> dict:
+    "The same with adapters in bfloat16."
+    return long_context(place, 'bfloat16')
+
+
+def planned_b(made) -> int:
+    "Bytes of tensors at the fullest moment of a step, as the plan says."
+    from llm_workbook import memory
+    return memory(made).total('step', 'gpu', 'allocated')
 
 
 # The loss head

@@ -3,7 +3,7 @@
 `python -m bench.programs.device_speed JOB`, where JOB is JSON: `trainer` is `ours` or `trl`,
 `recipe` what to train, `examples` how many rows, of which a step sees all, `steps` how many steps
 there are. With `lengths` in place of examples, each step is one row of so many tokens, as long as
-memory lasts. Weights are random and of the true shapes. Prints one JSON line.
+memory lasts; with `card_b` it is that of a card with so many bytes. Weights are random and of the true shapes. Prints one JSON line.
 """
 import json
 import math
@@ -174,6 +174,17 @@ def trained(job: dict) -> dict:
                     'tokens': sum(len(row['input_ids']) for row in rows)}
 
 
+def limit(card_b: int) -> None:
+    """Leave torch what a card with so many bytes would, beside what the driver keeps.
+
+    A sixteenth of a GiB is for kernels that are loaded later.
+    """
+    import torch
+    free, total = torch.cuda.mem_get_info()
+    kept_b = total - free - torch.cuda.memory_reserved() + 2**26
+    torch.cuda.set_per_process_memory_fraction(min(1., (card_b - kept_b) / total))
+
+
 def stretched(job: dict) -> dict:
     "Take a step of one row, for each of the lengths, until memory is at its end."
     import torch
@@ -188,6 +199,7 @@ def stretched(job: dict) -> dict:
         trainer = make_trainer(recipe, folder, rows, base, tokenizer())
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
         trainer.add_callback(follower(meter))
+        if 'card_b' in job: limit(job['card_b'])
         try: trainer.train()
         except torch.OutOfMemoryError as error: stopped = str(error)[:300]
         found = {'weights': weights(trainer.model), 'card': card(),

@@ -7,6 +7,7 @@ HALF = {'precision.compute': 'float16', 'precision.loss_scale': 'dynamic',
         'method.storage': 'float16'}
 EXACT = {'precision.compute': 'float32', 'method.storage': 'float32'}
 ONE_PASS = {'batch.loss_head': 'one_pass'}
+AWAY = {'sharding.offload_activations': 'cpu'}
 SEGMENTS = {'model.attention': 'segments', 'batch.packing': True}  # Two examples in each row
 CONFIGURATIONS = [  # Preset, method, tokens a row, rows, ranks, more
     (SMALL, FULL, 2048, 1, 1, {}), (SMALL, FULL, 2048, 1, 1, AGAIN),
@@ -25,14 +26,16 @@ CONFIGURATIONS = [  # Preset, method, tokens a row, rows, ranks, more
     (MID, QLORA, 2048, 1, 2, AGAIN),
     (SMALL, FULL, 2048, 1, 1, ONE_PASS), (SMALL, LORA, 2048, 4, 1, AGAIN | ONE_PASS),
     (SMALL, FULL, 2048, 1, 1, SEGMENTS), (SMALL, LORA, 2048, 4, 1, AGAIN | SEGMENTS),
-    (MID, LORA, 4096, 1, 1, AGAIN | ONE_PASS | SEGMENTS)]
+    (MID, LORA, 4096, 1, 1, AGAIN | ONE_PASS | SEGMENTS),
+    (SMALL, LORA, 8192, 1, 1, AGAIN | AWAY), (SMALL, FULL, 2048, 4, 1, AGAIN | AWAY),
+    (MID, QLORA, 8192, 1, 1, AGAIN | AWAY)]
 
 
 def title(preset, method, length, micro, ranks, more) -> str:
     "Name a configuration."
     words = [preset, method['method.kind'], f'{micro}x{length}']
     said = {'again': AGAIN, 'whole-logits': WHOLE, 'float16': HALF, 'float32': EXACT,
-            'one-pass': ONE_PASS, 'segments': SEGMENTS}
+            'one-pass': ONE_PASS, 'segments': SEGMENTS, 'away': AWAY}
     words += [key for key, part in said.items() if part.items() <= more.items()]
     if 'optimizer.kind' in more: words.append('fused')
     if ranks > 1: words.append(f'{ranks}-ranks')
