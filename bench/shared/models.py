@@ -184,7 +184,7 @@ def pack(model, recipe, device: str = 'cpu') -> None:
         new = bnb.nn.Linear4bit(old.in_features, old.out_features, bias=False,
                                 compute_dtype=compute, quant_type='nf4',
                                 compress_statistics=method.double_quant,
-                                quant_storage=getattr(torch, method.storage))
+                                quant_storage=getattr(torch, method.storage), device='meta')
         new.weight = bnb.nn.Params4bit(old.weight.data, requires_grad=False, quant_type='nf4',
                                        module=new,
                                        compress_statistics=method.double_quant,
