@@ -122,3 +122,14 @@ def test_measured_on_a_gpu_packed_rows_outdo_the_defaults():
         assert figures['ours']['ratio'] > 1.3 and figures['compiled']['ratio'] > 1.3
         assert max(figures[name]['loss_off'] for name in ('ours', 'compiled')) < 1e-3
         assert figures['compiled']['settings']['breaks'] == 0
+
+
+def test_measured_on_a_gpu_70b_is_faster_in_less_memory_and_as_planned():
+    found = committed('qlora_70b')
+    assert found
+    for figures in found:
+        ours = figures['ours']
+        assert ours['ratio'] > 1.2 and ours['memory_ratio'] < 0.9 and ours['loss_off'] < 1e-3
+        changes = speed.QLORA | {'batch.micro': 2, 'batch.accumulation': ours['settings']['passes']}
+        made = speed.recipe('llama-3.1-70b', changes, Place('cuda'), '')
+        assert speed.planned_b(made) == pytest.approx(ours['allocated_b'], rel=0.01)

@@ -85,7 +85,9 @@ def compared(place: Place, preset: str, ways: dict, examples: int, steps: int) -
             allocator = made.cluster.allocator if trainer == 'ours' else {}
             run = seen(job, allocator, 220)
             found[name] = rates(run) | (shares(run) if place.on_gpu else {})
-            if trainer == 'ours': found[name]['planned_b'] = planned_b(made)
+            if trainer == 'ours':
+                passes = run['settings']['passes']  # Which follows from how the examples packed
+                found[name]['planned_b'] = planned_b(made.changed({'batch.accumulation': passes}))
     trl = found['trl']
     for name in ways:
         mine = found[name]

@@ -64,7 +64,8 @@ def row(number: int, seen: dict) -> dict:
     """
     made = recipe(number)
     said = {'part': title(*CONFIGURATIONS[number]), **planned(made), **played(number),
-            'again': made.sharding.activation_checkpointing == 'full'}
+            'again': made.sharding.activation_checkpointing == 'full',
+            'away': made.sharding.offload_activations != 'none'}
     figures = seen.get(said['part'])
     if figures is None: return said
     said |= {'peak_b': figures['peak_b'], 'reserved_b': figures['reserved_b']}
@@ -83,8 +84,12 @@ def off(rows: list[dict], share: float) -> float:
 
 
 def fitted(rows: list[dict]) -> dict:
-    "The share with and without checkpointing, in steps of .01, from rows that no GPU has measured."
-    free = [one for one in rows if 'reserved_b' not in one]
+    """The share with and without checkpointing, in steps of .01.
+
+    From rows that no GPU has measured, and whose activations do not wait on the host: those come
+    back on a stream of their own.
+    """
+    free = [one for one in rows if 'reserved_b' not in one and not one['away']]
     shares = [hundredths / 100 for hundredths in range(51)]
     found = {}
     for name, again in ('once', False), ('again', True):

@@ -3,7 +3,8 @@
 `python -m bench.programs.device_speed JOB`, where JOB is JSON: `trainer` is `ours` or `trl`,
 `recipe` what to train, `examples` how many rows, of which a step sees all, `steps` how many steps
 there are. With `lengths` in place of examples, each step is one row of so many tokens, as long as
-memory lasts; with `card_b` it is that of a card with so many bytes. Weights are random and of the true shapes. Prints one JSON line.
+memory lasts; with `card_b` it is that of a card with so many bytes. Weights are random and of the
+true shapes. Prints one JSON line.
 """
 import json
 import math

@@ -144,7 +144,7 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
     "DeepSpeed's engine plays its second step, as it runs on CPUs: a GPU's streams let buffers "
     'live longer by moments that no recorder sees':
         {'sharding.strategy': ['zero1', 'zero2', 'zero3']},
-    "a CPU's kernels play, and are counted as GPUs would: no GPU has confirmed it yet":
+    "a CPU's kernels play, and are counted as GPUs would: one GPU has confirmed steps of one rank":
         {'cluster.device': ['cuda']},
     'page-locked memory is taken in powers of two: that is not played':
         {'cluster.device': ['cuda'], 'sharding.offload_activations': ['cpu']},
