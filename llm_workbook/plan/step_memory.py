@@ -15,7 +15,7 @@ from ..config.recipe import Recipe
 from ..display import nearest
 from ..model.spec import ModelSpec
 from .activations import (
-    PartSizes, StepRun, StepSizes, live_numbers, step_sizes)
+    PartSizes, StepRun, StepSizes, layers_at_the_end, live_numbers, step_sizes)
 from .lines import INSTANTS, Line
 
 # %% ../../nbs/plan/05_step_memory.ipynb #07d84784
@@ -289,13 +289,26 @@ def _fetched(run, step, instants) -> None:
     split_b = sum(count * part.split_b for count, part in parts)
     head = step.symbols['width'] * step.symbols['vocab']
     live = live_numbers(run.zero, numbers, head, run.recomputes)
+    last = _fetched_last(run, step, instants['first layer'])
     for name, sizes in instants.items():
-        if name in ('embedding', 'optimizer'): continue
-        gathered = min(live, step.big.part.split) if name == 'first layer' else live
+        if name == 'optimizer': continue
+        gathered = min(numbers, last.get(name, live))
         sizes['live'] = gathered * split_b // numbers
+        if name == 'embedding': continue
         if live == numbers: continue  # All is there, and nothing is fetched again
         sizes['bucket'] = min(run.zero.prefetch_bucket, gathered) * split_b // numbers
 
+
+def _fetched_last(run, step, sizes) -> dict[str, int]:
+    "Numbers gathered at the end of the backward pass; the first layers' inputs into `sizes`."
+    layer, stays = step.big.part.split, step.tail.split if run.setting.head in _TILED else 0
+    layers = layers_at_the_end(run.zero, layer, stays) if layer else 1
+    layers = min(layers, sum(sort.count for sort in step.sorts))
+    if run.recomputes: sizes['kept'] += max(0, layers - 1) * step.big.kept_b
+    reached = run.recomputes or run.setting.trains
+    embedding = step.embedding.split if reached else 0
+    first = stays + (embedding + layers * layer if layers else layer)
+    return {'first layer': first, 'embedding': stays + embedding}
 
 # %% ../../nbs/plan/05_step_memory.ipynb #c0a66aca
 class _Shards(NamedTuple):  # A step under FSDP

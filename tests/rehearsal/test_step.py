@@ -226,6 +226,23 @@ def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind, compute)
     assert planned_b == pytest.approx(seen.peak_b, rel=.005)
 
 
+@pytest.mark.parametrize('layers, instant', [(0.6, 'embedding'), (2.2, 'first layer')])
+def test_the_last_weight_that_zero_fetches_comes_whole(tmp_path, layers, instant):
+    "The embedding, however little room the head and some layers have left."
+    width, words, layer = 256, 30_000, 812_032
+    source = recipe_of(tmp_path, hidden_size=width, intermediate_size=704, num_hidden_layers=3,
+                       vocab_size=words)
+    recipe = source.changed(LORA | AGAIN | GPU | {
+        'sharding.strategy': 'zero3', 'precision.compute': 'bfloat16', 'batch.micro': 1,
+        'batch.length': 8, 'zero.persistence_threshold': 1_000, 'zero.reduce_bucket': 1_000,
+        'zero.prefetch_bucket': 1_000, 'zero.max_reuse': 1,
+        'zero.max_live': width * words + int(layers * layer)})
+    planned = memory(recipe)
+    assert planned.instant() == instant
+    assert planned.total('step', 'gpu', 'allocated') == pytest.approx(
+        rehearse(recipe).peak_b, rel=.001)
+
+
 def test_fsdp1_is_played_by_fsdp2_and_the_notes_say_so(plain):
     part, notes = rehearsable(
         plain.changed(FULL | {'sharding.strategy': 'fsdp1', 'precision.compute': 'bfloat16'}))
