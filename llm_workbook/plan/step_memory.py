@@ -289,26 +289,28 @@ def _fetched(run, step, instants) -> None:
     split_b = sum(count * part.split_b for count, part in parts)
     head = step.symbols['width'] * step.symbols['vocab']
     live = live_numbers(run.zero, numbers, head, run.recomputes)
-    last = _fetched_last(run, step, instants['first layer'])
+    live_b = live * split_b // numbers
+    last_b = _fetched_last_b(run, step, instants['first layer'])
     for name, sizes in instants.items():
         if name == 'optimizer': continue
-        gathered = min(numbers, last.get(name, live))
-        sizes['live'] = gathered * split_b // numbers
-        if name == 'embedding': continue
-        if live == numbers: continue  # All is there, and nothing is fetched again
-        sizes['bucket'] = min(run.zero.prefetch_bucket, gathered) * split_b // numbers
+        sizes['live'] = min(split_b, last_b.get(name, live_b))
+        if name == 'embedding' or live == numbers: continue  # Nothing is fetched again
+        bucket_b = run.zero.prefetch_bucket * split_b // numbers
+        sizes['bucket'] = min(bucket_b, sizes['live'])
 
 
-def _fetched_last(run, step, sizes) -> dict[str, int]:
-    "Numbers gathered at the end of the backward pass; the first layers' inputs into `sizes`."
-    layer, stays = step.big.part.split, step.tail.split if run.setting.head in _TILED else 0
-    layers = layers_at_the_end(run.zero, layer, stays) if layer else 1
+def _fetched_last_b(run, step, sizes) -> dict[str, int]:
+    "Bytes gathered at the end of the backward pass; the first layers' inputs into `sizes`."
+    part, tiled = step.big.part, run.setting.head in _TILED
+    stays = step.tail.split if tiled else 0
+    layers = layers_at_the_end(run.zero, part.split, stays) if part.split else 1
     layers = min(layers, sum(sort.count for sort in step.sorts))
     if run.recomputes: sizes['kept'] += max(0, layers - 1) * step.big.kept_b
+    stays_b = step.tail.split_b if tiled else 0
     reached = run.recomputes or run.setting.trains
-    embedding = step.embedding.split if reached else 0
-    first = stays + (embedding + layers * layer if layers else layer)
-    return {'first layer': first, 'embedding': stays + embedding}
+    embedding_b = step.embedding.split_b if reached else 0
+    first_b = stays_b + (embedding_b + layers * part.split_b if layers else part.split_b)
+    return {'first layer': first_b, 'embedding': stays_b + embedding_b}
 
 # %% ../../nbs/plan/05_step_memory.ipynb #c0a66aca
 class _Shards(NamedTuple):  # A step under FSDP
