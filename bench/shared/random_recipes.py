@@ -1,4 +1,6 @@
 """Random recipes that no rule refuses, for the properties of the plan."""
+from functools import lru_cache
+
 from hypothesis import strategies as st
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe
@@ -13,6 +15,7 @@ MODELS = (
 SHARDED, ZERO = ('fsdp2', 'fsdp1', 'zero3'), ('zero1', 'zero2', 'zero3')
 
 
+@lru_cache(None, typed=True)  # Made anew for each draw, it takes as long as to draw
 def one_of(*values): return st.sampled_from(values)
 
 
@@ -133,7 +136,8 @@ RARER = {
 
 def _rarer(draw, recipe: Recipe) -> Recipe:
     for field, values in RARER.items():
-        recipe = neighbour(recipe, {field: draw(one_of(*values))}) or recipe
+        value = draw(one_of(*values))
+        if value != values[0]: recipe = neighbour(recipe, {field: value}) or recipe
     return recipe
 
 
