@@ -383,7 +383,7 @@ def _timed_sums(store, backend, pair, rank, limit_s):
     if on_gpu: torch.cuda.set_device(_card())  # Else all take the first one, which NCCL refuses
     group = _pair_group(store, backend, pair, rank, limit_s)
     addends = ((pair.index(rank) + 1) * _numbers()).to(device)
-    right_sums = 3 * (torch.arange(NUMBERS, device=device) % 1021)
+    right_sums = 3 * (torch.arange(NUMBERS, dtype=torch.float32, device=device) % 1021)
     seconds, wrong = [], 0
     for _ in range(4):
         tensor = addends.clone()
@@ -392,7 +392,7 @@ def _timed_sums(store, backend, pair, rank, limit_s):
         group.allreduce([tensor]).wait()
         if on_gpu: torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        wrong = max(wrong, int((tensor != right_sums).sum()))
+        wrong = max(wrong, int(torch.count_nonzero(tensor != right_sums)))
     return min(seconds), wrong
 
 def _probe(store, backend, pair, rank, limit_s):
