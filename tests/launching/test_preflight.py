@@ -2,7 +2,6 @@
 is named in time."""
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from warm import ForkedProgram
 
 from llm_workbook.launching import preflight as doctor
 
@@ -27,6 +27,7 @@ from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.launching.rendezvous import PreflightFinding, Place, Rendezvous, process_place
 from llm_workbook.launching.node_report import (
     check_shared_directory, describe_compiler, describe_source)
+from llm_workbook.training.fine_tune import check_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Recipe.named('reviews-qlora').changed({'cluster.hardware': None})
@@ -35,8 +36,15 @@ TWO = ONE.changed({'cluster.nodes': 2, 'cluster.processes': 1, 'cluster.interfac
 
 @pytest.fixture(scope='module', autouse=True)
 def plan_known():
-    "What the plan needs is read once here, not in every rank."
+    "What the plan and the check of rows need is read and imported once here, not in every rank."
     doctor.memory(ONE)
+    check_recipe(ONE)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    "Programs of this test are forks of this process, which has imported what they import."
+    monkeypatch.setattr(subprocess, 'Popen', ForkedProgram)
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +268,6 @@ def test_rows_are_checked_as_the_run_will_check_them(tmp_path):
 
 def test_of_the_first_pair_both_answers_are_shown(tmp_path):
     from llm_workbook.launching.preflight import _row_text
-    from llm_workbook.training.fine_tune import check_recipe
     file = tmp_path/'rows.jsonl'
     file.write_text('{"prompt": "Hi", "chosen": "Ho", "rejected": "No"}\n' * 2)
     recipe = Recipe(
@@ -850,7 +857,7 @@ def test_the_program_on_the_ranks_of_torchrun(tmp_path, warm):
     assert done.stdout.count('preflight') == 1
 
 
-def test_the_program_says_stop_by_its_exit_code(tmp_path):
+def test_the_program_says_stop_by_its_exit_code(tmp_path, forked):
     env = {
         'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'SLURM_JOB_NODELIST': 'localhost',
         'SLURM_JOB_ID': str(free_port())}
@@ -880,26 +887,27 @@ def test_torch_is_whole_before_two_threads_ask_for_it(tmp_path):
     assert 'seen' in done.stdout
 
 
-def test_the_program_goes_on_with_few_open_files_and_a_thread_that_never_ends(tmp_path):
+def test_the_program_goes_on_with_few_open_files_and_a_thread_that_never_ends(tmp_path, forked):
     "It warns of the files. A call into a dead network may never come back; the verdict must."
-    def allow_few(): resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
     ONE.changed({'cluster.processes': 1}).save(tmp_path/'recipe.yaml')
     code = (
-        'import runpy, sys, threading; threading.Thread(target=threading.Event().wait).start(); '
+        'import resource, runpy, sys, threading; '
+        'resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)); '
+        'threading.Thread(target=threading.Event().wait).start(); '
         'sys.argv[1:] = ["preflight", "recipe.yaml", "--directory", "run"]; '
         'runpy.run_module("llm_workbook", run_name="__main__")')
     env = {
         k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')
     } | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
-        [sys.executable, '-c', code], cwd=tmp_path, env=env, preexec_fn=allow_few,
-        capture_output=True, text=True, timeout=60)
+        [sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True,
+        timeout=60)
     assert done.returncode == 0, done.stderr
     assert ': go' in done.stdout, done.stderr
     assert 'a process may open 200 files, and 261 are wanted. Lift it: ulimit -n 261' in done.stdout
 
 
-def test_a_word_that_is_no_command_is_refused(tmp_path):
+def test_a_word_that_is_no_command_is_refused(forked):
     done = subprocess.run(
         [sys.executable, '-m', 'llm_workbook', 'prefligth'], cwd=ROOT, capture_output=True,
         text=True, timeout=60)
