@@ -6,6 +6,7 @@ config.json. Nothing watches the operations of the first two steps, whose most b
 third tells its collectives and its FLOP. Answers each line with one: what each rank measured, or
 the error.
 """
+import gc
 import json
 import sys
 import tempfile
@@ -140,12 +141,15 @@ def measured(job: dict) -> list[dict]:
 def main() -> None:
     "Answer each line of the input, until there is none."
     warnings.filterwarnings('ignore')
+    gc.disable()  # Imports leave no garbage, and to look for it takes a second
     # Imported once, before the forks; `trl` alone brings no trainer
     import llm_workbook.model.quantize, peft, transformers, trl  # noqa: E401, F401
     import llm_workbook.training.trainer, trl.trainer.sft_trainer  # noqa: E401, F401
     import torch.distributed.fsdp, torch.utils.flop_counter  # noqa: E401, F401
     import transformers.models.llama.modeling_llama  # noqa: F401
     transformers.logging.set_verbosity_error()
+    gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         try: answer = {'ranks': measured(json.loads(line))}
         except Exception as error: answer = {'error': str(error)}
