@@ -116,8 +116,10 @@ def shallow(tmp_path_factory):
 @pytest.mark.parametrize('stage, kind, ranks, deep', CASES)
 def test_ledger_and_engine_give_the_same_bytes(stage, kind, ranks, deep, shallow):
     made = planned(stage, kind, ranks, **({} if deep else shallow))
+    # Of three layers, base and adapters are little more than half the share of a step
+    margin = .015 if (stage, kind, ranks) == QUICK and not deep else .03
     assert memory(made).total('step', level='allocated') == pytest.approx(
-        rehearse(made).peak_b, rel=.03)
+        rehearse(made).peak_b, rel=margin)
 
 
 def test_what_is_offloaded_lies_in_host_memory(tmp_path):
