@@ -181,7 +181,7 @@ def bring_deepspeed() -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv('TORCHINDUCTOR_CACHE_DIR', folder)  # It opens one at import
         patch.setenv('DS_ACCELERATOR', 'cpu')
-        import deepspeed  # noqa: F401
+        import deepspeed, torch.utils.cpp_extension  # noqa: E401, F401
 
 
 @contextmanager

@@ -121,14 +121,19 @@ def in_fork(work: Callable, name: str, limit_s: float = LIMIT_S) -> dict:
 
 
 def bring_libraries() -> None:
-    "Import once what nearly every case needs."
+    "Import and read once what nearly every case needs."
     os.environ.update(QUIET)
-    import datasets, peft, torch, transformers, trl  # noqa: E401, F401
+    import datasets, peft, torch, transformers  # noqa: E401, F401
     import torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
+    import transformers.trainer, trl.trainer.sft_trainer  # noqa: E401, F401
     transformers.utils.logging.disable_progress_bar()
-    import llm_workbook.watching.diagnose  # noqa: F401
+    from llm_workbook.files import asset
     from llm_workbook.watching.checks import check_names
+    from llm_workbook.watching.diagnose import diagnose
     check_names()
+    diagnose('')  # Reads the rules
+    # The first model compiles patterns for the names of all models' weights
+    transformers.AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
 
 
 def examine(name: str) -> dict:
