@@ -131,9 +131,9 @@ def bring_libraries() -> None:
     from llm_workbook.watching.checks import check_names
     from llm_workbook.watching.diagnose import diagnose
     check_names()
-    diagnose('')  # Reads the rules
     # The first model compiles patterns for the names of all models' weights
     transformers.AutoModelForCausalLM.from_pretrained(asset('tiny-base'))
+    diagnose('')  # Reads the rules; later, as Python would forget their patterns for those
 
 
 def examine(name: str) -> dict:
