@@ -154,6 +154,7 @@ def test_the_loop_has_the_losses_of_the_trainer(tmp_path, changes):
     trainer = lines(tmp_path/'trainer')
     loop = lines(tmp_path/'loop')
     assert far(trainer, loop) <= 1e-6
+    assert [m.keys() for m in trainer] == [m.keys() for m in loop]
     assert [m['num_tokens'] for m in trainer] == [m['num_tokens'] for m in loop]
 
 
