@@ -290,7 +290,9 @@ def _fetched(run, step, instants) -> None:
     head = step.symbols['width'] * step.symbols['vocab']
     live = live_numbers(run.zero, numbers, head, run.recomputes)
     live_b = live * split_b // numbers
-    last_b = _fetched_last_b(run, step, instants['first layer'])
+    layers, last_b = _fetched_last(run, step)
+    if run.recomputes and live < numbers:  # Else nothing is fetched there
+        instants['first layer']['kept'] += max(0, layers - 1) * step.big.kept_b
     for name, sizes in instants.items():
         if name == 'optimizer': continue
         sizes['live'] = min(split_b, last_b.get(name, live_b))
@@ -299,18 +301,17 @@ def _fetched(run, step, instants) -> None:
         sizes['bucket'] = min(bucket_b, sizes['live'])
 
 
-def _fetched_last_b(run, step, sizes) -> dict[str, int]:
-    "Bytes gathered at the end of the backward pass; the first layers' inputs into `sizes`."
+def _fetched_last(run, step) -> tuple[int, dict[str, int]]:
+    "Layers that are left when the embedding is fetched, and bytes gathered at instants after it."
     part, tiled = step.big.part, run.setting.head in _TILED
     stays = step.tail.split if tiled else 0
     layers = layers_at_the_end(run.zero, part.split, stays) if part.split else 1
     layers = min(layers, sum(sort.count for sort in step.sorts))
-    if run.recomputes: sizes['kept'] += max(0, layers - 1) * step.big.kept_b
     stays_b = step.tail.split_b if tiled else 0
     reached = run.recomputes or run.setting.trains
     embedding_b = step.embedding.split_b if reached else 0
     first_b = stays_b + (embedding_b + layers * part.split_b if layers else part.split_b)
-    return {'first layer': first_b, 'embedding': stays_b + embedding_b}
+    return layers, {'first layer': first_b, 'embedding': stays_b + embedding_b}
 
 # %% ../../nbs/plan/05_step_memory.ipynb #c0a66aca
 class _Shards(NamedTuple):  # A step under FSDP

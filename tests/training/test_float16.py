@@ -216,15 +216,15 @@ def overflow_on_the_way_back(monkeypatch, rank, steps):
     monkeypatch.setattr(training, 'make_trainer', make_disturbed)
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
-def test_an_overflow_on_one_rank_is_one_of_all(tmp_path, monkeypatch, strategy):
+@pytest.mark.parametrize('strategy, reduce', [
+    ('ddp', None), ('fsdp2', None), ('fsdp2', 'float32')])
+def test_an_overflow_on_one_rank_is_one_of_all(tmp_path, monkeypatch, strategy, reduce):
     "Under FSDP2 also where the recipe has its gradients summed in another type."
     overflow_on_the_way_back(monkeypatch, rank=1, steps=[3])
     observed(monkeypatch, lambda *ignored: None, tmp_path)
-    reduce = {'precision.reduce': 'float32'} if strategy == 'fsdp2' else {}
-    recipe = recipe_of(tmp_path, 'full', strategy, **HALF | reduce)
+    recipe = recipe_of(tmp_path, 'full', strategy, **HALF | {'precision.reduce': reduce})
     lines = fine_tune(recipe, tmp_path/'run').metrics
-    if reduce: assert found_in(tmp_path/'run')['precision.reduce'] == 'float32'
+    if reduce: assert found_in(tmp_path/'run')['precision.reduce'] == reduce
     assert [line['skipped'] for line in lines] == [0, 0, 1, 1, 1, 1]
     if strategy == 'ddp': assert len({(tmp_path/f'weights.{r}').read_text() for r in (0, 1)}) == 1
 
