@@ -1,7 +1,7 @@
 """Every stub is not attempted, every answer is right, and the house of the workbook is in order."""
 import json
+import os
 import re
-import time
 from functools import cache
 
 import pytest
@@ -16,6 +16,11 @@ from llm_workbook.exercises.question import ask
 KNOWN = all_exercises()
 PAGES = sorted((ROOT/'nbs/workbook').glob('[0-9]*.ipynb'))
 ON_RANKS = {number: asked for number, asked in KNOWN.items() if isinstance(asked, RankExercise)}
+
+
+def processor_s():
+    "Return this process's and its ended ranks' seconds of processor, which load hardly raises."
+    return sum(os.times()[:4])
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +49,12 @@ def test_every_stub_is_not_attempted(page):
 @pytest.mark.workbook
 @pytest.mark.parametrize('number', KNOWN)
 def test_every_answer_is_right_and_quick(number, answers, judged):
-    start = time.monotonic()
+    start_s = processor_s()
     if number in ON_RANKS: verdict = judged(number)
     else: verdict, _ = ask(KNOWN[number], answers[number])
     assert verdict.state == 'right', verdict
     assert verdict.score > .7, verdict
-    assert time.monotonic() - start < 20
+    assert processor_s() - start_s < 20  # At most 7 on quiet cores
     assert f'{number} right, score' in Checked(verdict)._repr_html_()
 
 
