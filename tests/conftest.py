@@ -14,6 +14,7 @@ ROOMS = (
 for folder in (ROOT, ROOT/'tools', ROOT/'tests', *(ROOT/'tests'/room for room in ROOMS)):
     sys.path.insert(0, str(folder))
 
+from libraries import bring_libraries  # noqa: E402
 from warm import warm  # noqa: E402, F401
 
 # A shell lets what it starts in the background ignore Ctrl-C, and every process below would inherit
@@ -52,3 +53,13 @@ def no_garbage_of_other_files():
     """
     gc.collect()
     gc.freeze()
+
+
+# Rooms whose tests start ranks, many times
+WITH_RANKS = 'parallel', 'checkpoint', 'training', 'release', 'watching', 'museum', 'fault'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def libraries_of_ranks(request):
+    "Import once what ranks need: these are most of a short rank's time."
+    if request.path.parent.name in WITH_RANKS: bring_libraries()

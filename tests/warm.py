@@ -24,12 +24,12 @@ import traceback
 import warnings
 import weakref
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
+from libraries import bring_libraries
 
 from llm_workbook.parallel.ranks import _leave_kernel_state
 
@@ -175,21 +175,11 @@ def run(program: list[str]) -> None:
         runpy.run_path(kind, run_name='__main__')
 
 
-def bring_deepspeed() -> None:
-    "Import what accelerate imports in each rank where it is installed; it takes a second."
-    if find_spec('deepspeed') is None: return
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv('TORCHINDUCTOR_CACHE_DIR', folder)  # It opens one at import
-        patch.setenv('DS_ACCELERATOR', 'cpu')
-        import deepspeed, torch.utils.cpp_extension  # noqa: E401, F401
-
-
 @contextmanager
 def forked_programs():
     "Inside, programs in Python are forks of this process, and so are the ranks of a torchrun."
-    import accelerate.commands.launch, datasets, peft  # noqa: E401, F401
-    import torch.distributed.run, trl.trainer.sft_trainer  # noqa: E401, F401
-    bring_deepspeed()
+    import accelerate.commands.launch, torch.distributed.run  # noqa: E401, F401
+    bring_libraries()
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     with pytest.MonkeyPatch.context() as patch:
         for module in subprocess, subprocess_handler: patch.setattr(module, 'Popen', ForkedProgram)

@@ -7,12 +7,10 @@ import gc
 
 gc.disable()
 
-import datasets  # noqa: E402, F401
-import peft  # noqa: E402, F401
-import torch.distributed  # noqa: E402, F401
-import transformers.trainer  # noqa: E402, F401
-import trl.trainer.sft_trainer  # noqa: E402, F401
+from libraries import bring_libraries  # noqa: E402
 from nbdev.test import nbdev_test  # noqa: E402
+
+bring_libraries()
 
 if __name__ == '__main__':
     gc.freeze()

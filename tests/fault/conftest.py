@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from trouble import CANARY, TOKENS, children, fine_tune, ports, small_recipe, variables, wait_for
-from warm import bring_deepspeed
 
 HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -16,14 +15,6 @@ def pytest_collection_modifyitems(items):
     "`make test-fault` runs all that is marked so; `make test` those of them that are not `slow`."
     for item in items:
         if Path(__file__).parent in item.path.parents: item.add_marker(pytest.mark.fault)
-
-
-@pytest.fixture(scope='session', autouse=True)
-def imported():
-    "Import what ranks need once, before the first fork, and not in every rank."
-    import accelerate, transformers  # noqa: E401, F401
-    import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
-    bring_deepspeed()
 
 
 def state_of_this_process() -> tuple:

@@ -7,7 +7,6 @@ import pytest
 from bench.shared.museum import (
     CASES, CLEAN, RECORDED, bring_libraries, clean_texts, diagnosed_clean, examine, in_fork,
     load_case, names, text_of)
-from warm import bring_deepspeed
 
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.watching.diagnose import diagnose
@@ -15,9 +14,7 @@ from llm_workbook.watching.troubles import troubles
 
 
 @pytest.fixture(scope='module', autouse=True)
-def libraries():
-    bring_libraries()
-    bring_deepspeed()  # Else each rank of a third of the cases imports it
+def libraries(): bring_libraries()
 
 
 def is_slow(name: str) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from test_hybrid import REVIEWS
 from trouble import files, fine_tune, slow_case, small_recipe
-from warm import bring_deepspeed
 
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe, planned_only, shrink
@@ -45,12 +44,6 @@ def recipe_of(folder, method, strategy, **changes):
         folder, 24, **{
             'method.kind': method, 'sharding.strategy': strategy, 'cluster.processes': ranks,
             'batch.micro': 2, 'optimizer.clip': 0.5} | WIDE | changes)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def imported():
-    "Import once what ranks of DeepSpeed need, before the first fork."
-    bring_deepspeed()
 
 
 @pytest.fixture(scope='module')

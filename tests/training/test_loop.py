@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from trouble import fine_tune, slow_case, small_base, small_recipe
-from warm import bring_deepspeed
 
 from llm_workbook.training import loop as module
 from llm_workbook.training.classifier import (
@@ -33,14 +32,6 @@ WAYS = {
     'alone': ALONE, 'fsdp2': {}, 'zero3': ZERO3, 'fsdp2, full': FULL, 'zero3, full': ZERO3 | FULL,
     'ddp': {'sharding.strategy': 'ddp', 'method.kind': 'lora', 'intervals.logging': 3}}
 STARS = {1: 'negative', 2: 'negative', 3: None, 4: 'positive', 5: 'positive'}
-
-
-@pytest.fixture(scope='module', autouse=True)
-def imported():
-    "Import once what every rank needs, before the first fork: these take most of its time."
-    import llm_workbook.model.quantize  # noqa: F401  First: it silences bitsandbytes
-    import datasets, peft, transformers.trainer  # noqa: E401, F401
-    bring_deepspeed()
 
 
 @pytest.fixture(scope='module')

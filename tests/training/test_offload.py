@@ -2,7 +2,6 @@
 reads on the device of the run."""
 import pytest
 from trouble import some_rows
-from warm import bring_deepspeed
 
 from llm_workbook.config.recipe import Recipe, planned_only, shrink
 from llm_workbook.files import asset
@@ -23,7 +22,6 @@ PLAIN = shrink(Recipe.named('70b-2x24gb-qlora')).changed({
 @pytest.fixture(scope='module')
 def plain(tmp_path_factory):
     "The recipe on a few rows: 2 steps of two passes."
-    bring_deepspeed()
     rows = some_rows(tmp_path_factory.mktemp('rows'), 24)
     return PLAIN.changed({'data.source': str(rows), 'data.format': 'messages'})
 
