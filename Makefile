@@ -24,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fault test-workbook test-cluster cuda-environment test-cuda-wheel museum mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme dashboard hooks clean distclean
+.PHONY: help quickstart test test-slow test-fault test-workbook test-cluster cuda-environment test-cuda-wheel museum mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme dashboard hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -44,6 +44,9 @@ test: $(VENV)/.dev $(VENV)/.compiler ## Check the export, run every page and tes
 
 test-fault: $(VENV)/.dev $(VENV)/.compiler ## Break 25 things on purpose, on real ranks, and see that no work is lost
 	@$(BIN)/python tools/suite.py faults
+
+test-slow: $(VENV)/.dev $(VENV)/.compiler ## Run the long pages and slow tests that `make test` leaves out
+	@$(BIN)/python tools/suite.py slow
 
 test-workbook: $(VENV)/.dev $(VENV)/.compiler ## Run the quickstart, the book and the answers, and cheat on every exercise
 	@$(BIN)/python tools/suite.py workbook

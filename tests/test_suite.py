@@ -125,9 +125,24 @@ def pages_of(monkeypatch):
     return find
 
 
+def test_a_test_that_is_left_out_is_run_by_another_suite(monkeypatch):
+    "Faults that are quick are run twice: with all others, and among the faults."
+    asked = {}
+    def note(name, pages, tests): asked[name] = tests[-1]
+    monkeypatch.setattr(suite, 'pages_and_tests', note)
+    monkeypatch.setattr(suite, 'run', lambda *command: asked.update(faults=command[-1]))
+    suite.slow()
+    suite.faults()
+    for marks, expected in (((), []), (('slow',), ['long pages and slow tests']),
+                            (('fault',), ['faults']), (('fault', 'slow'), ['faults']),
+                            (('slow', 'cluster'), []), (('fault', 'cuda'), [])):
+        values = {name: name in marks for name in 'slow fault cluster cuda net wheel'.split()}
+        assert [name for name, text in asked.items() if eval(text, values)] == expected, marks
+
+
 def test_every_page_and_every_file_of_tests_is_run(pages_of):
     "Nothing is left out by a name or a folder: `nbdev_test` and pytest find what is there."
-    plain, learning, long = map(pages_of, (suite.checks, suite.workbook, suite.faults))
+    plain, learning, long = map(pages_of, (suite.checks, suite.workbook, suite.slow))
     stubs = [page for page in suite.pages() if page.parent.name == 'workbook']  # tests/exercises
     found = [*plain, *learning, *long, *stubs]
     assert sorted(found) == sorted(page.resolve() for page in suite.pages())  # Each once

@@ -43,7 +43,7 @@ def ports(process=None) -> set:
 
 
 def slow_case(*values):
-    "A case that takes long: `make test` leaves it out, `make test-fault` runs it."
+    "A case that takes long: `make test` leaves it out, `make test-slow` runs it."
     return pytest.param(*values, marks=pytest.mark.slow)
 
 

@@ -86,11 +86,11 @@ def pytest_command(workers: int, *options: str) -> tuple[str, ...]:
     return sys.executable, '-m', 'pytest', '-q', '--durations=8', *spread, *options
 
 
-# Pages that take long and that no other page needs; `make test-fault` runs them
-LONG_PAGES = ('audit', 'audit_cluster', 'real_data', '07_findings', '10_two_nodes_classifier',
-              '20_zero_from_objects', '30_two_24gb_cards', '40_two_nodes_full',
-              '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200', '80_two_t4',
-              '81_two_t4_sharded', '05_whole_way', '01_scores', '04_chat')
+# Pages that take long and that no other page needs; `make test-slow` runs them
+LONG_PAGES = ('02_run', '03_talk', 'audit', 'audit_cluster', 'museum', 'real_data', '07_findings',
+              '10_two_nodes_classifier', '20_zero_from_objects', '30_two_24gb_cards',
+              '40_two_nodes_full', '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200',
+              '80_two_t4', '81_two_t4_sharded', '05_whole_way', '01_scores', '04_chat')
 LONG = rf'^({"|".join(LONG_PAGES)})\.ipynb$'
 # Folders of the learner's pages: the book with its quickstart, and the answers to exercises.
 # `make test-workbook` runs them
@@ -172,12 +172,20 @@ def checks() -> None:
         pytest_command(max(3, CORES // 2)))
 
 
+NOT_HERE = 'not (cluster or cuda or net or wheel)'
+
+
 def faults() -> None:
-    "Run all tests of faults, and the pages and slow tests that `make test` leaves out."
-    chosen = '(fault or slow) and not (cluster or cuda or net or wheel)'
-    pages_and_tests('long pages, faults and slow tests',
+    "Run all tests of faults, those too that take long."
+    os.environ.update(QUIET)
+    with part('faults'): run(*pytest_command(max(3, CORES // 2), '-m', f'fault and {NOT_HERE}'))
+
+
+def slow() -> None:
+    "Run the pages and tests that `make test` leaves out because they take long."
+    pages_and_tests('long pages and slow tests',
                     nbdev_command(max(1, CORES // 4), '--file_re', LONG),
-                    pytest_command(max(3, CORES // 2), '-m', chosen))
+                    pytest_command(max(3, CORES // 2), '-m', f'slow and not fault and {NOT_HERE}'))
 
 
 def workbook() -> None:
@@ -216,7 +224,8 @@ if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.pop('PYTHONDONTWRITEBYTECODE', None)  # Else every process compiles the same modules
     commands = {
-        'faults': faults, 'workbook': workbook, 'cluster': cluster, 'cuda-wheel': cuda_wheel}
+        'faults': faults, 'slow': slow, 'workbook': workbook, 'cluster': cluster,
+        'cuda-wheel': cuda_wheel}
     with tempfile.TemporaryDirectory() as folder:  # No test writes into a reader's progress
         os.environ['LLMW_PROGRESS'] = f'{folder}/progress.json'
         commands.get(' '.join(sys.argv[1:]), test)()

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from trouble import slow_case
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
-
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.files import resolve
 from llm_workbook.training.loop import skip_compiler
@@ -213,7 +213,8 @@ def zero3(model, optimizer=None):
 
 
 @repeats('zero-casts-the-payload')
-@pytest.mark.parametrize('storage', ['bfloat16', 'uint8', 'float16', 'float32'])
+@pytest.mark.parametrize('storage', [
+    slow_case('bfloat16'), 'uint8', slow_case('float16'), slow_case('float32')])
 def test_deepspeed_casts_the_payload(storage):
     def run():
         model = base('qlora', storage, 'bfloat16')

@@ -310,10 +310,11 @@ LATENT = {'model_type': 'deepseek_v2', 'hidden_size': 256, 'intermediate_size': 
 
 
 @pytest.mark.parametrize('model, device, changes', [
-    (WIDE, 'cpu', {}), (WIDE, 'cuda', {}), (WIDE, 'cpu', {'precision.master': 'bfloat16'}),
+    slow_case(WIDE, 'cpu', {}), (WIDE, 'cuda', {}),
+    slow_case(WIDE, 'cpu', {'precision.master': 'bfloat16'}),
     (WIDE, 'cpu', {'batch.packing': True, 'batch.micro': 2}),
-    (WIDE, 'cuda', {'batch.packing': True, 'batch.micro': 2}), (LATENT, 'cpu', {}),
-    (LATENT, 'cpu', {'precision.master': 'bfloat16'})],
+    slow_case(WIDE, 'cuda', {'batch.packing': True, 'batch.micro': 2}), (LATENT, 'cpu', {}),
+    slow_case(LATENT, 'cpu', {'precision.master': 'bfloat16'})],
     ids=lambda value: value.get('model_type', str(value)) if isinstance(value, dict) else value)
 def test_plan_and_rehearsal_agree(tmp_path, model, device, changes):
     (tmp_path/'config.json').write_text(json.dumps(model))

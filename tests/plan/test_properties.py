@@ -15,7 +15,7 @@ from llm_workbook.plan.collectives import step_messages
 from llm_workbook.plan.ledger import memory
 from llm_workbook.plan.step_memory import instant_lines
 
-EXAMPLES = 2000 // len(PROPERTIES)
+EXAMPLES = 1000 // len(PROPERTIES)
 RECORD = json.loads((RESULTS/'cpu/plan_properties.json').read_text())
 
 

@@ -28,7 +28,7 @@ def planned_b(recipe: Recipe) -> int: return memory(recipe).total('step', level=
 
 
 @pytest.mark.parametrize('attention, changes', [
-    ('sdpa', LORA), ('flash', LORA), slow_case('eager', LORA), slow_case('sdpa', QLORA),
+    ('sdpa', LORA), slow_case('flash', LORA), slow_case('eager', LORA), slow_case('sdpa', QLORA),
     slow_case('sdpa', FULL | {'batch.micro': 1})])
 def test_plan_and_rehearsal_agree_on_packed_rows(attention, changes):
     recipe = packed_rows({'model.attention': attention}).changed(changes)

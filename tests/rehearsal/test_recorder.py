@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.utils.flop_counter import FlopCounterMode
+from trouble import slow_case
 
 from llm_workbook.model.architecture import configuration, skeleton
 from llm_workbook.model.architecture import materialise
@@ -350,7 +351,7 @@ def counted():
         held)
 
 
-@pytest.mark.parametrize('ranks', [2, 3])
+@pytest.mark.parametrize('ranks', [slow_case(2), 3])
 def test_every_rank_is_as_it_really_is(ranks):
     "With 3 ranks, 1,262 and 256 rows do not divide: the last rank holds fewer."
     for rank, (calls, flops, held) in enumerate(run_ranks(counted, ranks, timeout_s=120)):

@@ -16,7 +16,7 @@ SOME = [
     slow_case('llama-3.2-1b', 'lora'),
     slow_case('llama-3.2-1b', 'qlora, cpu'),
     slow_case('qwen2.5-0.5b', 'full, nothing recomputed'),
-    ('mixtral-8x7b', 'full')]
+    slow_case('mixtral-8x7b', 'full')]
 
 
 def committed() -> dict: return json.loads((RESULTS/'cpu/rehearsal_grid.json').read_text('utf-8'))

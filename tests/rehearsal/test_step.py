@@ -75,7 +75,7 @@ def away(source, **changes):
 
 
 @pytest.mark.parametrize('changes', [
-    {}, {'method.kind': 'full', 'batch.micro': 32, 'batch.accumulation': 2},
+    {}, slow_case({'method.kind': 'full', 'batch.micro': 32, 'batch.accumulation': 2}),
     slow_case({'method.kind': 'qlora', 'batch.accumulation': 2}),
     slow_case({'batch.loss_head': 'one_pass'}), slow_case({'precision.compute': 'float32'}),
     slow_case({'method.kind': 'full', 'batch.micro': 32})], ids=str)
@@ -115,8 +115,8 @@ def test_the_stand_in_has_the_settings_of_trl():
 
 
 # For QLoRA the page of `step` compares the same, on a model of 16 layers
-@pytest.mark.parametrize('name', [
-    name if name == 'full, gpu' else slow_case(name) for name in WAYS])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', WAYS)
 def test_two_small_models_determine_the_large_one(plain, name):
     recipe = plain.changed(WAYS[name])
     whole = rehearse(recipe, exact=True)
@@ -213,8 +213,8 @@ def test_zero_is_played_as_itself_for_two_steps(plain, strategy):
 
 
 @pytest.mark.parametrize('kind, compute', [
-    ('adamw', 'bfloat16'), ('adamw_fused', 'bfloat16'), ('adamw_8bit', 'bfloat16'),
-    ('adamw_fused', 'float32')])
+    slow_case('adamw', 'bfloat16'), ('adamw_fused', 'bfloat16'),
+    slow_case('adamw_8bit', 'bfloat16'), slow_case('adamw_fused', 'float32')])
 def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind, compute):
     "Rows so short for the model that the optimizer's step is the fullest."
     recipe = shallow.changed(FULL | GPU | {
@@ -226,7 +226,8 @@ def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind, compute)
     assert planned_b == pytest.approx(seen.peak_b, rel=.005)
 
 
-@pytest.mark.parametrize('layers, instant', [(0.6, 'embedding'), (2.2, 'first layer')])
+@pytest.mark.parametrize('layers, instant', [
+    (0.6, 'embedding'), slow_case(2.2, 'first layer')])
 def test_the_last_weight_that_zero_fetches_comes_whole(tmp_path, layers, instant):
     "The embedding, however little room the head and some layers have left."
     width, words, layer = 256, 30_000, 812_032

@@ -104,7 +104,7 @@ def matches(patterns, lines):
         re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines))
 
 
-def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tmp_path):
+def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tmp_path, warm):
     recipe = recipe.changed({
         'data.source': str(some_rows(tmp_path/'rows', 1200, 8)), 'data.format': 'messages',
         'optimizer.steps': 3, 'intervals.evaluation': 3})

@@ -112,7 +112,8 @@ def tokens_of(tokenizer, line):
     return len(tokenizer.apply_chat_template(messages, return_dict=False))
 
 
-@pytest.mark.parametrize('way', [TRACED[0], *map(slow_case, TRACED[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize('way', TRACED)
 def test_a_traced_run_learns_what_a_plain_one_learns(tmp_path, traced, way):
     changes, programs = WAYS[way]
     recipe = small_recipe(tmp_path, **changes | {'optimizer.steps': 3, 'intervals.saving': 2})

@@ -38,7 +38,7 @@ def are_equal(one, other):
 
 
 @pytest.mark.parametrize('changes', [
-    {}, {'method.kind': 'qlora', 'precision.compute': 'bfloat16'},
+    {}, slow_case({'method.kind': 'qlora', 'precision.compute': 'bfloat16'}),
     slow_case({'sharding.strategy': 'ddp'})])
 def test_it_ends_two_evaluations_after_the_best_and_keeps_the_best(
     recipe, given, tmp_path, changes

@@ -5,7 +5,7 @@ import tempfile
 from types import SimpleNamespace as Named
 
 import pytest
-from trouble import small_recipe
+from trouble import slow_case, small_recipe
 
 from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training
@@ -142,10 +142,10 @@ def test_another_recipe_than_that_of_the_objects(recipe, tmp_path, other, words)
     'changes',
     [
         {'sharding.strategy': 'zero2', 'precision.compute': 'bfloat16'},
-        {'sharding.strategy': 'ddp', 'batch.accumulation': 2},
-        {
+        slow_case({'sharding.strategy': 'ddp', 'batch.accumulation': 2}),
+        slow_case({
             'sharding.activation_checkpointing': 'full', 'method.kind': 'qlora',
-            'precision.compute': 'bfloat16', 'optimizer.warmup': 0.5},
+            'precision.compute': 'bfloat16', 'optimizer.warmup': 0.5}),
         {'cluster.variables': {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}])
 def test_a_run_keeps_what_was_in_force(recipe, tmp_path, changes):
     run = training.fine_tune(recipe.changed(changes), tmp_path/'run', 120, live=False)

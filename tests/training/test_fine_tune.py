@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trouble import disturb, losses, some_rows, wait_for
+from trouble import disturb, losses, slow_case, some_rows, wait_for
 
 from llm_workbook.parallel import load as loading
 
@@ -304,6 +304,7 @@ def test_a_run_leaves_its_files_and_the_tokenizer_with_its_template(healthy):
     assert len(run.metrics) == 4
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_within_5_s_and_the_next_run_is_untouched(
     recipe, healthy, tmp_path, monkeypatch
 ):
@@ -346,7 +347,8 @@ def test_a_hanging_rank_is_named_at_the_limit(recipe, healthy, tmp_path, monkeyp
     assert files(run) == BEGUN
 
 
-@pytest.mark.parametrize('module, name', [(loading, '_read'), (trainer, 'payload_digest')])
+@pytest.mark.parametrize('module, name', [
+    slow_case(loading, '_read'), (trainer, 'payload_digest')])
 def test_a_slow_disk_before_the_first_step_is_no_hang(
     recipe, tmp_path, monkeypatch, module, name
 ):

@@ -170,7 +170,8 @@ def infinity_in_the_part_of_the_last_rank(trainer, step):
 
 
 @pytest.mark.parametrize('method, strategy, kind', [
-    ('full', 'fsdp2', 'adamw_fused'), ('lora', 'fsdp2', 'adamw'), ('full', 'none', 'adamw_fused')])
+    slow_case('full', 'fsdp2', 'adamw_fused'), ('lora', 'fsdp2', 'adamw'),
+    ('full', 'none', 'adamw_fused')])
 def test_one_infinity_skips_the_step_of_all_ranks(tmp_path, monkeypatch, method, strategy, kind):
     observed(monkeypatch, infinity_in_the_part_of_the_last_rank, tmp_path)
     recipe = recipe_of(
@@ -210,7 +211,7 @@ def overflow_on_the_way_back(monkeypatch, rank, steps):
 
 
 @pytest.mark.parametrize('strategy, reduce', [
-    ('ddp', None), ('fsdp2', None), ('fsdp2', 'float32')])
+    slow_case('ddp', None), slow_case('fsdp2', None), ('fsdp2', 'float32')])
 def test_an_overflow_on_one_rank_is_one_of_all(tmp_path, monkeypatch, strategy, reduce):
     "Under FSDP2 also where the recipe has its gradients summed in another type."
     overflow_on_the_way_back(monkeypatch, rank=1, steps=[3])
@@ -273,7 +274,7 @@ def test_a_loss_beyond_the_range_ends_the_run_and_names_the_type(tmp_path, monke
 
 # How it goes on
 
-@pytest.mark.parametrize('strategy', ['none', 'fsdp2'])
+@pytest.mark.parametrize('strategy', ['none', slow_case('fsdp2')])
 def test_a_resumed_run_keeps_its_scale(tmp_path, monkeypatch, strategy):
     far_too_large(monkeypatch, 2.0**18)
     recipe = recipe_of(tmp_path, 'full', strategy, **HALF)

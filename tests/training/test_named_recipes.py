@@ -3,6 +3,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from trouble import slow_case
 
 from llm_workbook.config.recipe import Recipe, planned_only, recipe_names
 from llm_workbook.files import asset
@@ -132,7 +133,7 @@ def test_answers_of_a_chat_model_end_with_the_token_of_its_family(source, small_
     assert ''.join(tokenizer.decode(ids).split()) == f'{thought}3{end}'
 
 
-@pytest.mark.parametrize('family', ['qwen2.5', 'qwen3'])
+@pytest.mark.parametrize('family', ['qwen2.5', slow_case('qwen3')])
 def test_the_same_recipe_takes_a_published_tokenizer_with_a_template(family, tmp_path, first_rows):
     if not (PUBLISHED/family).is_dir(): pytest.skip('the published tokenizers are not at hand')
     model = {'qwen2.5': 'Qwen/Qwen2.5-72B-Instruct', 'qwen3': 'Qwen/Qwen3-14B'}[family]

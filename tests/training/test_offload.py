@@ -1,7 +1,7 @@
 """FSDP2 with offload on CPU ranks: the same losses, memory that is not pinned, and a head that TRL
 reads on the device of the run."""
 import pytest
-from trouble import some_rows
+from trouble import slow_case, some_rows
 
 from llm_workbook.config.recipe import Recipe, planned_only, shrink
 from llm_workbook.files import asset
@@ -51,7 +51,7 @@ def untied(plain, tmp_path_factory):
 def losses(directory): return [line['loss'] for line in read_metrics(RunFiles(directory).metrics)]
 
 
-@pytest.mark.parametrize('loading', ['sharded', 'every_rank'])
+@pytest.mark.parametrize('loading', ['sharded', slow_case('every_rank')])
 def test_offload_without_pinned_memory_trains_the_same(plain, kept, tmp_path, loading):
     "However the base is loaded: to what is kept it makes no difference."
     recipe = plain.changed({'sharding.loading': loading})
@@ -88,7 +88,7 @@ def train(recipe, directory, rows, elsewhere):
     return brought, weights, len(reads)
 
 
-@pytest.mark.parametrize('kind, away', [('qlora', True), ('full', False)])
+@pytest.mark.parametrize('kind, away', [('qlora', True), slow_case('full', False)])
 def test_a_head_that_waits_elsewhere_is_brought_to_the_loss(tmp_path, untied, kind, away):
     recipe = untied.changed(AWAY | {'sharding.pin_memory': False, 'method.kind': kind})
     rows, _ = check_recipe(recipe)

@@ -291,6 +291,7 @@ def leave_session():
     watchdog.time = SimpleNamespace(**clock)
 
 
+@pytest.mark.slow
 def test_a_session_ends_as_a_signal_does_and_the_next_one_goes_on(recipe, watched, tmp_path):
     limited = recipe.changed({'intervals.session_h': 0.2, 'sharding.strategy': 'ddp'})
     stopped_and_resumed(limited, watched, tmp_path, 1e-6, leave_session)

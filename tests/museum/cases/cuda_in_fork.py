@@ -5,6 +5,8 @@ import sys
 
 from llm_workbook.parallel.ranks import run_ranks
 
+SLOW = True  # Several ranks or models, in seconds of processor
+
 
 def use_gpu():
     import torch

@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from llm_workbook.files import asset
 from llm_workbook.parallel.ranks import run_ranks
 
+SLOW = True  # Several ranks or models, in seconds of processor
+
 
 def leave_room(room_b):
     "Let this process have so much more memory than it has now."

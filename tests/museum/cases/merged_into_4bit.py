@@ -8,6 +8,8 @@ from llm_workbook.model.adapters import add_adapters, save_adapters
 from llm_workbook.model.quantize import load_nf4
 from llm_workbook.release.merge import merged
 
+SLOW = True  # Several ranks or models, in seconds of processor
+
 IDS = torch.randint(5, 1260, (8, 32), generator=torch.Generator().manual_seed(0))
 
 

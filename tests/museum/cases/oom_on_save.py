@@ -8,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 
 from llm_workbook.parallel.ranks import run_ranks
 
+SLOW = True  # Several ranks or models, in seconds of processor
+
 
 def save_with_little_room(whole):
     model = fully_shard(torch.nn.Linear(4096, 8192, bias=False))  # 128 MiB, 64 on each rank

@@ -2,6 +2,8 @@
 from llm_workbook import Recipe
 from llm_workbook.parallel.ranks import run_ranks
 
+SLOW = True  # Several ranks or models, in seconds of processor
+
 CPU = {'ACCELERATE_USE_CPU': 'true'}
 
 

@@ -9,6 +9,8 @@ from llm_workbook.files import asset
 from llm_workbook.parallel.backends import cpu_fsdp
 from llm_workbook.parallel.ranks import run_ranks
 
+SLOW = True  # Several ranks or models, in seconds of processor
+
 ENV = {'ACCELERATE_USE_CPU': 'true', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '2',
        'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP',
        'FSDP_TRANSFORMER_CLS_TO_WRAP': 'LlamaDecoderLayer'}
