@@ -398,27 +398,28 @@ def test_an_estimate_takes_milliseconds():
     assert sorted(spent)[len(spent) // 2] < 0.005
 
 
-def test_a_search_of_thousands_takes_seconds(eight):
-    start = time.process_time()
-    again = search(eight.base)
-    assert (time.process_time() - start) / len(again) * 5000 < 6
+ALL_FIT = {
+    'method.kind': 'lora', 'sharding.strategy': 'fsdp2', 'method.rank': [8, 16],
+    'optimizer.kind': ['adamw', 'adamw_bf16', 'sgd'],
+    'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
 
 
-def test_a_search_in_which_all_fit_takes_seconds():
-    base = draft('llama-3.2-1b', '8x-h100', rows=512, length=256)
-    axes = {
-        'method.kind': 'lora', 'sharding.strategy': 'fsdp2', 'method.rank': [8, 16],
-        'optimizer.kind': ['adamw', 'adamw_bf16', 'sgd'],
-        'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
-    search(base, axes)
-    start = time.process_time()
-    again = search(base, axes)
-    middle = time.process_time()
-    assert not again.refused
-    for plan in again.accepted[:200]: estimate(plan.draft)
-    alone_s = (time.process_time() - middle) / 200
-    # Plans share their lines: half of what each takes alone; all of it before
-    assert middle - start < .7 * alone_s * len(again)
+@pytest.mark.parametrize('base, axes', [
+    (draft('llama-3.1-8b', '8x-h100', rows=64, length=4096), None),
+    (draft('llama-3.2-1b', '8x-h100', rows=512, length=256), ALL_FIT)],
+    ids=['thousands', 'all fit'])
+def test_a_search_takes_half_of_what_its_plans_take_alone(base, axes):
+    "They share their lines. The quicker of two turns counts."
+    together_s, alone_s = [], []
+    for turn in range(2):
+        start = time.process_time()
+        again = search(base, axes)
+        middle = time.process_time()
+        for plan in again.accepted[:200]: estimate(plan.draft)
+        together_s.append((middle - start) / len(again))
+        alone_s.append((time.process_time() - middle) / 200)
+    assert bool(again.refused) == (axes is None)
+    assert min(together_s) < .75 * min(alone_s)
 
 
 # The packaged plans
