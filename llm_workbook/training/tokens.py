@@ -7,7 +7,7 @@ __all__ = ['Answer', 'Written', 'Tokens', 'ChatFormat', 'end_tokens', 'answer_to
            'token_view', 'TokenReport', 'check_rows']
 
 # %% ../../nbs/training/02_tokens.ipynb #7a0c1d04
-import re
+import os, re
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
@@ -179,21 +179,16 @@ def _text_tokens(text, tokenizer):
     return Tokens(ids, [1] * len(ids), [])
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c004
-_TOGETHER = 1000  # Conversations that are tokenised at once: fast, and little to hold
-
 def _tokenise(chat, conversations) -> list[Tokens]:
-    "Tokenise conversations, many at once; the tokens of their answers train."
-    tokenised = []
-    for first in range(0, len(conversations), _TOGETHER):
-        group = conversations[first:first + _TOGETHER]
-        coded = _marked(chat, group) if chat.marked else chat.tokenizer(
-            [written.text for written in group], add_special_tokens=False,
-            return_offsets_mapping=True, verbose=False)
-        ids = coded['input_ids']
-        marks = coded.get('assistant_masks') or [[1] * len(found) for found in ids]
-        parts = zip(group, ids, coded['offset_mapping'], marks, strict=True)
-        tokenised += [_answers_alone(*part) for part in parts]
-    return tokenised
+    "Tokenise conversations, all at once; the tokens of their answers train."
+    if not conversations: return []
+    coded = _marked(chat, conversations) if chat.marked else chat.tokenizer(
+        [written.text for written in conversations], add_special_tokens=False,
+        return_offsets_mapping=True, verbose=False)
+    ids = coded['input_ids']
+    marks = coded.get('assistant_masks') or [[1] * len(found) for found in ids]
+    parts = zip(conversations, ids, coded['offset_mapping'], marks, strict=True)
+    return [_answers_alone(*part) for part in parts]
 
 def _answers_alone(written, ids, offsets, marks) -> Tokens:
     "Let train what is marked and inside of an answer."
@@ -343,10 +338,36 @@ def check_rows(
     cut = [[_fit(tokens, length) for tokens in found] for found in whole]
     return _report(whole, cut)
 
+def _row_fault(found, length, too_long):
+    "Say what is wrong with one tokenised row; '' when nothing is."
+    for tokens in found:
+        fault = _fault(tokens)
+        if fault: return fault
+        late = [end + 1 for end in tokens.ends if end >= length]
+        if late and too_long == 'refuse':
+            return (f'has an answer that ends at token {late[-1]:,}, past batch.length {length:,}, '
+                    'so its end would not train; raise batch.length, shorten it, '
+                    "or set data.too_long to 'drop'")
+    return ''
+
+# %% ../../nbs/training/02_tokens.ipynb #a2b8b314
+_TOGETHER = 1000  # Rows that are tokenised at once: fast, and little to hold
+_SILENT_S = 3  # Few rows need no bar
+
 def _all_tokens(rows, tokenizer, answers) -> list:
     "Give for each row its tokens, or what is wrong with it."
     is_chat = any('text' not in row for row in rows)
     chat = ChatFormat(tokenizer) if is_chat else None
+    found = []
+    with _bar(len(rows)) as bar:
+        for first in range(0, len(rows), _TOGETHER):
+            group = rows[first:first + _TOGETHER]
+            found += _group_tokens(group, chat, tokenizer, answers)
+            bar.update(len(group))
+    return found
+
+def _group_tokens(rows, chat, tokenizer, answers) -> list:
+    "Give this for rows that are tokenised at once."
     found = [_read(row, chat, tokenizer, answers) for row in rows]
     written = [part for parts in found for part in parts if isinstance(part, Written)]
     tokens = iter(_tokenise(chat, written))
@@ -363,17 +384,11 @@ def _read(row, chat, tokenizer, answers) -> 'list | str':
     try: return _write(chat, row['messages'], answers)
     except ValueError as error: return str(error)
 
-def _row_fault(found, length, too_long):
-    "Say what is wrong with one tokenised row; '' when nothing is."
-    for tokens in found:
-        fault = _fault(tokens)
-        if fault: return fault
-        late = [end + 1 for end in tokens.ends if end >= length]
-        if late and too_long == 'refuse':
-            return (f'has an answer that ends at token {late[-1]:,}, past batch.length {length:,}, '
-                    'so its end would not train; raise batch.length, shorten it, '
-                    "or set data.too_long to 'drop'")
-    return ''
+def _bar(rows):
+    "Show how many rows are done where it takes seconds; of several ranks, the first one does."
+    from tqdm.auto import tqdm
+    return tqdm(total=rows, desc='tokenising', unit='row', delay=_SILENT_S, leave=False,
+                disable=os.environ.get('RANK', '0') != '0')
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c020
 def _report(whole, cut):

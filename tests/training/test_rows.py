@@ -7,6 +7,7 @@ import pytest
 
 from llm_workbook.config.recipe import Data, Recipe, shrink
 from llm_workbook.model.architecture import load_tokenizer
+from llm_workbook.training import tokens
 from llm_workbook.training.data import DatasetError, load_rows
 from llm_workbook.training.fine_tune import check_recipe
 from llm_workbook.training.tokens import ChatFormat, answer_tokens, check_rows
@@ -224,3 +225,24 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path/'a.jsonl').write_text('{"prompt": "Hi", "completion": "Ho", "completion": "Hm"}')
     with pytest.raises(DatasetError, match="line 1: .* has the key 'completion' twice"):
         load_rows(Data(source=str(tmp_path/'a.jsonl'), test_share=0.0))
+
+
+# How long it takes
+
+@pytest.mark.parametrize('rank, shown', [(None, True), ('0', True), ('1', False)])
+def test_a_bar_shows_how_many_rows_are_tokenised(tokenizer, monkeypatch, capsys, rank, shown):
+    "Of ranks that torchrun has started, each tokenises all rows and the first one says so."
+    monkeypatch.setattr(tokens, '_SILENT_S', 0)
+    monkeypatch.setattr(tokens, '_TOGETHER', 2)
+    monkeypatch.delenv('RANK', raising=False)
+    if rank: monkeypatch.setenv('RANK', rank)
+    turns = [ASK, ANSWER]
+    rows = [{'messages': turns}, {'text': 'Once.'}, {'messages': turns * 2}]
+    one_by_one = [answer_tokens(row, ChatFormat(tokenizer)) for row in rows]
+    assert check_rows(rows, tokenizer).tokenised == one_by_one
+    assert ('tokenising' in capsys.readouterr().err) is shown
+
+
+def test_few_rows_have_no_bar(tokenizer, capsys):
+    check_rows([{'messages': [ASK, ANSWER]}] * 10, tokenizer)
+    assert 'tokenising' not in capsys.readouterr().err
