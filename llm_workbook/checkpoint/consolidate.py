@@ -99,6 +99,7 @@ def export_full(
 ) -> dict[str, tuple]:  # Name -> shape of each tensor written
     "Assemble whole tensors, each rank its files; then compare, load and try the result."
     import torch
+    from tqdm import tqdm  # Plain: a rank is a fork, and a widget would ask the kernel
     folder, directory = Path(folder), Path(directory)
     rank, ranks = rank_and_world()
     manifest = on_every_rank(lambda: check_checkpoint(folder))[0]
@@ -115,7 +116,8 @@ def export_full(
     files = _plan_files(tensors, shard_b)
 
     def write_files():
-        for name in [*files][rank::ranks]:
+        own = [*files][rank::ranks]
+        for name in tqdm(own, 'writing', unit='file', delay=3, leave=False, disable=rank != 0):
             _assemble(folder / 'model', directory / name, files[name], cast)
 
     def finish():

@@ -335,8 +335,10 @@ _JUDGED_ROWS = 64  # Held-out rows that the gate takes
 
 def _write_weights(merge, folder):
     "Merge and write one weight after the other; check what lies there."
-    shards = _Shards(folder, merge.weights.tensors)
-    for name in merge.weights.tensors: shards.add(merge.parts(name))
+    from tqdm.auto import tqdm
+    shards, names = _Shards(folder, merge.weights.tensors), merge.weights.tensors
+    for name in tqdm(names, desc='merging', unit='weight', delay=3, leave=False):
+        shards.add(merge.parts(name))
     shards.finish()
     _verify(merge, folder)
 

@@ -478,16 +478,20 @@ def _look(case, name, compare):
     case.outcomes[name] = relation._replace(seconds=time.monotonic() - start)
 
 # %% ../../nbs/release/07_invariants.ipynb #53d07390
-def _gather(case):
+_LAUNCHES = {'two ranks': ['two', 'whole'], 'three ranks': ['three'], 'two groups': ['groups']}
+
+def _gather(case, bar):
     "Start the processes that the wanted relations need, and take in what they found."
     import datasets, peft, trl.trainer.sft_trainer  # Once for all ranks
     recipe = case.recipes['one']
+    bar.set_postfix_str('one process')
     found, = notebook_ranks(_first_process, 1, (case,), _LIMIT_S, fsdp_env(recipe))
     case.outcomes, case.errors, case.rounding, case.own_loss, case.start = found
+    bar.update(len(case.outcomes) - bar.n)
     if 'two' not in case.recipes or _unmet(case, 'ranks'): return
-    _launch(case, ['two', 'whole'])
-    _launch(case, ['three'])
-    _launch(case, ['groups'])
+    for text, names in _LAUNCHES.items():
+        bar.set_postfix_str(text)
+        _launch(case, names)
 
 # %% ../../nbs/release/07_invariants.ipynb #80f68c33
 def _wanted(relations, names):
@@ -508,15 +512,19 @@ def check_invariants(
     "Run a miniature of the recipe's model in pairs that must agree, and compare them."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
+    from tqdm.auto import tqdm
     wanted = _wanted(relations, _NAMES[recipe.method.objective])
     start = time.monotonic()
-    with case_folder(directory) as folder, without_bars():
+    with (case_folder(directory) as folder, without_bars(),
+          tqdm(total=len(wanted), desc='relations', leave=False) as bar):
         case = _Case(recipe, folder, wanted)
+        bar.set_postfix_str('miniature')
         _look(case, 'miniature', lambda: _prepare(case))
-        if case.outcomes['miniature'].passed: _gather(case)
+        if case.outcomes['miniature'].passed: _gather(case, bar)
         for name in wanted:
             if name in case.outcomes: continue
             compare = (_BETWEEN_PAIRS if case.is_dpo else _BETWEEN_RUNS).get(name)
             _look(case, name, lambda: compare(case))
+            bar.update(len(case.outcomes) - bar.n)
         found = tuple(case.outcomes[name] for name in wanted)
         return Invariants(recipe, case.tried, found, time.monotonic() - start)

@@ -349,6 +349,7 @@ def merged(
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
 ) -> 'PreTrainedModel':  # On the CPU, without peft
     "Add the adapters to the weights of their base."
+    from tqdm.auto import tqdm
     source = base
     if isinstance(base, Model): source, revision = base.source, base.revision
     merge = Merge(source, adapters, into, method, precision, revision)
@@ -356,7 +357,7 @@ def merged(
     if into != 'nf4': loading = loading.model_copy(update={'kind': 'lora'})  # Loads without packing
     model = load_base(base, loading, precision, 'cpu', revision)
     with merge.weights:
-        for name in merge.changed:
+        for name in tqdm(merge.changed, desc='merging', unit='weight', delay=3, leave=False):
             _put(model, name, merge.parts(name), merge.places.get(name, (name, 0)))
     return model
 

@@ -61,6 +61,21 @@ def test_the_bytes_are_those_of_the_merge(published, adapters):
     assert written.tensors.keys() == ours.keys() - {'lm_head.weight'}  # tied
 
 
+def test_a_long_merge_shows_how_many_weights_are_done(adapters, tmp_path, monkeypatch):
+    import tqdm.auto
+    bars, right = [], tqdm.auto.tqdm
+    def note(things=None, *values, **named):
+        if named.get('desc') == 'merging': bars.append((named['unit'], len(things)))
+        return right(things, *values, **named)
+    monkeypatch.setattr(tqdm.auto, 'tqdm', note)
+    out = export(RECIPE, adapters, tmp_path / 'out', facts=NO, prove=False)
+    written = len(Weights(out.directory).tensors)
+    changed = len(Merge('tiny-base', adapters, method=RECIPE.method).changed)
+    merged('tiny-base', adapters, method=RECIPE.method)
+    assert bars == [('weight', written), ('weight', changed)]
+    assert 0 < changed < written
+
+
 def test_the_tensors_are_aligned(published, adapters, tmp_path):
     from safetensors import safe_open
     small = export(RECIPE, adapters, tmp_path / 'small', 'nf4', NO, False)

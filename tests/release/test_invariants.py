@@ -418,7 +418,7 @@ def test_a_loss_that_is_divided_once_more_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_that_train_the_same_rows_are_found(monkeypatch):
+def test_ranks_that_train_the_same_rows_are_found(monkeypatch, capsys):
     from accelerate.data_loader import BatchSamplerShard
     right = BatchSamplerShard.__init__
 
@@ -428,6 +428,9 @@ def test_ranks_that_train_the_same_rows_are_found(monkeypatch):
     monkeypatch.setattr(BatchSamplerShard, '__init__', first)
     found = checked(['accumulation', 'ranks', 'resume'], **DDP)
     assert 'ranks' in broken(found) and not {'accumulation', 'resume'} & {*broken(found)}, found
+    bar = capsys.readouterr().err
+    assert all(f'/{len(found.relations)}' in bar and now in bar
+               for now in ('miniature', 'one process', 'two ranks', 'three ranks'))
 
 
 @pytest.mark.slow
