@@ -28,6 +28,14 @@ def _assemble(folder, path, tensors, dtype):
         slices.append((name, tensor, (0,) * tensor.ndim))
     return write_slices(path, slices)
 
+def _write_files(folder, directory, files, dtype):
+    "Write this rank's files; rank 0 shows how many of its own are done."
+    from tqdm import tqdm  # Plain: a rank is a fork, and a widget would ask the kernel
+    rank, ranks = rank_and_world()
+    own = [*files][rank::ranks]
+    for name in tqdm(own, 'writing', unit='file', delay=3, leave=False, disable=rank != 0):
+        _assemble(folder, directory / name, files[name], dtype)
+
 def _plan_files(tensors, limit_b):
     "File name -> its tensors: files of at most `limit_b` bytes, or of one tensor."
     groups, left_b = [], 0
@@ -99,9 +107,8 @@ def export_full(
 ) -> dict[str, tuple]:  # Name -> shape of each tensor written
     "Assemble whole tensors, each rank its files; then compare, load and try the result."
     import torch
-    from tqdm import tqdm  # Plain: a rank is a fork, and a widget would ask the kernel
     folder, directory = Path(folder), Path(directory)
-    rank, ranks = rank_and_world()
+    rank, _ = rank_and_world()
     manifest = on_every_rank(lambda: check_checkpoint(folder))[0]
     if manifest.payload or manifest.strategy.startswith('zero'):
         raise ValueError(f'{folder.name!r} holds {manifest.method} under {manifest.strategy}: '
@@ -115,11 +122,6 @@ def export_full(
     model_dtype = cast or max(floats, key=floats.count)
     files = _plan_files(tensors, shard_b)
 
-    def write_files():
-        own = [*files][rank::ranks]
-        for name in tqdm(own, 'writing', unit='file', delay=3, leave=False, disable=rank != 0):
-            _assemble(folder / 'model', directory / name, files[name], cast)
-
     def finish():
         if rank: return
         _write_index(directory, files, source, model_dtype)
@@ -127,6 +129,6 @@ def export_full(
         if load: _verify(directory, shapes, model_dtype)
 
     on_every_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
-    on_every_rank(write_files)
+    on_every_rank(lambda: _write_files(folder / 'model', directory, files, cast))
     on_every_rank(finish)
     return shapes
