@@ -1,9 +1,9 @@
 """Messages against formulas and real ranks, FLOPs against torch's counter, and seconds that move
 the right way."""
 import json
-import time
 
 import pytest
+from calls import calls_of
 
 from bench.shared.small_rehearsals import SHAPES
 from llm_workbook.files import asset
@@ -403,9 +403,7 @@ def test_a_plan_is_quick():
     model = spec('llama-3.1-8b')
     box = node('p4de')
     estimate_step(LARGE, model, box)
-    start = time.process_time()
-    for _ in range(50): estimate_step(LARGE, model, box)
-    assert (time.process_time() - start) / 50 < 1.5e-3
+    assert calls_of(lambda: estimate_step(LARGE, model, box)) < 1_000  # 0.3 ms on quiet cores
 
 
 def test_fp8_speeds_up_products_alone():
