@@ -389,7 +389,7 @@ def test_a_whole_recipe_of_this_package_can_be_searched_around():
 
 def test_an_estimate_takes_milliseconds():
     large = draft('llama-3.1-405b', 'p5', nodes=4, rows=32)
-    for recipe, most in (PAIR, 6_000), (PAIR.changed({'batch.micro': 2}), 7_000), (large, 20_000):
+    for recipe, most in (PAIR, 3_500), (PAIR.changed({'batch.micro': 2}), 4_400), (large, 11_500):
         estimate(recipe)
         assert calls_of(lambda: estimate(recipe)) < most
 
@@ -400,19 +400,15 @@ ALL_FIT = {
     'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none'}
 
 
-@pytest.mark.parametrize('base, axes, share', [
-    (draft('llama-3.1-8b', '8x-h100', rows=64, length=4096), None, .65),
-    (draft('llama-3.2-1b', '8x-h100', rows=512, length=256), ALL_FIT, .8)],
+@pytest.mark.parametrize('base, axes, most', [
+    (draft('llama-3.1-8b', '8x-h100', rows=64, length=4096), None, 1_900),
+    (draft('llama-3.2-1b', '8x-h100', rows=512, length=256), ALL_FIT, 2_400)],
     ids=['thousands', 'all fit'])
-def test_a_search_takes_less_than_its_plans_take_alone(base, axes, share):
-    "They share their lines. What is known of a model once is known to both, so it is asked before."
-    found = search(base, axes)
+def test_plans_of_a_search_share_their_work(base, axes, most):
+    "Two to three times as many calls where the sizes of a layer are computed for each plan."
+    found = search(base, axes)  # What is known of a model once is known from here on
     assert bool(found.refused) == (axes is None)
-    some = found.accepted[:200]
-    for plan in some: estimate(plan.draft)
-    together = calls_of(lambda: search(base, axes)) / len(found)
-    alone = calls_of(lambda: [estimate(plan.draft) for plan in some]) / len(some)
-    assert together < share * alone
+    assert calls_of(lambda: search(base, axes)) / len(found) < most
 
 
 # The packaged plans
