@@ -145,12 +145,16 @@ ALL_SCORES = 'log_probs', 'entropy', 'is_top1'  # What TRL's trainer asks for
 
 
 def heads() -> dict:
-    "Ways to the mean loss of tokens: the library's, and cut cross-entropy where it is installed."
-    from llm_workbook.model.loss_head import token_scores
+    "Ways to the mean loss of tokens: the library's, and those of packages that are installed."
+    from llm_workbook.model.loss_head import fused_scores, token_scores
 
     def ours(*tensors, outputs=('log_probs',)):
         return -token_scores(*tensors, outputs=outputs).log_probs.mean()
     ways = {'ours': ours, 'ours_all_scores': partial(ours, outputs=ALL_SCORES)}
+    import torch
+    if torch.cuda.is_available() and find_spec('liger_kernel'):
+        def liger(*tensors): return -fused_scores(*tensors).log_probs.mean()
+        ways['liger'] = liger
     if find_spec('cut_cross_entropy'):
         from cut_cross_entropy import linear_cross_entropy
         ways['cce'] = linear_cross_entropy

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PART_NUMBERS', 'LogitMap', 'logit_map', 'check_logits', 'tile_rows', 'block_rows', 'TokenScores', 'token_scores',
-           'add_one_pass_head', 'loss_head_of']
+           'fused_scores', 'add_one_pass_head', 'loss_head_of']
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550003
 import inspect
@@ -13,6 +13,7 @@ from functools import cache, wraps
 from types import MethodType
 from typing import NamedTuple
 
+from .fused_head import kernel_scores
 from .half_matmul import slow_half_dtypes
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550006
@@ -268,10 +269,25 @@ def _walk_words(tensors, targets, scorer, gradients):
             scorer.write_gradient(tile[lines], inside[lines], gradients.unit)
         gradients.add_words(words, tile, hidden, weight)
 
+# %% ../../nbs/model/14_loss_head.ipynb #14b00002
+def _kernel_scores(tensors, targets, asked, needs):
+    "Scores of all tokens by Liger's kernel, and its gradients."
+    hidden, weight, bias = tensors
+    scale = asked.logits.scale
+    if scale != 1: hidden, bias = hidden * scale, bias if bias is None else bias * scale
+    found = kernel_scores((hidden, weight, bias), targets, asked.logits.softcap, needs)
+    if scale != 1 and found.weight is not None: found.weight.div_(scale)
+    entropy, is_top1 = None, None
+    if 'entropy' in asked.outputs: entropy = found.losses.new_full(targets.shape, float('nan'))
+    if 'is_top1' in asked.outputs: is_top1 = found.likeliest == targets
+    scores = TokenScores(found.losses.neg_(), entropy, is_top1)
+    return scores, found if any(needs) else None
+
 # %% ../../nbs/model/14_loss_head.ipynb #1055f003
 def _score_all(tensors, targets, asked, needs, head_dtype):
     "Scores of all tokens, and the gradients that are needed; None where none is."
     import torch
+    if asked.fused: return _kernel_scores(tensors, targets, asked, needs)
     hidden, weight, _ = tensors
     scores = _empty_scores(len(hidden), asked.outputs, hidden.device)
     scorer = _Scorer(len(hidden), len(weight), hidden.device, asked.logits)
@@ -323,6 +339,7 @@ class _Asked(NamedTuple):  # How tokens are scored
     logits: LogitMap
     outputs: tuple
     by_words: bool  # Whether the gradients of a head that trains are made in a second walk
+    fused: bool  # Whether Liger's kernel does it
 
 # %% ../../nbs/model/14_loss_head.ipynb #10550022
 def _remember(ctx, gradients, asked, inputs):
@@ -345,6 +362,12 @@ def _shared(factors):
 # %% ../../nbs/model/14_loss_head.ipynb #10550025
 _OUTPUTS = 'log_probs', 'entropy', 'is_top1'
 
+# %% ../../nbs/model/14_loss_head.ipynb #1055003b
+class _Head(NamedTuple):
+    logits: LogitMap
+    outputs: tuple
+    fused: bool = False  # By Liger's kernel
+
 # %% ../../nbs/model/14_loss_head.ipynb #10550026
 def token_scores(
     hidden: 'Tensor',  # Last hidden states, (tokens, width)
@@ -355,8 +378,23 @@ def token_scores(
     outputs: tuple[str, ...] = ('log_probs',),  # Also of 'entropy', 'is_top1'
 ) -> TokenScores:  # Each (tokens,); a gradient flows back from `log_probs` alone
     "Score `targets` without keeping a logit, and make the gradients at once."
+    return _scores((hidden, weight, bias), targets, _Head(logits, tuple(outputs)))
+
+def fused_scores(
+    hidden: 'Tensor',  # Last hidden states, (tokens, width)
+    weight: 'Tensor',  # Of the output head, (words, width)
+    targets: 'Tensor',  # The word that came after each, (tokens,)
+    bias: 'Tensor | None' = None,  # Of the output head, (words,)
+    logits: LogitMap = LogitMap(),  # What the model does to its logits
+    outputs: tuple[str, ...] = ('log_probs',),  # As above; an entropy is NaN, since nobody has it
+) -> TokenScores:  # Each (tokens,); a gradient flows back from `log_probs` alone
+    "Score `targets` as `token_scores` does, by Liger's kernel."
+    return _scores((hidden, weight, bias), targets, _Head(logits, tuple(outputs), fused=True))
+
+def _scores(tensors, targets, head):
     import torch
-    unknown = [name for name in outputs if name not in _OUTPUTS]
+    hidden, weight, bias = tensors
+    unknown = [name for name in head.outputs if name not in _OUTPUTS]
     if unknown: raise ValueError(f'output {unknown[0]!r} is none of {", ".join(_OUTPUTS)}')
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f'a head of shape {tuple(weight.shape)} does not fit hidden states of '
@@ -365,7 +403,7 @@ def token_scores(
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
     by_words = _BY_WORDS[_place(hidden.device)]
-    asked = _Asked(dtype, torch.is_grad_enabled(), logits, tuple(outputs), by_words)
+    asked = _Asked(dtype, torch.is_grad_enabled(), head.logits, head.outputs, by_words, head.fused)
     with torch.autocast(device, enabled=False):
         return TokenScores(*_one_pass().apply(hidden, weight, bias, targets, asked))
 
@@ -404,7 +442,7 @@ def _score_model(model, hidden, targets, head):
     mask = targets != -100
     with maybe_gather_lm_head_ctx(weight, bias):  # Under ZeRO-3
         bias = bias if bias is None else _whole(bias)
-        scores = token_scores(hidden[mask], _whole(weight), targets[mask], bias, *head)
+        scores = _scores((hidden[mask], _whole(weight), bias), targets[mask], head)
     spread = []
     for score in scores:
         if score is not None:  # With no token that trains, the model is still in the graph
@@ -425,11 +463,6 @@ class _Labels(NamedTuple):  # As TRL names them
     labels: 'Tensor | None'  # Of each token itself
     shift_labels: 'Tensor | None'  # Of the token after it
     num_items_in_batch: 'Tensor | int | None'  # Tokens of a step, over which the loss is a mean
-
-# %% ../../nbs/model/14_loss_head.ipynb #1055003b
-class _Head(NamedTuple):
-    logits: LogitMap
-    outputs: tuple
 
 # %% ../../nbs/model/14_loss_head.ipynb #1055003c
 def _answer(model, head, given, args, options) -> 'FusedCausalLMOutput':
@@ -452,9 +485,10 @@ def _answer(model, head, given, args, options) -> 'FusedCausalLMOutput':
 def add_one_pass_head(
     model: 'PreTrainedModel',  # A causal language model, not yet wrapped; its forward is changed
     outputs: tuple[str, ...] = _OUTPUTS,  # As for `token_scores`
+    fused: bool = False,  # Whether Liger's kernel scores them, as in `fused_scores`
 ) -> None:
     "Let `model(..., labels=labels, fused_lm_head=True)` score its labels in one pass."
-    head = _Head(check_logits(model), tuple(outputs))
+    head = _Head(check_logits(model), tuple(outputs), fused)
     _head_of(model)  # Refuses one that cannot be scored
     usual = model.forward
 
@@ -466,13 +500,13 @@ def add_one_pass_head(
         named = {name: value for name, value in given._asdict().items() if value is not None}
         return usual(*args, **named, **options)
 
-    forward.loss_head = 'one_pass'
+    forward.loss_head = 'fused' if fused else 'one_pass'
     model.forward = MethodType(forward, model)
 
 # %% ../../nbs/model/14_loss_head.ipynb #1055003f
 def loss_head_of(
     model: 'PreTrainedModel',  # As it trains, without DDP, DeepSpeed and PEFT around it
-) -> str:  # 'one_pass', 'chunked' (TRL's tiles) or 'full'
+) -> str:  # 'one_pass', 'fused', 'chunked' (TRL's tiles) or 'full'
     "Say which loss head answers a call with `fused_lm_head=True`."
     function = getattr(model, 'forward', None)
     if function is None: raise ValueError(f'{model!r:.60} is no model')

@@ -411,7 +411,7 @@ def check_base(
     check_attention(model.source, model.attention, model.revision)
     check_segments(model.source, model.attention, model.revision)
     check_packing(model, method)
-    if model.head == 'causal_lm' and recipe.batch.loss_head in ('chunked', 'one_pass'):
+    if model.head == 'causal_lm' and recipe.batch.loss_head != 'full':
         _check_logits(model)
     place = resolve(model.source)
     if recipe.sharding.loading != 'sharded' or not isinstance(place, Path): return

@@ -243,7 +243,7 @@ def _sending(recipe) -> _Sending:
         passes=recipe.batch.accumulation,
         clips=recipe.optimizer.clip > 0,
         logs=recipe.intervals.logging == 1,
-        in_tiles=recipe.batch.loss_head in ('chunked', 'one_pass'),
+        in_tiles=recipe.batch.loss_head != 'full',
         looks=method.kind != 'full' or sharding.activation_checkpointing == 'none')
 
 # %% ../../nbs/plan/09_collectives.ipynb #684ce4a9

@@ -33,11 +33,14 @@ def _judged_layer(sort, unit, spec, setting) -> LayerSizes:
     front = fullest_forward(_without_gradients(tape), start)
     embedded_b = start.size_b  # What the embedding gave is named to the end of the last layer
     front = front._replace(saved_b=front.saved_b + embedded_b)
-    return sort._replace(kept_b=copies_b, first_kept_b=copies_b, front=front)
+    return sort._replace(kept_b=copies_b, first_kept_b=copies_b, copies_b=0, front=front)
 
 def _judged_head(spec, setting) -> int:
     "Bytes of the fullest instant of the head, with the hidden state that it reads."
+    if setting.head in ('one_pass', 'fused'): setting = setting._replace(kind='lora')
     tape = _without_gradients(head_tape(spec, setting))
+    if setting.head == 'one_pass':  # Only Liger's makes room for gradients
+        tape.ops[-1] = tape.ops[-1]._replace(saves=())
     size_b = fullest_forward(tape, tape.ops[0].inputs[0]).total_b
     if setting.head != 'chunked' or setting.cuda: return size_b
     return size_b + min(setting.rows, 4096) * min(spec.vocab, 32768)  # TRL: `before_target`
@@ -46,7 +49,7 @@ def _judged_head(spec, setting) -> int:
 def _judged_step(spec, run, step) -> tuple[StepRun, StepSizes]:
     "The sizes of a step, with those of its forward pass as they are without gradients."
     setting = run.setting._replace(dropout=False, fresh=True)
-    if setting.head in ('full', 'fused'): setting = setting._replace(head='chunked')
+    if setting.head == 'full': setting = setting._replace(head='chunked')
     sorts = tuple(_judged_layer(sort, unit, spec, setting)
                   for sort, unit in zip(step.sorts, spec.units))
     judged = replace(

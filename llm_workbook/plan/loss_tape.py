@@ -6,6 +6,7 @@
 __all__ = ['tiled_loss', 'one_pass_loss', 'fused_loss']
 
 # %% ../../nbs/plan/02c_loss_tape.ipynb #10560003
+from ..model.fused_head import kernel_rows
 from ..model.loss_head import PART_NUMBERS, block_rows, tile_rows
 from .tape import Tape, Tensor
 
@@ -95,12 +96,19 @@ def fused_loss(
     vocab: int,  # Words
     setting: 'Setting',  # Of the layers before
 ) -> Tensor:  # The loss
-    "Write down a kernel that never has all logits."
+    "Write down Liger's kernel: a few rows of logits, which become their gradients in place."
     hidden, compute_b = x.width, setting.compute_b
-    rows = -(-setting.rows // -(-vocab // hidden))
-    rows = min(setting.rows, 1 << (rows - 1).bit_length())  # The next power of two
+    weight = hidden * vocab if setting.trains else 0
+    tile_b = compute_b * vocab * kernel_rows(setting.rows, vocab, hidden)
+    made_b = compute_b * weight if compute_b != 4 else 0  # From the sum, which is float32
+    fore_b = x.size_b + 4 * weight + max(tile_b, made_b)
+    if x.element_b > compute_b: fore_b += compute_b * setting.rows * hidden
+    if setting.casts: fore_b += compute_b * hidden * vocab  # A copy of the head
+    work_b = x.size_b if x.element_b != compute_b else 0
+    if setting.grad_b != compute_b: work_b += compute_b * weight
     return tape.op(
         'fused head', (x,), 1, 4,
         saves=(tape.tensor('gradient of the last hidden state', hidden, compute_b),),
-        fore_b=rows * vocab * compute_b,
-        grads_b=hidden * vocab * setting.grad_b if setting.trains else 0)
+        work_b=work_b,
+        fore_b=fore_b,
+        grads_b=setting.grad_b * weight)

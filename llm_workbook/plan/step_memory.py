@@ -16,100 +16,92 @@ from ..display import nearest
 from ..model.spec import ModelSpec
 from .activations import (
     PartSizes, StepRun, StepSizes, layers_at_the_end, live_numbers, step_sizes)
-from .lines import INSTANTS, Line
+from .lines import INSTANTS, Line, StepKind
 
 # %% ../../nbs/plan/05_step_memory.ipynb #07d84784
 _TORCH, _FSDP = 'torch, saved tensors of autograd', 'torch, fully_shard'
 
-class _Kind(NamedTuple):  # What lines of one sort have in common
-    kind: str
-    name: str
-    formula: str
-    source: str
-    lasting: bool = False
-
 _KINDS = {
-    'kept': _Kind(
+    'kept': StepKind(
         'activations', 'kept by the layers', 'Σ layers × tokens × width × bytes', _TORCH, True),
-    'away': _Kind(
+    'away': StepKind(
         'activations', 'saved tensors, on the host', 'Σ layers × tokens × width × bytes',
         'TRL, OffloadActivations', True),
-    'rounding': _Kind(
+    'rounding': StepKind(
         'pinned_rounding', 'saved tensors, each rounded up', 'Σ powers of two - bytes',
         'torch, aten/src/ATen/core/CachingHostAllocator.h', True),
-    'rotary': _Kind(
+    'rotary': StepKind(
         'activations', 'rotary tables', '2 × length × head_dim × bytes', 'transformers', True),
-    'mask': _Kind(
+    'mask': StepKind(
         'activations', 'masks of attention', 'tokens × length × bytes, one per kind of window',
         'transformers', True),
-    'ids': _Kind('activations', 'token ids', '8 × tokens', 'transformers', True),
-    'copies': _Kind(
+    'ids': StepKind('activations', 'token ids', '8 × tokens', 'transformers', True),
+    'copies': StepKind(
         'activations', '16-bit copies of weights', 'Σ layers × numbers × bytes',
         'torch, autocast_mode.cpp: cached to the end of the forward pass'),
-    'final': _Kind(
+    'final': StepKind(
         'activations', 'kept by the last norm and the head', 'Σ tokens × width × bytes',
         _TORCH, True),
-    'logits': _Kind(
+    'logits': StepKind(
         'logits', 'logits, log-softmax, their gradients',
         'tokens × vocab × (bytes + 4 + 4), then × 12', 'transformers'),
-    'alive': _Kind(
+    'alive': StepKind(
         'activations', 'kept by the part at work', 'Σ tokens × width × bytes', _TORCH),
-    'flow': _Kind(
+    'flow': StepKind(
         'activations', 'gradients of activations', 'Σ tokens × width × bytes', _TORCH),
-
-    'work': _Kind(
+    'work': StepKind(
         'activations', 'temporaries of the operation at work', 'Σ rows × width × bytes', _TORCH),
-    'unpacked': _Kind(
+    'unpacked': StepKind(
         'dequantised', 'weight of the operation at work, unpacked', 'out × in × bytes',
         'bitsandbytes, MatMul4Bit'),
-    'gradients': _Kind('gradients', 'gradients', 'trained numbers × bytes', _TORCH, True),
-    'outputs': _Kind(
+    'gradients': StepKind('gradients', 'gradients', 'trained numbers × bytes', _TORCH, True),
+    'outputs': StepKind(
         'logits', 'float32 logits, alive to the end of the backward pass', 'tokens × vocab × 4',
         'torch, FSDP1'),
-    'temporaries': _Kind(
+    'temporaries': StepKind(
         'optimizer', 'temporaries of the step', 'numbers × bytes', 'torch, AdamW'),
 }
 
 # %% ../../nbs/plan/05_step_memory.ipynb #bbc6bcda
 _KINDS |= {
-    'whole': _Kind(
+    'whole': StepKind(
         'gradients', 'gradients not yet reduced', 'trained numbers of the unit × bytes', _FSDP),
-    'gathered': _Kind('unsharded', 'gathered weights', 'numbers of the unit × bytes', _FSDP),
-    'ahead': _Kind(
+    'gathered': StepKind('unsharded', 'gathered weights', 'numbers of the unit × bytes', _FSDP),
+    'ahead': StepKind(
         'prefetch', 'next unit, gathered ahead', 'numbers of the unit × bytes', _FSDP),
-    'flat': _Kind(
+    'flat': StepKind(
         'collective', 'output of an all-gather, already copied out',
         'numbers of the unit × bytes', _FSDP),
-    'reduce': _Kind(
+    'reduce': StepKind(
         'collective', 'input of a reduce-scatter', 'trained numbers of the unit × bytes', _FSDP),
-    'reduced': _Kind(
+    'reduced': StepKind(
         'collective', 'output of a reduce-scatter',
         'trained numbers of the unit × bytes / ranks', _FSDP),
-    'twice': _Kind(
+    'twice': StepKind(
         'collective', 'copy that gloo makes for an all-gather', 'numbers of the unit × bytes',
         'torch, ProcessGroupGloo'),
-    'input': _Kind(
+    'input': StepKind(
         'collective', 'input of an all-gather, cast', 'numbers of the unit × bytes / ranks',
         _FSDP),
-    'copy': _Kind(
+    'copy': StepKind(
         'collective', 'copy that gloo makes for a reduce-scatter',
         'trained numbers of the unit × bytes', 'torch, gloo'),
-    'buckets': _Kind(
+    'buckets': StepKind(
         'buffers', 'buckets of gradients', 'trained numbers × bytes',
         'torch, DistributedDataParallel', True),
-    'live': _Kind(
+    'live': StepKind(
         'unsharded', 'gathered weights, up to zero.max_live', 'min(numbers, max_live) × bytes',
         'DeepSpeed, partitioned_param_coordinator.py'),
-    'bucket': _Kind(
+    'bucket': StepKind(
         'collective', 'a bucket of gathered weights, already copied out',
         'min(prefetch_bucket, gathered) × bytes', 'DeepSpeed, partition_parameters.py'),
-    'moving': _Kind(
+    'moving': StepKind(
         'gradients', 'a gradient on its way into a bucket', 'numbers of one weight × bytes',
         'DeepSpeed'),
-    'sent': _Kind(
+    'sent': StepKind(
         'collective', 'a full bucket, copied to be reduced',
         'min(reduce_bucket, numbers) × bytes', 'DeepSpeed, flatten'),
-    'ipg': _Kind(
+    'ipg': StepKind(
         'zero_buckets', 'buckets of gradients', 'reduce_bucket × bytes × 2 if overlap',
         'DeepSpeed', True),
 }
@@ -133,7 +125,7 @@ def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
     return {**step.tables, 'kept': max(0, kept_b - freed_b), 'alive': instant.saved_b + freed_b,
             'flow': instant.flow_b, work: instant.work_b, 'whole': instant.grads_b}
 
-_TILED = 'chunked', 'one_pass'  # Heads that nobody calls as a module
+_TILED = 'chunked', 'one_pass', 'fused'  # Heads that nobody calls as a module
 
 def _forward_alive(run, step) -> dict[str, dict]:
     kept_b, beside_b = _waiting(run, step)
@@ -262,14 +254,14 @@ def _in_buckets(run, step, instants) -> None:
     parts, bucket = step.layers, run.zero.reduce_bucket
     largest_b = step.big.part.neighbours // 3 * run.setting.compute_b  # Of two that are alike
     for name in ('last layer', 'first layer'):
-        if name in instants: instants[name]['moving'] = min(instants[name]['moving'], largest_b)
+        if name in instants:
+            instants[name]['moving'] = step.tied_b + min(instants[name]['moving'], largest_b)
     numbers = parts.trained + step.embedding.trained + step.tail.trained
     number_b = run.setting.compute_b
     if bucket >= numbers:
         if 'embedding' in instants: instants['embedding']['sent'] = numbers * number_b
         return
-    early = 0 if step.tied_b else step.tail.trained  # A tied gradient is whole at the end alone
-    done = min(1, max(0, (bucket - early) / max(1, parts.trained)))
+    done = _reduced_first(run, step)
     kept_b, beside_b = _waiting(run, step)
     left_b = int((1 - done) * (kept_b if run.recomputes else beside_b))
     weight = largest_b // number_b
@@ -277,7 +269,20 @@ def _in_buckets(run, step, instants) -> None:
     if run.strategy == 'zero3': sent_b += sent_b // run.ranks  # And what comes out of it
     instants['layer reduced'] = step.tables | {
         'kept': left_b, 'alive': max(0, step.big.peak.saved_b), 'flow': 2 * step.big.stream_b,
-        'moving': largest_b, 'sent': sent_b}
+        'moving': largest_b + step.tied_b, 'sent': sent_b}
+    if 'embedding' in instants: _alone(run, step, instants['embedding'])
+
+def _reduced_first(run, step) -> float:
+    "The share of the layers whose gradients fill the first bucket."
+    early = 0 if step.tied_b else step.tail.trained  # A tied gradient is whole at the end alone
+    return min(1, max(0, (run.zero.reduce_bucket - early) / max(1, step.layers.trained)))
+
+def _alone(run, step, sizes) -> None:
+    "A gradient that no bucket holds is copied, unless ZeRO-1 adds it up; ZeRO-2 does so later."
+    last = step.embedding.trained or step.tail.trained  # One tensor, where they are tied
+    if last <= run.zero.reduce_bucket or run.accumulates and run.strategy == 'zero1': return
+    sizes['sent'] = last * run.setting.compute_b
+    if run.strategy == 'zero2' and run.accumulates: sizes['moving'] += sizes['sent']
 
 
 # %% ../../nbs/plan/05_step_memory.ipynb #2c8f5a62
@@ -291,11 +296,14 @@ def _fetched(run, step, instants) -> None:
     live = live_numbers(run.zero, numbers, head, run.recomputes)
     live_b = live * split_b // numbers
     layers, last_b = _fetched_last(run, step)
+    layers_b = split_b - step.embedding.split_b - step.tail.split_b
+    left_b = split_b - int(_reduced_first(run, step) * layers_b)  # Without those dropped since
     if run.recomputes and live < numbers:  # Else nothing is fetched there
         instants['first layer']['kept'] += max(0, layers - 1) * step.big.kept_b
     for name, sizes in instants.items():
         if name == 'optimizer': continue
         sizes['live'] = min(split_b, last_b.get(name, live_b))
+        if name == 'layer reduced': sizes['live'] = min(sizes['live'], left_b)
         if name == 'embedding' or live == numbers: continue  # Nothing is fetched again
         bucket_b = run.zero.prefetch_bucket * split_b // numbers
         sizes['bucket'] = min(bucket_b, sizes['live'])
@@ -433,6 +441,7 @@ def _forward_shards(shards, instants) -> None:
     instants['last layer gathers'].update(_flat_gather(run, unit_b, unit_b, before_b))
     if no_flat: head = _flat_gather(run, 0, unit_b, stay_b + tail_b - root_b)
     else: head = _flat_gather(run, tail_b, unit_b, stay_b)
+    if head_apart and not run.cuda: head['twice'] = tail_b - root_b  # gloo's copy
     instants['head gathers'].update(head)
     if not run.recomputes:
         gathered_b = stay_b + unit_b if run.reshards else stay_b

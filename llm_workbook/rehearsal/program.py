@@ -22,13 +22,13 @@ from ..config.recipe import Recipe, planned_only
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import (
     configuration, load_tokenizer, materialise, skeleton)
-from ..model import loss_head
 from ..model.quantize import keep_payload, nf4_config
 from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
 from ..parallel.backends import cpu_fsdp, fsdp_env
 from ..parallel.shard import assert_sharding
 from .ddp_buckets import refill_buckets, without_ddp_peers
+from .gpu_kernels import gpu_kernels
 from .host_activations import HostActivations
 from .micro_batch import micro_batch, ones_row
 from .recorder import Recorder, recorded
@@ -151,7 +151,7 @@ _NOTES_WHERE = {  # Note -> field and values with which it holds
     'the loss is computed where the weight of the head lies, with offload and adapters on the CPU: '
     'here it counts to the GPU':
         {'sharding.offload_parameters': ['cpu'], 'method.kind': ['lora', 'qlora'],
-         'batch.loss_head': ['chunked', 'one_pass']},
+         'batch.loss_head': ['chunked', 'one_pass', 'fused']},
 }
 
 # %% ../../nbs/rehearsal/04_program.ipynb #dc948833
@@ -258,11 +258,9 @@ def _adapted_libraries(recipe, gpu):
         if recipe.pads: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
-        if gpu:
-            stack.enter_context(_trl_kernels_of_gpus())
-            stack.enter_context(_tiles_of_gpus())
-            stack.enter_context(_dropout_of_gpus())
-        if gpu and recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
+        fused = recipe.batch.loss_head == 'fused'
+        if gpu or fused: stack.enter_context(gpu_kernels(fused, gpu))
+        if recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
         yield
 
 def _padded_rows():
@@ -272,7 +270,7 @@ def _padded_rows():
 
 # %% ../../nbs/rehearsal/04_program.ipynb #351aa402
 def _no_ddp():
-    "accelerate wraps a single process in DDP on a CPU, and not on a GPU."
+    "accelerate would wrap a single process in DDP, since the process group is pretended."
     import torch.nn.parallel as parallel
 
     class Unwrapped(parallel.DistributedDataParallel):
@@ -295,66 +293,7 @@ def _bitsandbytes_with_fakes():
         stack.enter_context(patch.object(modules.Linear4bit, '_apply', stay))
         yield
 
-# %% ../../nbs/rehearsal/04_program.ipynb #d6888680
-@contextmanager
-def _trl_kernels_of_gpus():
-    "TRL's way through Triton kernels, which work inside tensors that are there already."
-    import trl.trainer.utils as trainer_utils
-    from trl.kernels import chunked_logprob
-
-    def use_triton(device): return True
-
-    def blocks(rows, rows_of_block): return -(-rows // rows_of_block)
-
-    with ExitStack() as stack:
-        for name, stand_in in [
-            ('triton', SimpleNamespace(cdiv=blocks)),
-            ('_forward_kernel', _IdleKernel()),
-            ('_backward_kernel', _IdleKernel()),
-            ('_addmm_fp32', _add_product),
-            ('_use_triton', use_triton),
-        ]:
-            stack.enter_context(patch.object(chunked_logprob, name, stand_in, create=True))
-        stack.enter_context(patch.object(trainer_utils, '_use_triton', use_triton, create=True))
-        yield
-
-class _IdleKernel:
-    "A kernel that is started on a grid, `kernel[grid](...)`, and does nothing."
-    def __getitem__(self, grid): return self
-
-    def __call__(self, *args, **kwargs): pass
-
-@contextmanager
-def _tiles_of_gpus():
-    "Tiles of the one-pass head as large as on a GPU, and its products."
-    with (
-        patch.object(loss_head, '_place', lambda device: 'cuda'),
-        patch.object(loss_head, '_add_product', _add_slopes),
-    ):
-        yield
-
-def _add_slopes(total, tile, hidden): _add_product(total, tile.t(), hidden)
-
-def _add_product(total, a, b):
-    "On a GPU the product is added as it is made: here it goes into the sum's own memory."
-    import torch
-    room = total
-    if a.dtype != total.dtype: room = total.view(a.dtype)[..., :b.shape[1]]
-    torch.mm(a, b, out=room)
-
 # %% ../../nbs/rehearsal/04_program.ipynb #5d0c7a12
-def _dropout_of_gpus():
-    "Dropout that keeps a mask of one byte for each number, as the kernel of a GPU does."
-    import torch
-    of_cpu = torch.nn.functional.dropout
-
-    def dropout(input, p=.5, training=True, inplace=False):
-        fused = training and 0 < p < 1 and not inplace and input.numel()
-        if not fused: return of_cpu(input, p, training, inplace)
-        return torch.native_dropout(input, p, True)[0]
-
-    return patch.object(torch.nn.functional, 'dropout', dropout)
-
 def _finite_gradients():
     "A loss scaler that finds no infinite gradient."
     import torch
@@ -490,7 +429,7 @@ def _fake_payload_class():
 def _trainer(recipe, folder, model, joined):
     "The trainer of the project; that of transformers where TRL's cannot compute the loss."
     row = ones_row(recipe)
-    if recipe.model.head == 'causal_lm' and recipe.batch.loss_head in ('chunked', 'one_pass'):
+    if recipe.model.head == 'causal_lm' and recipe.batch.loss_head != 'full':
         trainer = make_trainer(recipe, folder, [row], model, load_tokenizer('tiny-base'))
     else:
         trainer = _plain_trainer(recipe, folder, row, model)
@@ -582,7 +521,7 @@ def _judge(trainer, recorder, recipe):
     "Judge one batch of held-out rows; say with which events that began and ended."
     import torch
     first, model = len(recorder.events), trainer.model_wrapped
-    in_tiles = recipe.model.head == 'causal_lm' and recipe.batch.loss_head == 'chunked'
+    in_tiles = recipe.model.head == 'causal_lm' and recipe.batch.loss_head != 'full'
     options = {'fused_lm_head': True} if in_tiles else {}
     model.eval()
     with torch.no_grad():

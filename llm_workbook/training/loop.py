@@ -159,9 +159,9 @@ def _optimizer_class(kind):
 def _fuse_head(model, recipe):
     "Take TRL's head, or that of one pass: probabilities of the labels alone, tile by tile."
     from trl.trainer.utils import add_fused_lm_head
-    one_pass = recipe.batch.loss_head == 'one_pass'
-    add_head = add_one_pass_head if one_pass else add_fused_lm_head
-    add_head(model, outputs=('log_probs',))
+    outputs, head = ('log_probs',), recipe.batch.loss_head
+    if head == 'chunked': add_fused_lm_head(model, outputs=outputs)
+    else: add_one_pass_head(model, outputs, fused=head == 'fused')
 
 def _recompute(model, recipe):
     "Keep no activations of the layers, or some; under FSDP2 accelerate wraps them to keep none."

@@ -283,8 +283,9 @@ def _collator(recipe, tokenizer, model, multiple):
 def _set_loss(trainer, recipe):
     "Let the head score tokens once where the recipe says so; TRL's tiles are there already."
     model = trainer.model
-    if recipe.batch.loss_head == 'one_pass':
-        add_one_pass_head(model.get_base_model() if hasattr(model, 'get_base_model') else model)
+    if recipe.batch.loss_head in ('one_pass', 'fused'):
+        bare = model.get_base_model() if hasattr(model, 'get_base_model') else model
+        add_one_pass_head(bare, fused=recipe.batch.loss_head == 'fused')
     if recipe.method.objective != 'dpo': return
     from trl.trainer.utils import disable_dropout_in_model
     disable_dropout_in_model(model)  # The reference is computed without
