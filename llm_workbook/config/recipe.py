@@ -268,7 +268,7 @@ class Batch(Part):
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
     padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
     loss_head: Literal['chunked', 'one_pass', 'full',
-                       'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; never kept
+                       'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; Liger's kernel
 
 _Passes = Annotated[Real, Field(gt=0, le=1e6)]
 

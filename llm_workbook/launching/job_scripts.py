@@ -294,7 +294,10 @@ def skypilot(
         raise ValueError(f'{recipe.name} is for CPUs: SkyPilot is asked for GPUs here')
     card = _matching(gpu, r'[A-Za-z0-9][A-Za-z0-9-]{0,30}', 'gpu')
     recipe_file = _matching(file, r'(~/|\./|/)?[A-Za-z0-9_][\w./-]*', 'file')
-    extra = '[deepspeed]' if recipe.sharding.strategy.startswith('zero') else ''
+    needs = {'deepspeed': recipe.sharding.strategy.startswith('zero'),
+             'liger': recipe.batch.loss_head == 'fused'}
+    extras = ','.join(name for name, needed in needs.items() if needed)
+    extra = f'[{extras}]' if extras else ''
     task = {
         'name': recipe.name,
         'num_nodes': cluster.nodes,
