@@ -111,3 +111,11 @@ def test_an_old_package_is_refused_by_its_version():
 def test_pairs_are_not_for_it():
     with pytest.raises(RecipeError, match='dpo-scores-in-tiles'):
         recipe(**ON_GPU, **{'method.objective': 'dpo', 'data.format': 'preference'})
+
+
+def test_a_task_in_the_cloud_installs_it():
+    from llm_workbook.launching.job_scripts import skypilot
+    extra = [line for line in skypilot(recipe(**ON_GPU), '/mnt/run', 'shared', 'H100').splitlines()
+             if 'pip install' in line]
+    assert len(extra) == 1
+    assert 'llm-workbook[liger]' in extra[0]

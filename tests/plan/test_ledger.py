@@ -557,8 +557,10 @@ def test_a_full_bucket_is_copied_to_be_sent_and_zero3_makes_its_part_besides(sta
         'method.kind': 'full', 'sharding.strategy': f'zero{stage}', 'cluster.nodes': 1,
         'cluster.processes': ranks, 'zero.reduce_bucket': 10**6}))
     sent = [x.size_b for x in made.lines if x.name == 'a full bucket, copied to be reduced']
-    moving = [x.size_b for x in made.lines
-              if x.name == 'a gradient on its way into a bucket' and x.instant == 'last layer']
+    moving = [x.size_b for x in made.lines if x.name == 'a gradient on its way into a bucket'
+              and x.instant in ('last layer', 'layer reduced')]
+    assert len(moving) == 2
+    assert moving[0] == moving[1]
     base = spec('tiny-base')
     tied_b = 2 * base.vocab * base.hidden  # The head's gradient waits for the embedding's
     copy_b = 2 * (10**6 - (moving[0] - tied_b) // 4)

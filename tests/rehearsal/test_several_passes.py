@@ -73,7 +73,7 @@ def test_one_process_has_no_buckets_and_judges_without_gradients(tmp_path, devic
     has cast were counted twice in an evaluation."""
     if (device, head) == ('cpu', 'fused'): pytest.skip('a CPU does not run it')
     source = recipe_folder(str(tmp_path), SHAPES['head'] | {'tie_word_embeddings': True})
-    made = plain_recipe(source, 1, FULL | {
+    made = plain_recipe(source, 1, FULL | AGAIN | {
         'batch.length': 1024, 'cluster.hardware': '1x-h100', 'batch.loss_head': head,
         'intervals.evaluation': 1, 'intervals.saving': 1})
     if device == 'cpu': made = made.changed({'cluster.device': 'cpu', 'cluster.hardware': None})
@@ -85,7 +85,8 @@ def test_one_process_has_no_buckets_and_judges_without_gradients(tmp_path, devic
 
 @pytest.mark.parametrize('kind', ['lora', slow_case('qlora')])
 def test_a_frozen_head_is_gathered_with_a_copy_on_a_cpu(tmp_path, kind):
-    source = recipe_folder(str(tmp_path), SHAPES['head'] | {'tie_word_embeddings': False})
-    made = plain_recipe(source, 2, LORA | AGAIN | {'method.kind': kind, 'batch.length': 256})
+    source = recipe_folder(str(tmp_path), SHAPES['head'] | {
+        'hidden_size': 2048, 'intermediate_size': 2048, 'tie_word_embeddings': False})
+    made = plain_recipe(source, 2, LORA | {'method.kind': kind, 'batch.length': 256})
     made = made.changed({'cluster.device': 'cpu', 'cluster.hardware': None})
     assert abs(memory(made).total('step', 'gpu', 'allocated') / rehearse(made).peak_b - 1) < .01
