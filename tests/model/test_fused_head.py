@@ -19,51 +19,54 @@ pytestmark = pytest.mark.skipif(
 ON_GPU = {'cluster.device': 'cuda', 'cluster.hardware': '8x-h100'}
 
 
-def interpreted(check: str, timeout_s=300) -> dict:
-    "Call a function of `interpreted_head` in a process whose Triton interprets."
+def interpreted(*checks: str, timeout_s=300) -> dict:
+    "Call functions of `interpreted_head` in a process whose Triton interprets; name -> findings."
     variables = os.environ | {'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(
-        [sys.executable, '-m', 'tests.model.interpreted_head', check],
+        [sys.executable, '-m', 'tests.model.interpreted_head', *checks],
         env=variables, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_families_have_their_own_losses_and_gradients():
+@pytest.fixture(scope='module')
+def found() -> dict: return interpreted('families', 'forgotten', 'methods', 'rows')
+
+
+def test_families_have_their_own_losses_and_gradients(found):
     "Softcaps, scaled logits, ties, experts and a bias; hits, and entropies that are NaN."
-    found = interpreted('families')
-    assert len(found) == 7
-    for name, row in found.items():
+    assert len(found['families']) == 7
+    for name, row in found['families'].items():
         assert row['loss_off'] < 1e-5, name
         assert row['gradients_off'] < 1e-4, name
         assert row['hits_equal'] and row['entropy_unknown'], name
 
 
-def test_a_softcap_that_is_forgotten_is_seen():
-    assert interpreted('forgotten')['loss_off'] > 0.1
+def test_a_softcap_that_is_forgotten_is_seen(found):
+    assert found['forgotten']['loss_off'] > 0.1
 
 
-def test_methods_are_those_of_tiles():
+def test_methods_are_those_of_tiles(found):
     "Two micro-batches; with adapters no gradient of the head is made."
-    found = interpreted('methods')
-    assert found['full']['off'] < 1e-4
-    assert found['lora']['off'] < 1e-4
-    assert found['qlora, bfloat16']['off'] < 3e-2
-    assert not found['lora']['head_trains']
+    methods = found['methods']
+    assert methods['full']['off'] < 1e-4
+    assert methods['lora']['off'] < 1e-4
+    assert methods['qlora, bfloat16']['off'] < 3e-2
+    assert not methods['lora']['head_trains']
 
 
 @pytest.mark.slow
 def test_two_ranks_train_by_trl_what_tiles_train():
     "Sharded by FSDP2, through TRL's trainer: each loss of four steps, and what is in force."
-    found = interpreted('trained')
+    found = interpreted('trained')['trained']
     assert found['heads'] == ['fused', 'chunked']
     assert found['fused'] == pytest.approx(found['chunked'], rel=1e-5)
     assert found['fused'][-1] < found['fused'][0]
 
 
-def test_the_tiles_are_those_of_liger():
+def test_the_tiles_are_those_of_liger(found):
     "Its function asks for as many rows of logits at once as `kernel_rows` says."
-    assert interpreted('rows') == [[40, 40], [50, 2], [257, 32]]
+    assert found['rows'] == [[40, 40], [50, 2], [257, 32]]
     sizes = (40, 64, 64), (50, 321, 8), (257, 321, 32)
     assert [kernel_rows(*three) for three in sizes] == [40, 2, 32]
 

@@ -268,4 +268,4 @@ print(times[1] - times[0], (time.process_time() - times[1]) / 100, int(peak) * 1
     )
     assert first < 2
     assert each < 5e-3
-    assert peak_mb < 500
+    assert peak_mb < 600  # Of which Triton takes 80
