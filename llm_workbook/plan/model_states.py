@@ -334,7 +334,10 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
     else:
         after_forward = [name for name in instants if INSTANTS[name].phase != 'forward']
         late = rank.knobs.reduce_bucket > rank.tensors.largest  # The head fills no bucket
-        there = tuple(name for name in after_forward if name not in ('loss', 'head' * late))
+        before = ['loss', 'head' * late]
+        if not rank.position and n <= rank.tensors.largest:  # A piece of the embedding: it is last
+            before += ['last layer', 'layer reduced', 'first layer']
+        there = tuple(name for name in after_forward if name not in before)
     return _Reduced(number_b, n, m, there, name, source)
 
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909
