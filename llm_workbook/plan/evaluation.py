@@ -37,7 +37,8 @@ def _judged_layer(sort, unit, spec, setting) -> LayerSizes:
 
 def _judged_head(spec, setting) -> int:
     "Bytes of the fullest instant of the head, with the hidden state that it reads."
-    if setting.head in ('one_pass', 'fused'): setting = setting._replace(kind='lora')
+    if setting.head in ('one_pass', 'fused'):  # As if the head were frozen
+        setting = setting._replace(kind='lora')
     tape = _without_gradients(head_tape(spec, setting))
     if setting.head == 'one_pass':  # Only Liger's makes room for gradients
         tape.ops[-1] = tape.ops[-1]._replace(saves=())
