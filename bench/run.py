@@ -14,7 +14,7 @@ LINES = ('import_time', 'launch_latency', 'estimate', 'plan_search', 'ledger_byt
          'rehearsal_error', 'rehearsal_grid', 'rehearse_70b', 'caching_allocator',
          'gpu_memory', 'nf4_quantise', 'loss_head', 'sft_throughput', 'sharded_load', 'sample_data',
          'real_data', 'first_contact', 'wire_bytes', 'launch_table', 'families', 'try_out',
-         'monitor_overhead', 'museum', 'packing')
+         'monitor_overhead', 'museum', 'packing', 'length_grouping')
 
 
 def run_line(name: str, results: Path = RESULTS) -> dict | None:

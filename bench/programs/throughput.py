@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 LENGTH = 1024
@@ -24,16 +25,18 @@ LEARNING_RATE = 2e-5  # As SFTConfig has it
 SHAPE = {'vocab_size': 32_000, 'hidden_size': 768, 'intermediate_size': 2048,
          'num_hidden_layers': 12, 'num_attention_heads': 12, 'num_key_value_heads': 4,
          'max_position_embeddings': LENGTH, 'tie_word_embeddings': True}
+SMALL = {'hidden_size': 384, 'intermediate_size': 1024, 'num_hidden_layers': 6,
+         'num_attention_heads': 6, 'num_key_value_heads': 2}  # For a pass over many rows
 
 
 # What is trained
 
-def model():
-    "A Llama of 100 M parameters, untrained, in float32."
+def model(**changes):
+    "A Llama of 100 M parameters, or of another shape, untrained, in float32."
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes))
 
 
 def drawn(examples: int) -> list[dict]:
@@ -110,7 +113,31 @@ def packed(rows, folder):
                   gradient_accumulation_steps=bins, activation_checkpointing=False)
 
 
-TRAINERS = {'ours': ours, 'packed': packed, 'default': default}
+def one_pass(rows, folder, **batch):
+    "The library's trainer on a small model: one pass over the rows, a step for each batch."
+    from llm_workbook import Recipe
+    from llm_workbook.model.segments import register_segments
+    from llm_workbook.training.packed_rows import pack_rows
+    from llm_workbook.training.trainer import make_trainer
+    numbered = [row | {'row': number} for number, row in enumerate(rows)]
+    count = len(pack_rows(numbered, LENGTH)) if batch.get('packing') else len(rows)
+    recipe = Recipe(
+        name='grouped', model={'source': 'tiny-base', 'attention': 'segments'},
+        data={'source': 'sample-conversations'}, method={'kind': 'full'},
+        cluster={'processes': 1}, sharding={'strategy': 'none'},
+        batch={'length': LENGTH, 'loss_head': 'one_pass'} | batch,
+        optimizer={'kind': 'adamw_fused', 'steps': math.ceil(count / batch['micro'])})
+    register_segments()
+    base = model(**SMALL)
+    base.set_attn_implementation('segments')
+    return make_trainer(recipe, folder, rows, base)
+
+
+TRAINERS = {
+    'ours': ours, 'packed': packed, 'default': default,
+    'padded': partial(one_pass, micro=DEFAULT_ROWS),
+    'grouped': partial(one_pass, micro=DEFAULT_ROWS, group_by_length=True),
+    'filled': partial(one_pass, micro=JOINED_ROWS, packing=True)}
 
 
 # What is measured

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MixSource', 'Model', 'Data', 'Method', 'Precision', 'Cluster', 'Sharding', 'Zero', 'Batch', 'Optimizer', 'Intervals',
-           'Rule', 'broken', 'rules', 'Recipe', 'recipe_names', 'planned_only', 'shrink', 'differences', 'shrinkage']
+           'Recipe', 'recipe_names', 'planned_only', 'shrink', 'differences', 'shrinkage']
 
 # %% ../../nbs/config/03_recipe.ipynb #3c6f302e
 from functools import cache
@@ -18,6 +18,7 @@ from pydantic import (BaseModel, BeforeValidator, Field, PlainSerializer, model_
 
 from .document import (Count, Document, Name, Part, Problem, Real, RecipeError,
                                           Share, versioned)
+from .rules import broken
 from ..display import Markup, fields_table, html_table, nearest
 from ..files import asset
 
@@ -266,6 +267,7 @@ class Batch(Part):
     accumulation: Count = 1  # Forward passes per step
     length: Annotated[Count, Field(ge=8)] = 1024  # Tokens per row at most
     packing: bool = False  # Fill every row with several examples, each attending to itself alone
+    group_by_length: bool = False  # Rows of like length in one step, which pads less
     padded: bool = False  # To plan for rows of unequal length; the longest has `length` tokens
     loss_head: Literal['chunked', 'one_pass', 'full',
                        'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; Liger's kernel
@@ -317,74 +319,6 @@ class Intervals(Part):
     def session_s(self) -> float | None:  # Seconds; None is never
         "Say how long a start may last."
         return 3600 * self.session_h or None
-
-# %% ../../nbs/config/03_recipe.ipynb #b1c282be
-class Rule(Part):
-    "A combination that cannot work, or that costs more than it seems."
-    id: Name  # Short name
-    path: Name  # Field to change
-    when: dict[str, object]  # Field -> a value, several, null, or comparisons; all must hold
-    reason: Name  # Why it cannot work
-    fix: Name  # What to write instead
-    source: Name  # Who found out
-    pains: list[str] = []  # Entries of the failure catalogue that it answers
-    level: Literal['refuse', 'warn',
-                   'run'] = 'refuse'  # No recipe; a plan says so; or training refuses it
-    breaks: dict[str, object]  # Changes to a plain recipe that make the rule bite
-    fixes: dict[str, object]  # Further changes that satisfy it
-
-# %% ../../nbs/config/03_recipe.ipynb #4f470fce
-_COMPARISONS = {
-    'not': lambda value, other: value != other,
-    'above': lambda value, other: value > other,
-    'below': lambda value, other: value < other,
-    'in': lambda value, other: value in other,
-    'has': lambda value, other: any(part in value for part in other),
-    'undivided': lambda value, other: other % value != 0}
-
-def _meets(value, condition, facts) -> bool:
-    "Say whether a fact meets the condition of a rule."
-    if value is None or condition is None: return value is condition
-    if isinstance(condition, list): return value in condition
-    if not isinstance(condition, dict): return value == condition
-    for comparison, other in condition.items():
-        if str(other).startswith('='): other = facts[other[1:]]
-        if not _COMPARISONS[comparison](value, other): return False
-    return True
-
-def _holds(rule, facts) -> bool:  # A condition about a fact that is not there does not hold
-    return all(name in facts and _meets(facts[name], condition, facts)
-               for name, condition in rule.when.items())
-
-def broken(
-    facts: dict,  # Dotted name -> value, as `Recipe.facts` gives them; a plan adds its own names
-    level: str = 'refuse',  # Or 'warn', or 'run'
-) -> list[Rule]:  # Those whose every condition holds
-    "Find the rules of one `level` that `facts` break; a rule about a fact that is not there waits."
-    if level not in ('refuse', 'warn', 'run'):
-        raise ValueError(f"level {level!r} must be 'refuse', 'warn' or 'run'")
-    return [rule for rule in rules() if rule.level == level and _holds(rule, facts)]
-
-# %% ../../nbs/config/03_recipe.ipynb #4c2a1a79
-@cache
-def rules() -> tuple[Rule, ...]:  # In the order of the file; a notebook shows them as a table
-    "Read the rules of this package."
-    return _Rules(Rule(**row) for row in _read('rules.yaml'))
-
-class _Rules(tuple):
-    def _repr_html_(self):
-        heads = 'rule', 'level', 'field', 'when', 'why', 'instead', 'source'
-        return html_table(heads, [(rule.id, rule.level, rule.path, _conditions(rule), rule.reason,
-                                   rule.fix, rule.source) for rule in self])
-
-# %% ../../nbs/config/03_recipe.ipynb #fd688700
-def _conditions(rule) -> str:  # In words
-    return '; '.join(f'{name} {_condition(test)}' for name, test in rule.when.items())
-
-def _condition(test) -> str:
-    if isinstance(test, list): return ' or '.join(map(str, test))
-    if not isinstance(test, dict): return 'not set' if test is None else str(test)
-    return ' and '.join(f'{comparison} {_condition(other)}' for comparison, other in test.items())
 
 # %% ../../nbs/config/03_recipe.ipynb #4aa2ef51
 _FORMATS = {
@@ -546,6 +480,7 @@ def _toy_contents(recipe) -> dict:
         'data': data,
         'method.rank': 16, 'method.alpha': 32,
         'batch': Batch(micro=12, length=128, packing=recipe.batch.packing,
+                       group_by_length=recipe.batch.group_by_length,
                        loss_head=recipe.batch.loss_head)}
 
 def _own_contents(recipe) -> dict:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from ..config.document import Problem, RecipeError
 from ..config.hardware import Node, node as find_node
 from ..config.passes import in_steps
-from ..config.recipe import Method, Recipe, broken, planned_only, recipe_names
+from ..config.recipe import Method, Recipe, planned_only, recipe_names
+from ..config.rules import broken
 from ..display import PALETTE, binary_size, gib, html_table, nearest
 from ..model.architecture import presets
 from ..model.layout import coverage, unpacked_share

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from ..config.document import Part, RecipeError
 from ..config.hardware import Node, node as find_node
 from ..config.this_machine import detect
-from ..config.recipe import Recipe, broken, differences, planned_only, rules
+from ..config.recipe import Recipe, differences, planned_only
+from ..config.rules import broken, free_fields
 from ..display import PALETTE, binary_size, canvas, gib, html_table, nearest
 from ..model.spec import spec_of
 from .collectives import node_of
@@ -70,6 +71,7 @@ _GROWING = {  # Axis -> values in the order in which the memory of a plan can on
     'batch.micro': range(1, 2**16)}
 
 _WORK = ('model.source', 'data.source', 'data.mix', 'batch.length', 'optimizer.steps')
+_SIZES = 'batch.micro', 'batch.accumulation', 'method.rank'
 
 def _usual_axes(base) -> dict[str, list]:
     cluster = base.cluster
@@ -122,7 +124,7 @@ class _Trial:  # What all combinations of one search share: axes, and what was w
         self.nodes = {}  # Hardware and processes -> machine, processes on it
         self.failures = {}  # Family -> its combinations that lack memory
         self.judged = {}  # Settings that a rule may read -> rules that they break, what is not run
-        self.unread = _unread_axes()
+        self.unread = free_fields(_SIZES)  # No other fact reads them either
         axes = _usual_axes(base) | given
         lighter_first = [path for path in axes if path not in _GROWING] + list(_GROWING)
         self.axes = {path: [self.checked(path, value) for value in axes[path]]
@@ -276,12 +278,6 @@ def _ruled(trial, draft, changes, node) -> tuple[tuple[str, ...], tuple[str, ...
         trial.judged[key] = tuple(reasons), tuple(not_run)
     return trial.judged[key]
 
-_SIZES = 'batch.micro', 'batch.accumulation', 'method.rank'
-
-def _unread_axes() -> set[str]:
-    "Name the sizes, read by no other fact, that no rule mentions but those that warn."
-    conditions = repr([rule.when for rule in rules() if rule.level != 'warn'])
-    return {path for path in _SIZES if path not in conditions}
 
 # %% ../../nbs/plan/12_search.ipynb #79188d8b
 def search(

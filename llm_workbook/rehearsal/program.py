@@ -118,6 +118,7 @@ _ALWAYS = {
     'optimizer.epochs': None,
     'optimizer.steps': 1,
     'intervals': {'logging': 1},
+    'batch.group_by_length': False,  # All rows are of one length
 }
 _NOTES = [
     'the base is there when the step begins: rehearse_load rehearses its loading',

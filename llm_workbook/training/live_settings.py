@@ -21,6 +21,7 @@ from ..model.recompute import keeps_selection
 from ..model.spec import spec_of
 from ..parallel.backends import read_allocator
 from ..parallel.shard import ShardingMismatch, assert_sharding
+from .grouped_rows import GroupedSampler, row_lengths
 
 # %% ../../nbs/training/08_live_settings.ipynb #f3546b45
 class Reading(NamedTuple):
@@ -334,17 +335,20 @@ def _longest(live):
     rows = getattr(live.loader, 'dataset', None)
     if not hasattr(rows, '__len__') or not len(rows) or 'input_ids' not in rows[0]:
         return None
-    if not hasattr(rows, 'data'):
-        return max(len(row['input_ids']) for row in rows)
-    from pyarrow import compute
-    lengths = compute.list_value_length(rows.data.column('input_ids'))
-    return compute.max(lengths).as_py()
+    return max(row_lengths(rows))
 
 def _packing(live):
     "Say whether the loader's rows hold several examples, each with positions of its own."
     rows = getattr(live.loader, 'dataset', None)
     if not hasattr(rows, '__len__') or not len(rows) or 'input_ids' not in rows[0]: return None
     return 'position_ids' in rows[0]
+
+def _grouping(live):
+    "Say whether the loader's rows come in groups of like length."
+    batches = getattr(live.loader, 'batch_sampler', None)
+    while hasattr(batches, 'batch_sampler'): batches = batches.batch_sampler
+    if batches is None: return None
+    return isinstance(getattr(batches, 'sampler', None), GroupedSampler)
 
 
 # %% ../../nbs/training/08_live_settings.ipynb #122e0339
@@ -566,6 +570,7 @@ _READERS |= {
     'batch.global': ('micro x accumulation x parts', _rows_per_step),
     'batch.length': ('rows of the loader', _longest),
     'batch.packing': ('rows of the loader', _packing),
+    'batch.group_by_length': ('sampler of the loader', _grouping),
     'batch.loss_head': ('forward of the model', _loss_head),
     'optimizer.kind': ('optimizer', _kind),
     'optimizer.learning_rate': ('optimizer', _rate),

@@ -27,6 +27,7 @@ from .conversation import row_places
 from .early_stopping import note_best, restore_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
+from .grouped_rows import group_loader
 from .memory_trace import memory_trace
 from llm_workbook.training.rank_run import (
     RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted,
@@ -208,6 +209,7 @@ class Loop:
         optimizer, scheduler = make_optimizer(recipe, model)
         self.model_wrapped, self.optimizer, self.loader = _prepared(
             accelerator, recipe, model, optimizer, self.batches(rows, shuffle=True))
+        group_loader(recipe, self.loader)
         keep_output_types(self.model_wrapped)
         # Prepared: TRL knows parameters, which stay, by where they lie
         accelerator.maybe_activation_offload_context = _offloading(recipe, self.model_wrapped)

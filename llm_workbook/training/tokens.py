@@ -386,9 +386,11 @@ def _read(row, chat, tokenizer, answers) -> 'list | str':
 
 def _bar(rows):
     "Show how many rows are done where it takes seconds; of several ranks, the first one does."
-    from tqdm.auto import tqdm
-    return tqdm(total=rows, desc='tokenising', unit='row', delay=_SILENT_S, leave=False,
-                disable=os.environ.get('RANK', '0') != '0')
+    from tqdm import auto, std
+    rank = os.environ.get('RANK')
+    kind = auto if rank is None else std  # A rank is a fork, and a widget would ask the kernel
+    return kind.tqdm(total=rows, desc='tokenising', unit='row', delay=_SILENT_S, leave=False,
+                     disable=rank not in (None, '0'))
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c020
 def _report(whole, cut):

@@ -21,6 +21,7 @@ from .conversation import row_places
 from .early_stopping import note_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
+from .grouped_rows import group_loader
 from .preferences import (
     PairCollator, evaluate_pairs, preference_trainer, set_reference)
 from .rank_run import check_shards, payload_digest
@@ -85,6 +86,7 @@ def _callback(trainer, recipe):
 
     class Metrics(TrainerCallback):
         def on_train_begin(self, args, state, control, train_dataloader=None, **objects):
+            group_loader(recipe, train_dataloader)
             trainer.shards = _shards(trainer, recipe)
             if run.votes:  # A real run; a rehearsal has nobody to compare with
                 _confirm(trainer, recipe, train_dataloader)

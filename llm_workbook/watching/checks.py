@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.recipe import Recipe, broken
+from ..config.recipe import Recipe
+from ..config.rules import broken
 from .troubles import Excerpt, Sighting, Trouble, sightings
 
 # %% ../../nbs/watching/05a_checks.ipynb #f13c8b80

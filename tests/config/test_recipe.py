@@ -10,8 +10,8 @@ from llm_workbook.config.document import RecipeError
 from llm_workbook.files import asset, resolve
 from llm_workbook.display import nearest
 from llm_workbook.config.recipe import (
-    Data, Method, Model, Recipe, broken, differences, planned_only, recipe_names, rules, shrink,
-    shrinkage)
+    Data, Method, Model, Recipe, differences, planned_only, recipe_names, shrink, shrinkage)
+from llm_workbook.config.rules import broken, rules
 
 GOOD = Recipe(
     name='good', model=Model(source='tiny-base'), data=Data(source='sample-conversations'))

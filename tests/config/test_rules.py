@@ -14,7 +14,8 @@ from llm_workbook.training.loop import skip_compiler
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.ranks import RankError, notebook_ranks, run_ranks
 from llm_workbook.config.recipe import (
-    Data, Method, Model, Precision, Recipe, planned_only, rules, shrink)
+    Data, Method, Model, Precision, Recipe, planned_only, shrink)
+from llm_workbook.config.rules import rules
 from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
 
 MEASURED = {rule.id for rule in rules() if rule.source.startswith('measured')}

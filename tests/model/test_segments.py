@@ -15,7 +15,8 @@ from trouble import fine_tune, losses, slow_case, small_recipe
 
 from llm_workbook import draft, estimate, rehearse
 from llm_workbook.config.document import RecipeError
-from llm_workbook.config.recipe import Method, Precision, Recipe, broken
+from llm_workbook.config.recipe import Method, Precision, Recipe
+from llm_workbook.config.rules import broken
 from llm_workbook.model import segments
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.architecture import configuration, presets

@@ -111,12 +111,15 @@ def test_refused_before_a_process_is_started(call, words, monkeypatch):
     with pytest.raises(ValueError, match=words): run_fresh(*call)
 
 
-def test_output_appears_as_it_comes(capsys):
-    seen = []
-    def look(): seen.append(capsys.readouterr().out)
-    assert run_fresh(os.system, ('echo first; sleep 1.5; echo second',), watch=look) == 0
-    assert 3 <= len(seen) <= 6
-    assert 'second' not in ''.join(seen[:-1])
+def test_output_appears_as_it_comes(capsys, tmp_path):
+    "The process goes on only when its first word has been seen here."
+    seen, go = [], tmp_path/'go'
+    def look():
+        seen.append(capsys.readouterr().out)
+        if 'first' in ''.join(seen): go.touch()
+    waits = f'echo first; for i in $(seq 400); do test -e {go} && break; sleep .05; done'
+    assert run_fresh(os.system, (f'{waits}; test -e {go} && echo second',), watch=look) == 0
+    assert len(seen) >= 2
     assert ''.join(seen) == 'first\nsecond\n'
 
 

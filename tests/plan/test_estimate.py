@@ -494,7 +494,7 @@ def test_less_than_a_gibibyte_short_is_not_written_as_nothing():
 @pytest.mark.parametrize('steps, every', [(100, 10), (101, 10), (100, 40), (7, 10), (3, 1), (1, 1)])
 def test_a_patience_that_can_end_no_run_is_said(steps, every):
     "Played through: held-out rows that gain nothing after the first evaluation."
-    from llm_workbook.config.recipe import broken
+    from llm_workbook.config.rules import broken
     from llm_workbook.training.early_stopping import out_of_patience
     judged = [{'step': step, 'loss': 1.0} for step in range(every, steps, every)]
     fields = {'optimizer.steps': steps, 'intervals.evaluation': every}

@@ -8,7 +8,8 @@ from bench.record import RESULTS
 
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.hardware import node
-from llm_workbook.config.recipe import Recipe, broken
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.config.rules import broken
 from llm_workbook.model.spec import spec
 from llm_workbook.plan import host_time, step_time
 from llm_workbook.plan.host_time import (

@@ -2,7 +2,8 @@
 import pytest
 from trouble import fine_tune, slow_case, small_recipe
 
-from llm_workbook.config.recipe import Recipe, broken, planned_only
+from llm_workbook.config.recipe import Recipe, planned_only
+from llm_workbook.config.rules import broken
 from llm_workbook.training.effective import explain_config
 from llm_workbook.training.run_directory import RunFiles, read_metrics
 

@@ -243,6 +243,13 @@ def test_a_bar_shows_how_many_rows_are_tokenised(tokenizer, monkeypatch, capsys,
     assert ('tokenising' in capsys.readouterr().err) is shown
 
 
+def test_a_rank_asks_no_kernel_for_a_widget(tokenizer, monkeypatch):
+    "A rank that a notebook has forked would write to the kernel's sockets."
+    monkeypatch.setattr('tqdm.auto.tqdm', None)
+    monkeypatch.setenv('RANK', '0')
+    check_rows([{'messages': [ASK, ANSWER]}], tokenizer)
+
+
 def test_few_rows_have_no_bar(tokenizer, capsys):
     check_rows([{'messages': [ASK, ANSWER]}] * 10, tokenizer)
     assert 'tokenising' not in capsys.readouterr().err

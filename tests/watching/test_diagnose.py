@@ -10,7 +10,8 @@ import yaml
 from trouble import CANARY
 
 from llm_workbook.__main__ import main
-from llm_workbook.config.recipe import Recipe, rules
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.config.rules import rules
 from llm_workbook.files import asset
 from llm_workbook.launching.background import Launched
 from llm_workbook.parallel.ranks import RankError, run_ranks
