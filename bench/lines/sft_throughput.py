@@ -5,24 +5,13 @@ each time in a process of its own, with the same weights, the same examples and 
 Blocks of ours are compiled before the clock runs; how many seconds that takes (`compile_s`) hangs
 on what torch's cache on the disk holds: 15 where it was empty.
 """
-import json
-import subprocess
-import sys
-
-from bench.record import ROOT, record
+from bench.record import record
+from bench.shared.training_turns import turns
 
 GOALS = {'packed': 1.8, 'default': 5}
 KINDS = 'ours', 'packed', 'default'
 EXAMPLES = 24  # Three batches of TRL's default
 MOST_APART = 1e-3  # Of the losses of one step
-
-
-def turns(kinds: tuple, examples: int) -> list[dict]:
-    "What the processes with these trainers have seen, one after another."
-    program = [sys.executable, '-m', 'bench.programs.throughput', str(examples), *kinds]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode: raise RuntimeError(done.stderr[-2000:])
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
 
 
 def check_losses(runs: dict) -> float:

@@ -214,6 +214,17 @@ def compiled(trainer) -> dict:
             'compile_s': round(blocks.seconds, 1)}
 
 
+def note_widths(trainer) -> list[int]:
+    "Positions of each batch that the trainer will take; filled while it trains."
+    seen, collate = [], trainer.data_collator
+    def noted(rows):
+        batch = collate(rows)
+        seen.append(batch['input_ids'].numel())
+        return batch
+    trainer.data_collator = noted
+    return seen
+
+
 def turn(kind: str, examples: int) -> dict:
     "What one process has seen."
     import datasets
@@ -227,6 +238,7 @@ def turn(kind: str, examples: int) -> dict:
         warm(trainer)
         before_step = compiled(trainer)
         return_freed()
+        widths = note_widths(trainer)
         Path('/proc/self/clear_refs').write_text('5')  # Sets the highest back to what is there
         begin = time.monotonic()
         trainer.train()
@@ -236,7 +248,7 @@ def turn(kind: str, examples: int) -> dict:
         if compiled(trainer) != before_step:
             raise RuntimeError(f'compiled inside of the step: {trainer.blocks.again}')
     return {'kind': kind, 'seconds': seconds, 'peak_b': resident_b('VmHWM') - before_b,
-            'loss': losses[0], 'useful': useful,
+            'loss': losses[0], 'useful': useful, 'positions': sum(widths),
             'tokens': sum(len(row['input_ids']) for row in rows), 'settings': settings}
 
 
