@@ -294,6 +294,7 @@ def test_the_table_shows_the_last_line_of_a_part():
     assert lines.table([]) == ''
 
 
+@pytest.mark.slow
 def test_it_runs_from_the_command_line(tmp_path):
     done = on_cpu('tf32', results=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -446,6 +446,7 @@ def test_training_waits_for_the_copy_and_no_longer():
     assert min(held_s - copy_s for held_s, copy_s, _ in rows) < 0.25 < 0.5 < waits_s
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
     program = (
         'import sys, time, torch; from llm_workbook.checkpoint import save_load as checkpoint; '

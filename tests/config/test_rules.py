@@ -132,6 +132,7 @@ ON_SHARDS = {
 
 
 @repeats('sharded-tensors-need-torch-optimizers')
+@pytest.mark.slow
 def test_optimizers_on_sharded_tensors():
     def two_losses(kind):
         import bitsandbytes as bnb

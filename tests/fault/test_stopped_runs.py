@@ -238,6 +238,7 @@ def files_with_the_token(folder) -> list:
     return [path for path in paths if CANARY.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_20_a_token_in_the_environment_is_in_no_file_of_a_run(kept, capfd):
     assert len(files(kept.directory)) > 15
     assert files_with_the_token(kept.directory.parent) == []

@@ -373,6 +373,7 @@ def test_no_value_of_the_environment_is_in_a_preflight(tmp_path, monkeypatch):
     assert canary not in repr(made) + made._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_real_preflight_for_gpus_copies_in_another_process(tmp_path, monkeypatch):
     "Torch says that there are two GPUs; the process that copies finds that there are none."
     import torch

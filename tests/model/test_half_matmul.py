@@ -93,6 +93,7 @@ def test_ranks_that_shard_train_alike_with_either_kind_of_kernel():
         assert other == pytest.approx(own, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_does_not_see_it():
     recipe = shrink(Recipe.named('reviews-qlora'))
     plain = rehearse(recipe)

@@ -195,6 +195,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize('kind, changes', TRAINED)
+@pytest.mark.slow
 def test_a_family_trains_on_two_ranks_as_in_one_process(kind, changes, bases, recipe, tmp_path):
     asked = recipe.changed({'model.source': bases(kind)} | changes)
     alone = {'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank',

@@ -285,6 +285,7 @@ TRAINED = {
 @pytest.mark.parametrize(
     'ranks, changes',
     [how if name == 'qlora' else slow_case(*how) for name, how in TRAINED.items()], ids=TRAINED)
+@pytest.mark.slow
 def test_training_is_the_same_however_the_base_came(ranks, changes, tmp_path):
     recipe = RECIPE.changed({'cluster.processes': ranks} | changes)
     got = notebook_ranks(both_ways, ranks, (recipe, tmp_path), 120, fsdp_env(recipe))

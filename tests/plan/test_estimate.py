@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from calls import calls_of
+from trouble import slow_case
 
 from llm_workbook import (
     Recipe, RecipeError, draft, estimate, memory, node, recipe_names, recipes, search,
@@ -354,6 +355,7 @@ def test_axes_are_checked(axes, by, words):
     with pytest.raises(ValueError, match=words): search(PAIR, axes, by)
 
 
+@pytest.mark.slow
 def test_fewer_processes_than_gpus_and_several_machines():
     four = draft('llama-3.1-8b', '8x-h100', rows=64).changed(
         {'cluster.processes': 4, 'batch.accumulation': 16})
@@ -401,7 +403,7 @@ ALL_FIT = {
 
 
 @pytest.mark.parametrize('base, axes, most', [
-    (draft('llama-3.1-8b', '8x-h100', rows=64, length=4096), None, 1_900),
+    slow_case(draft('llama-3.1-8b', '8x-h100', rows=64, length=4096), None, 1_900),
     (draft('llama-3.2-1b', '8x-h100', rows=512, length=256), ALL_FIT, 2_400)],
     ids=['thousands', 'all fit'])
 def test_plans_of_a_search_share_their_work(base, axes, most):

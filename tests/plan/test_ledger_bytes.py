@@ -23,7 +23,7 @@ def folder(tmp_path_factory): return tmp_path_factory.mktemp('bases')
 def plain(folder): return run('fsdp2-full-fp32', folder)
 
 
-QUICK = 'fsdp2-full-bf16', 'fsdp2-qlora', 'ddp-full'
+QUICK = 'fsdp2-qlora', 'ddp-full'
 
 
 @pytest.mark.parametrize('name', [name if name in QUICK else slow_case(name) for name in HERE])

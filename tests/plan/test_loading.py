@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from trouble import slow_case
 
 from llm_workbook.plan.model_states import rank_of
 from llm_workbook.plan.loading import read_b
@@ -73,7 +74,8 @@ def loads(made, seed=None):
     return model.arrived.read_b, model.arrived.total_b, peak[0]
 
 
-@pytest.mark.parametrize('kind, ranks', [('full', 2), ('lora', 2), ('qlora', 2), ('qlora', 3)])
+@pytest.mark.parametrize('kind, ranks', [
+    ('full', 2), slow_case('lora', 2), slow_case('qlora', 2), ('qlora', 3)])
 def test_a_rank_reads_and_holds_what_is_planned(base, kind, ranks):
     made = recipe(base, kind, ranks)
     found = run_ranks(loads, ranks, (made,), timeout_s=300)

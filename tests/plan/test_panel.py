@@ -76,6 +76,7 @@ def test_a_gpu_and_a_count_make_a_machine():
     )
 
 
+@pytest.mark.slow
 def test_every_choice_alone_is_a_state_and_never_an_exception():
     for control in controls(BASE):
         for value in control.values:

@@ -139,6 +139,7 @@ def test_the_library_reproduces_the_record():
         key: row[key] for key in ('allocated_b', 'played_b', 'fixed_b')}
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_what_is_reserved(tmp_path):
     (tmp_path/'config.json').write_text(json.dumps(SHAPES['quick'] | {'num_hidden_layers': 12}))
     plain = Recipe(

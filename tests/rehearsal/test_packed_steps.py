@@ -30,6 +30,7 @@ def planned_b(recipe: Recipe) -> int: return memory(recipe).total('step', level=
 @pytest.mark.parametrize('attention, changes', [
     ('sdpa', LORA), slow_case('flash', LORA), slow_case('eager', LORA), slow_case('sdpa', QLORA),
     slow_case('sdpa', FULL | {'batch.micro': 1})])
+@pytest.mark.slow
 def test_plan_and_rehearsal_agree_on_packed_rows(attention, changes):
     recipe = packed_rows({'model.attention': attention}).changed(changes)
     assert abs(planned_b(recipe) / rehearsed_b(recipe) - 1) < .01

@@ -352,6 +352,7 @@ def counted():
 
 
 @pytest.mark.parametrize('ranks', [slow_case(2), 3])
+@pytest.mark.slow
 def test_every_rank_is_as_it_really_is(ranks):
     "With 3 ranks, 1,262 and 256 rows do not divide: the last rank holds fewer."
     for rank, (calls, flops, held) in enumerate(run_ranks(counted, ranks, timeout_s=120)):

@@ -30,7 +30,7 @@ def apart_by(folder, shape: str, tied: bool, changes: dict, ranks: int = 1) -> f
 
 
 WAYS = [*product(('head', 'layers'), (True, False), (AGAIN, {}), ('chunked', 'one_pass'))]
-QUICK = [way for way in WAYS if way[1:3] == (True, AGAIN)]
+QUICK = [('head', True, AGAIN, 'chunked'), ('layers', True, AGAIN, 'one_pass')]
 
 
 @pytest.mark.parametrize('shape, tied, again, head', [
@@ -41,7 +41,7 @@ def test_gradients_of_earlier_passes_and_copies_of_weights_are_planned(
     assert abs(apart_by(tmp_path, shape, tied, changes)) < 0.5  # 4 MiB at most
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
+@pytest.mark.parametrize('strategy', [slow_case('ddp'), 'fsdp2'])
 @pytest.mark.parametrize('shape', SHAPES)
 def test_so_they_are_of_two_ranks(tmp_path, shape, strategy):
     changes = FULL | AGAIN | {'sharding.strategy': strategy}
@@ -66,7 +66,7 @@ def test_a_tied_gradient_waits_under_zero_and_no_small_bucket_holds_it(tmp_path,
     assert -1.5 < apart_by(tmp_path, 'head', True, changes, ranks=4) < 7  # Not too small
 
 
-@pytest.mark.parametrize('device', ['cuda', 'cpu'])
+@pytest.mark.parametrize('device', ['cuda', slow_case('cpu')])
 @pytest.mark.parametrize('head', ['one_pass', slow_case('fused')])
 def test_one_process_has_no_buckets_and_judges_without_gradients(tmp_path, device, head):
     """accelerate would wrap it in DDP, where it sees a process group; and weights that autocast
@@ -84,6 +84,7 @@ def test_one_process_has_no_buckets_and_judges_without_gradients(tmp_path, devic
 
 
 @pytest.mark.parametrize('kind', ['lora', slow_case('qlora')])
+@pytest.mark.slow
 def test_a_frozen_head_is_gathered_with_a_copy_on_a_cpu(tmp_path, kind):
     source = recipe_folder(str(tmp_path), SHAPES['head'] | {
         'hidden_size': 2048, 'intermediate_size': 2048, 'tie_word_embeddings': False})

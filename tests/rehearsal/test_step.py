@@ -91,6 +91,7 @@ def test_saved_tensors_on_the_host_are_planned_as_they_play(seven, changes):
     assert 1 > on_host / planned_b > .8  # A span has the host's bytes where the GPU's are the most
 
 
+@pytest.mark.slow
 def test_with_saved_tensors_on_the_host_every_layer_runs(plain):
     """Five inputs are on their way, however many layers there are: two small models in which that
     number still grows would say too much of the forward pass."""
@@ -144,7 +145,8 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(shallow):
     assert away.peak_b < on_gpu.peak_b
 
 
-@pytest.mark.parametrize('rank, model', [(0, 'shallow'), (1, 'shallow'), (2, 'plain')])
+@pytest.mark.parametrize('rank, model', [
+    (0, 'shallow'), (1, 'shallow'), slow_case(2, 'plain')])
 def test_every_rank_can_be_played(rank, model, request):
     recipe = request.getfixturevalue(model).changed(FULL | {'cluster.processes': 3})
     played = rehearse(recipe, rank=rank)

@@ -55,8 +55,8 @@ def ranks():
     with RealRanks() as made: yield made
 
 
-@pytest.mark.parametrize('name', [
-    name if name == 'zero3, full' else slow_case(name) for name in WAYS])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', WAYS)
 def test_the_engine_does_on_fake_tensors_what_it_does_on_ranks(name, ranks, tmp_path):
     # An offload leaves a megabyte between ours and theirs: a smaller part of a larger model
     made = recipe('quick' if AWAY.items() <= WAYS[name].items() else 'brief', WAYS[name] | SHORT,
@@ -131,6 +131,7 @@ def test_what_is_offloaded_lies_in_host_memory(tmp_path):
     assert away.peak_b < here.peak_b
 
 
+@pytest.mark.slow
 def test_a_rehearsal_of_zero_leaves_nothing_behind(tmp_path):
     import deepspeed
     import torch

@@ -61,6 +61,7 @@ def trained(tmp_path_factory):
 
 
 @ways
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(trained, how, record_property):
     kind = how.split(',')[0]
     one, two = ([row['loss'] for row in trained(which).metrics] for which in (kind, how))

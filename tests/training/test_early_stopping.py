@@ -58,6 +58,7 @@ def test_it_ends_two_evaluations_after_the_best_and_keeps_the_best(
     assert are_equal(weights(run.saved), weights(short.saved))
 
 
+@pytest.mark.slow
 def test_the_last_weights_are_kept_unless_the_best_are_asked_for(recipe, given, tmp_path):
     last = recipe.changed({'intervals.keep': 'last', 'intervals.saving': 0})
     run = fine_tune(last, tmp_path/'run')
@@ -79,6 +80,7 @@ def test_a_run_that_has_ended_does_nothing_more(recipe, given, tmp_path, monkeyp
         fine_tune(recipe, tmp_path/'run', resume=True)
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_before_its_result_is_saved_takes_no_other_step(
     recipe, given, tmp_path
 ):
@@ -92,6 +94,7 @@ def test_one_that_is_killed_before_its_result_is_saved_takes_no_other_step(
     assert run_state(run.directory)['step'] == 4
 
 
+@pytest.mark.slow
 def test_a_classifier_ends_early_too(tmp_path):
     lines = ['text,stars', *(f'Number {n} is fine.,{1 + n % 5}' for n in range(30))]
     (tmp_path/'rows.csv').write_text('\n'.join(lines) + '\n')

@@ -87,6 +87,7 @@ def test_other_strategies_give_the_same(recipe, whole, tmp_path, strategy):
         [row['loss'] for row in whole.evaluations], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_packed_base_is_untouched_by_evaluation(recipe, tmp_path):
     packed = recipe.changed(
         {'method.kind': 'qlora', 'precision.compute': 'bfloat16', 'optimizer.steps': 4})
@@ -127,6 +128,7 @@ def lines(directory):
 
 # In the middle of a line, once with a look at the held-out rows, once without
 @pytest.mark.parametrize('step', [slow_case(4), 5])
+@pytest.mark.slow
 def test_a_run_that_was_stopped_writes_the_same_lines(recipe, whole, tmp_path, monkeypatch, step):
     with monkeypatch.context() as patch, pytest.raises(Preempted, match=f'step {step}'):
         stop_after(patch, step)

@@ -207,8 +207,10 @@ def test_nothing_that_this_version_does_not_run_is_passed_over(recipe, no_weight
     [
         ({}, ('torch.optim.adamw.AdamW', 'torch.float32', 'sdpa')),
         ({'model.attention': 'eager'}, ('torch.optim.adamw.AdamW', 'torch.float32', 'eager')),
-        ({'optimizer.kind': 'adamw_fused'}, ('torch.optim.adamw.AdamW', 'torch.float32', 'sdpa')),
-        ({'optimizer.kind': 'sgd'}, ('torch.optim.sgd.SGD', '', 'sdpa')),
+        slow_case(
+            {'optimizer.kind': 'adamw_fused'},
+            ('torch.optim.adamw.AdamW', 'torch.float32', 'sdpa')),
+        slow_case({'optimizer.kind': 'sgd'}, ('torch.optim.sgd.SGD', '', 'sdpa')),
         (
             {'optimizer.kind': 'adafactor'},
             ('transformers.optimization.Adafactor', 'exp_avg_sq_row', 'sdpa')),

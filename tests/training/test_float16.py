@@ -88,7 +88,7 @@ def assert_parity(wide, half, method):
 # What it trains
 
 @pytest.mark.parametrize('method, strategy', [
-    ('full', 'fsdp2'), ('lora', 'ddp'), ('qlora', 'none'),  # qlora under fsdp2 is below
+    ('full', 'fsdp2'), slow_case('lora', 'ddp'), slow_case('qlora', 'none'),
     slow_case('full', 'none'), slow_case('lora', 'fsdp2')])
 def test_float16_trains_as_float32_does(trained, method, strategy):
     half, found = trained(method, strategy, **HALF)
@@ -123,6 +123,7 @@ def loop(recipe, directory):
     return read_metrics(Path(directory)/'metrics.jsonl')
 
 
+@pytest.mark.slow
 def test_the_loss_is_not_rounded_under_fsdp2(tmp_path, trained, monkeypatch):
     """By accelerate's policy it would be, and the loop, which sums what the model gives, would send
     the scale itself back in float16, where it is infinite."""
@@ -223,6 +224,7 @@ def test_an_overflow_on_one_rank_is_one_of_all(tmp_path, monkeypatch, strategy, 
     if strategy == 'ddp': assert len({(tmp_path/f'weights.{r}').read_text() for r in (0, 1)}) == 1
 
 
+@pytest.mark.slow
 def test_the_loop_skips_what_the_trainer_skips(tmp_path, monkeypatch):
     far_too_large(monkeypatch, 2.0**18)
     recipe = recipe_of(tmp_path, 'full', 'ddp', **HALF)

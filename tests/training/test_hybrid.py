@@ -47,6 +47,7 @@ def assert_same(one, other, tolerance=1e-5):
 
 @pytest.mark.parametrize(
     'kind', [name if name == 'full, twice' else slow_case(name) for name in KINDS])
+@pytest.mark.slow
 def test_groups_train_what_one_process_trains(tmp_path, kind):
     "The norm is clipped in every step, so that a norm of a part alone would change the losses."
     recipe = small_recipe(tmp_path, **KINDS[kind])

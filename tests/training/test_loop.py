@@ -293,6 +293,7 @@ def test_under_deepspeed_on_cpu_every_rank_has_rows_of_its_own(judge, tmp_path):
 
 @pytest.mark.parametrize('way', [
     'fsdp2', slow_case('zero3'), slow_case('ddp'), slow_case('zero3, full')])
+@pytest.mark.slow
 def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(undisturbed, way):
     import torch
     recipe, directory, _ = undisturbed(way)
@@ -313,6 +314,7 @@ def test_what_was_saved_gives_the_same_logits_on_a_fresh_base(undisturbed, way):
 # Odd recipes, and what is written once
 
 @pytest.mark.parametrize('zero', [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.slow
 def test_a_constant_rate_with_its_warm_up_and_sparse_lines(judge, tmp_path, zero):
     changes = {
         'optimizer.schedule': 'constant', 'optimizer.steps': 5, 'optimizer.warmup': 0.4,

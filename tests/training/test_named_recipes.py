@@ -94,7 +94,11 @@ def test_a_named_recipe_plans_nothing_that_it_does_not_run(name):
     assert planned_only(Recipe.named(name)) == []
 
 
-@pytest.mark.parametrize('name', recipe_names())
+ALIKE = '8b-2x16gb-qlora', '8b-1x24gb-qlora'  # But for what only a plan reads
+
+
+@pytest.mark.parametrize('name', [
+    slow_case(name) if name in ALIKE else name for name in recipe_names()])
 def test_a_named_recipe_is_ready_to_train(name, small_model, first_rows):
     changes = NO_KERNELS_HERE if Recipe.named(name).model.attention == 'flash' else {}
     has_conversations = Recipe.named(name).data.source == 'sample-conversations'
@@ -134,6 +138,7 @@ def test_answers_of_a_chat_model_end_with_the_token_of_its_family(source, small_
 
 
 @pytest.mark.parametrize('family', ['qwen2.5', slow_case('qwen3')])
+@pytest.mark.slow
 def test_the_same_recipe_takes_a_published_tokenizer_with_a_template(family, tmp_path, first_rows):
     if not (PUBLISHED/family).is_dir(): pytest.skip('the published tokenizers are not at hand')
     model = {'qwen2.5': 'Qwen/Qwen2.5-72B-Instruct', 'qwen3': 'Qwen/Qwen3-14B'}[family]

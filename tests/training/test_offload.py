@@ -52,6 +52,7 @@ def losses(directory): return [line['loss'] for line in read_metrics(RunFiles(di
 
 
 @pytest.mark.parametrize('loading', ['sharded', slow_case('every_rank')])
+@pytest.mark.slow
 def test_offload_without_pinned_memory_trains_the_same(plain, kept, tmp_path, loading):
     "However the base is loaded: to what is kept it makes no difference."
     recipe = plain.changed({'sharding.loading': loading})

@@ -57,6 +57,7 @@ def test_one_pass_trains_what_tiles_train(tmp_path, way):
     FULL, slow_case(LORA | AGAIN), slow_case(FULL | AGAIN | GPU),
     slow_case(FULL | DDP), slow_case(FULL | {'batch.accumulation': 2})],
     ids=['full', 'lora', 'gpu', 'ddp', 'accumulated'])
+@pytest.mark.slow
 def test_what_one_pass_takes_is_what_is_planned(tmp_path, changes):
     "A rehearsal plays what ranks do: bench/lines/rehearsal_error.py measures some."
     from llm_workbook import rehearse

@@ -307,6 +307,7 @@ def test_the_seconds_of_loading_are_seconds_of_the_session(recipe, tmp_path):
 
 # Signals before the first step, and after the last
 
+@pytest.mark.slow
 def test_a_signal_while_weights_are_loaded_ends_the_run_before_its_first_step(
     recipe, tmp_path, monkeypatch, capsys
 ):

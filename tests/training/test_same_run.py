@@ -367,6 +367,7 @@ def test_a_full_disk_is_named_where_a_run_is_marked_or_locked(tmp_path):
 
 # Two ranks
 
+@pytest.mark.slow
 def test_two_ranks_go_on_with_more_steps_not_with_other_rows_and_then_one_does(tmp_path, caplog):
     short = small_recipe(tmp_path, **{
         'optimizer.steps': 2, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0,

@@ -53,6 +53,7 @@ def test_a_selection_changes_no_loss(tmp_path, way):
 @pytest.mark.parametrize(
     'changes', [FULL, slow_case(QLORA), slow_case(LORA | {'sharding.strategy': 'ddp'})],
     ids=['full', 'qlora', 'lora under ddp'])
+@pytest.mark.slow
 def test_what_is_kept_is_what_is_planned(tmp_path, changes):
     "A rehearsal plays what ranks do: tests/rehearsal/test_rehearsal_truth.py."
     from llm_workbook import rehearse

@@ -29,6 +29,7 @@ def judged(recipe, directory) -> dict:
     return fine_tune(recipe, directory, 300, live=False).evaluations[-1]
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_of_each_source_is_the_same(recipe, tmp_path):
     plain, packed = judged(recipe, tmp_path/'plain'), judged(
         recipe.changed(TOGETHER), tmp_path/'together')
@@ -42,6 +43,7 @@ def test_the_held_out_loss_of_each_source_is_the_same(recipe, tmp_path):
     assert list(plain['sources']) == list(packed['sources'])
 
 
+@pytest.mark.slow
 def test_dora_trains_packed_rows_with_a_head_of_one_pass(recipe, tmp_path):
     changes = TOGETHER | {'method.dora': True, 'method.scaling': 'rslora',
                           'optimizer.learning_rate': 3e-3, 'optimizer.steps': 4}

@@ -116,6 +116,7 @@ def test_a_change_that_rules_refuse_is_not_shown():
     assert diagnose(text, recipe).recipe is None
 
 
+@pytest.mark.slow
 def test_a_huge_log_is_read_in_seconds(tmp_path):
     line = "{'loss': 2.5, 'grad_norm': 1.2, 'learning_rate': 2e-05, 'epoch': 0.1}\n"
     (tmp_path/'job.out').write_text(line * 200_000 + OUT_OF_MEMORY)

@@ -282,6 +282,7 @@ def test_a_machine_without_a_driver_has_no_facts_of_gpus():
     assert gpu_facts() == []
 
 
+@pytest.mark.slow
 def test_a_driver_is_asked_through_nvidias_own_package(tmp_path):
     """The driver is pretended; nvidia-ml-py is real, and with it structures, units and errors.
 

@@ -147,6 +147,7 @@ def test_stages_come_in_their_order(small, tmp_path, monkeypatch):
         'ended']
 
 
+@pytest.mark.slow
 def test_killed_ranks_and_a_resume_leave_one_line_for_each_step(small, tmp_path, monkeypatch):
     "Both ranks are killed within a line; one reader sees the run, the kill and the resume."
     recipe = small.changed({'intervals.saving': 2})
