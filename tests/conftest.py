@@ -1,5 +1,6 @@
 """Let the tests use the project's own programs as modules, and keep files of tests apart."""
 import gc
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ ROOMS = (
     'exercises').split()
 for folder in (ROOT, ROOT/'tools', ROOT/'tests', *(ROOT/'tests'/room for room in ROOMS)):
     sys.path.insert(0, str(folder))
+
+# As `make test` has it: a fork of a process whose threads of OpenMP run waits for them for ever
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 from libraries import bring_libraries  # noqa: E402
 from warm import warm  # noqa: E402, F401

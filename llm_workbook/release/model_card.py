@@ -99,7 +99,7 @@ def _data_text(recipe, shown):
 _SETTINGS = (
     'optimizer.kind', 'optimizer.learning_rate', 'optimizer.schedule', 'optimizer.warmup',
     'optimizer.weight_decay', 'optimizer.clip', 'batch.global', 'batch.length', 'batch.packing',
-    'precision.compute', 'sharding.strategy', 'cluster.ranks', 'seed')
+    'batch.group_by_length', 'precision.compute', 'sharding.strategy', 'cluster.ranks', 'seed')
 _OF_ADAPTERS = ('method.rank', 'method.alpha', 'method.scaling', 'method.dora', 'method.dropout',
                 'method.targets')
 _REFERENCE = 'the same model before the first step, scored once'

@@ -293,6 +293,7 @@ PLANTED = ('from llm_workbook.launching.peer_copies import copy_pairs, _write_li
            '    for line in copy_pairs(["cpu", "cpu"], copy): _write_line(line)')
 
 
+@pytest.mark.slow
 def test_copies_in_another_process_are_compared():
     pairs = watch_copies([sys.executable, '-c', PLANTED, *COPIES], 100)
     assert [pair['wrong'] for pair in pairs] == [wrong for wrong in COPIES.values() for _ in '12']

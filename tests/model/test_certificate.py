@@ -84,7 +84,8 @@ def stations(payload, folder):
 
 
 @pytest.mark.parametrize('ranks', (2, 3))
-@pytest.mark.parametrize('storage', ('bfloat16', 'uint8', 'float16', 'float32'))
+@pytest.mark.parametrize('storage', (
+    'bfloat16', 'uint8', slow_case('float16'), slow_case('float32')))
 def test_every_pattern_arrives(ranks, storage, tmp_path):
     column = PATTERNS.view(getattr(torch, storage)).view(-1, 1)
     assert run_ranks(stations, ranks, args=(column, tmp_path)) == [[]] * ranks
@@ -167,7 +168,7 @@ def certified():
 @pytest.mark.parametrize(
     'strategy, storage, double, ranks',
     [
-        ('fsdp2', 'bfloat16', False, 3),
+        slow_case('fsdp2', 'bfloat16', False, 3),
         slow_case('fsdp2', 'uint8', True, 3),  # The page follows both on two ranks
         ('ddp', 'uint8', True, 2),
         slow_case('zero3', 'uint8', True, 3)])

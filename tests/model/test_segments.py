@@ -281,6 +281,7 @@ def test_two_ranks_of_fsdp2_train_the_same():
     assert max(run_ranks(both_sharded, 2, env=fsdp_env(recipe), timeout_s=180)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_without_packing_is_that_of_sdpa_and_says_what_is_in_force(tmp_path):
     plain = small_recipe(tmp_path, **{'optimizer.steps': 2, 'batch.micro': 2})
     seen = []

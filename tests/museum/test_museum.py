@@ -23,7 +23,7 @@ def is_slow(name: str) -> bool:
     return re.search(r'^SLOW = True', source, re.MULTILINE) is not None
 
 
-QUICK = names()[::3]  # The page of the museum has them all, and `make test-slow` runs both
+QUICK = names()[::5]  # The page of the museum has them all, and `make test-slow` runs both
 MARKED = [
     pytest.param(name, marks=pytest.mark.slow if is_slow(name) or name not in QUICK else ())
     for name in names()]

@@ -97,7 +97,7 @@ PLAIN = {
 
 @pytest.mark.parametrize(
     'method, precision, again, ranks',
-    [how if name in ('qlora', 'full') else slow_case(*how) for name, how in PLAIN.items()],
+    [how if name == 'qlora' else slow_case(*how) for name, how in PLAIN.items()],
     ids=PLAIN)
 def test_a_share_is_that_of_the_whole(method, precision, again, ranks):
     sharding = Sharding(activation_checkpointing=again)

@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import pytest
+from trouble import slow_case
 
 from llm_workbook.model.adapters import add_adapters, cast_adapters, load_adapters, save_adapters
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
@@ -111,7 +112,7 @@ def sharded(storage):
     return before, fingerprint(shard_model(model)), assert_sharding(model)
 
 
-@pytest.mark.parametrize('ranks', [2, 3])
+@pytest.mark.parametrize('ranks', [slow_case(2), 3])
 def test_fingerprint_is_bit_identical(ranks):
     whole = fingerprint(load_nf4('tiny-base', device='cpu'))
     for before, after, report in run_ranks(sharded, ranks, args=('bfloat16',), timeout_s=120):

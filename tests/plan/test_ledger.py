@@ -11,6 +11,8 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 from bench.lines import step_peak_error
 from bench.record import ROOT
+from trouble import slow_case
+
 from llm_workbook.plan.step_memory import instant_lines, working_lines
 from llm_workbook.plan.lines import KINDS
 from llm_workbook.plan.model_states import (
@@ -312,7 +314,8 @@ def saved(how, kind, folder):
 
 
 @pytest.mark.parametrize(
-    'how, kind', [('fsdp2', 'full'), ('fsdp2', 'lora'), ('ddp', 'full'), ('ddp', 'qlora')])
+    'how, kind', [
+        ('fsdp2', 'full'), slow_case('fsdp2', 'lora'), slow_case('ddp', 'full'), ('ddp', 'qlora')])
 def test_the_copy_of_an_asynchronous_save_is_planned(how, kind, tmp_path):
     recipe = BASE.changed(
         {

@@ -215,7 +215,7 @@ def counted(recipe, config) -> int:
 
 
 @pytest.mark.parametrize('again', ['none', 'selective', 'full'])
-@pytest.mark.parametrize('kind', ['full', 'lora', 'dora'])
+@pytest.mark.parametrize('kind', ['full', 'lora', slow_case('dora')])
 @pytest.mark.parametrize('name', [
     name if name == 'grouped' else slow_case(name) for name in MODELS])
 def test_flops_are_those_that_torch_counts(name, kind, again):

@@ -46,6 +46,7 @@ def test_plain_steps_leave_no_file_of_passes(recipe, tmp_path):
 
 
 @pytest.mark.parametrize('micro', [slow_case(1), 3])
+@pytest.mark.slow
 def test_packed_rows_are_counted_as_they_train(micro):
     packs = shrink(Recipe.named('70b-2x24gb-qlora')).changed(
         {'batch.packing': True, 'batch.length': 512, 'batch.micro': micro})

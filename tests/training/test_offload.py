@@ -90,6 +90,7 @@ def train(recipe, directory, rows, elsewhere):
 
 
 @pytest.mark.parametrize('kind, away', [('qlora', True), slow_case('full', False)])
+@pytest.mark.slow
 def test_a_head_that_waits_elsewhere_is_brought_to_the_loss(tmp_path, untied, kind, away):
     recipe = untied.changed(AWAY | {'sharding.pin_memory': False, 'method.kind': kind})
     rows, _ = check_recipe(recipe)
