@@ -15,22 +15,24 @@ from typing import NamedTuple
 _FLOOR = '0.8.2'  # Of liger-kernel
 
 def check_liger(
-    device: str = 'cuda',  # Where the loss will be computed: 'cpu' or 'cuda'
+    device: str = 'cuda',  # Where it will run: 'cpu' or 'cuda'
+    setting: str = "batch.loss_head 'fused'",  # Who asks for it
+    instead: str = "'one_pass'",  # What the setting can be without it
 ) -> str:  # Version of liger-kernel
-    "Refuse the kernel where it is missing or too old, or where nothing runs it."
+    "Refuse the package where it is missing or too old, or where nothing runs its kernels."
     from packaging.version import Version
     if device not in ('cpu', 'cuda'):
         raise ValueError(f"device {device!r} must be 'cpu' or 'cuda'")
     if device == 'cpu' and os.environ.get('TRITON_INTERPRET') != '1':
-        raise ValueError("batch.loss_head 'fused' runs a Triton kernel, and a CPU cannot: set it "
-                         "to 'one_pass', or TRITON_INTERPRET=1 to try it out, slowly")
+        raise ValueError(f'{setting} runs Triton kernels, and a CPU cannot: set it '
+                         f'to {instead}, or TRITON_INTERPRET=1 to try it out, slowly')
     if not find_spec('triton') or not find_spec('liger_kernel'):
-        raise ImportError("batch.loss_head 'fused' needs Liger's kernel, which is not installed "
-                          "here: pip install llm-workbook[liger], or set it to 'one_pass'")
+        raise ImportError(f"{setting} needs Liger's kernels, which are not installed "
+                          f'here: pip install llm-workbook[liger], or set it to {instead}')
     found = version('liger-kernel')
     if Version(found) >= Version(_FLOOR): return found
-    raise ImportError(f"batch.loss_head 'fused' needs liger-kernel {_FLOOR} or newer, not {found}: "
-                      "pip install -U liger-kernel, or set it to 'one_pass'")
+    raise ImportError(f'{setting} needs liger-kernel {_FLOOR} or newer, not {found}: '
+                      f'pip install -U liger-kernel, or set it to {instead}')
 
 # %% ../../nbs/model/13a_fused_head.ipynb #14a0000a
 def kernel_rows(

@@ -21,6 +21,7 @@ class _Kernels(NamedTuple):  # Launched in one pass
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000027
 _LAYER = _Kernels(15, 25)  # Rotary positions, fused attention, gate, residual sums
 _FUSED_LAYER = _Kernels(6, 11)  # The same with one kernel each, and residual sums in the norms
+_LIGER_LAYER = _Kernels(14, 23)  # With one kernel for the gate
 _NORM = _Kernels(8, 14)
 _FUSED_NORM = _Kernels(1, 2)
 _TRAINED_NORM = _Kernels(0, 2)  # More, if it trains
@@ -46,7 +47,7 @@ class Launches(NamedTuple):
     sizes: tuple[int, ...]  # Numbers in each tensor
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a00000a
-def _parts(unit, pairs, method, precision, eager, fused) -> list[tuple[float, _Kernels]]:
+def _parts(unit, pairs, method, precision, eager, kernels) -> list[tuple[float, _Kernels]]:
     "List what a layer is made of, and how often it has each."
     norms = [weight for weight in unit.weights if weight.kind == 'norm']
     matrices = [weight for weight in unit.weights if weight.kind in DENSE
@@ -54,7 +55,8 @@ def _parts(unit, pairs, method, precision, eager, fused) -> list[tuple[float, _K
     trained = [weight for weight in matrices if role(weight, method) == 'trained']
     packed = [weight for weight in matrices if role(weight, method) == 'packed']
     adapters = sum(len(pair.paths) / unit.count for pair in pairs)
-    inside, norm = (_FUSED_LAYER, _FUSED_NORM) if fused else (_LAYER, _NORM)
+    inside = {'plain': _LAYER, 'compile': _FUSED_LAYER, 'liger': _LIGER_LAYER}[kernels]
+    norm = _NORM if kernels == 'plain' else _FUSED_NORM
     parts = [(1, inside if unit.name else _OUTSIDE), (len(norms), norm),
              (len(matrices), _Kernels(1, 1)), (len(trained), _Kernels(0, 1)),
              (len(packed), _UNPACK[method.double_quant]),
@@ -73,7 +75,7 @@ def layer_launches(
     method: 'Method',  # What is trained, and how the rest is packed
     precision: 'Precision',  # `master` is read: adapters in float32 cast what they multiply
     attention: str = 'sdpa',  # 'eager' writes its scores, and takes more kernels
-    kernels: str = 'plain',  # 'compile' and 'liger' make one kernel of several
+    kernels: str = 'plain',  # 'compile' and 'liger' make one kernel of several, 'liger' of fewer
 ) -> tuple[Launches, ...]:  # One for each sort of layer, in the order of `spec.units`
     "Count the kernels of every sort of layer, forward and backward."
     if kernels not in ('plain', 'compile', 'liger'):
@@ -84,13 +86,13 @@ def layer_launches(
     found = []
     for index, unit in enumerate(spec.units):
         own = [pair for pair in pairs if pair.unit == index]
-        more = attention == 'eager', kernels != 'plain'
+        more = attention == 'eager', kernels
         found.append(_launches(unit.text, own, method, precision, *more))
     return tuple(found)
 
 # %% ../../nbs/plan/09a_host_time.ipynb #9a000029
-def _launches(unit, pairs, method, precision, eager, fused) -> Launches:
-    parts = _parts(unit, pairs, method, precision, eager, fused)
+def _launches(unit, pairs, method, precision, eager, kernels) -> Launches:
+    parts = _parts(unit, pairs, method, precision, eager, kernels)
     sizes = [weight.numel for weight in unit.weights]
     for pair in pairs: sizes += [prod(shape) for shape in pair.shapes.values()]
     trained = sum(role(weight, method) in ('trained', 'head') for weight in unit.weights)

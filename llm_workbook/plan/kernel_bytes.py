@@ -30,11 +30,6 @@ class SmallKernels(NamedTuple):
         return cls(recipe.method, precision, recipe.model.kernels, head, twice)
 
     @property
-    def fused(self) -> bool:  # In the layers
-        "Say whether several operations are one kernel."
-        return self.kernels != 'plain'
-
-    @property
     def loss(self) -> str:  # single, fused, one_pass or one_pass_twice
         "Say in which kernels the loss is computed."
         if self.twice: return 'one_pass_twice'
@@ -49,7 +44,7 @@ class _Bytes(NamedTuple):  # Moved per number of a 16-bit tensor, forward
     rope: int
     gate: int
 
-_SINGLE, _FUSED = _Bytes(30, 6, 22, 10), _Bytes(4, 4, 4, 6)
+_LAYER = {'plain': _Bytes(30, 6, 22, 10), 'compile': _Bytes(4, 4, 4, 6), 'liger': _Bytes(4, 6, 22, 6)}
 _LOGIT = {'single': 26, 'fused': 4}  # By how the loss is computed
 _ONE_PASS = 2 + (2 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 2) + (2 + 2)  # Forward and back
 _LOGIT['one_pass'] = _ONE_PASS / 3  # A step counts three passes
@@ -99,7 +94,7 @@ def small_kernels_b(
         raise ValueError(f'{small!r} is no SmallKernels: make one, '
                          'as in SmallKernels(method, precision)')
     method, precision = small.method, small.precision
-    each = _FUSED if small.fused else _SINGLE
+    each = _LAYER[small.kernels]
     moved = each.norm * sum(_norm_numbers(spec, unit))
     if unit.name: moved += _layer_bytes(spec, unit, each)
     else: moved += 4 * spec.hidden + _LOGIT[small.loss] * spec.vocab

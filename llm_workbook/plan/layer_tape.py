@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
 from ..model.architecture import Weight
+from ..model.liger_layers import writes_over
 from ..model.spec import ModelSpec, Unit
 from .adapter_tape import add_adapter
 from .fused_attention import fused_attention
@@ -66,10 +67,10 @@ class Setting(NamedTuple):
         return self.kind == 'full'
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd39
-def _norm(tape, x, setting, heads=1, gemma=False) -> Tensor:
-    "RMSNorm of `x`, or of each of its heads."
-    if setting.kernels != 'plain': return _fused_norm(tape, x, setting, heads)
-    width, stream_b = x.width, x.element_b
+def _norm(tape, x, setting, heads=1, kind='') -> Tensor:
+    "RMSNorm of `x`, or of each of its heads; `kind` is that of the model."
+    if setting.kernels != 'plain': return _fused_norm(tape, x, setting, heads, kind)
+    width, stream_b, gemma = x.width, x.element_b, kind.startswith('gemma')
     wide = _cast(tape, 'norm: float32', x, 4)
     square = tape.op(
         'norm: square', (wide,), width, 4,
@@ -100,13 +101,14 @@ def _weighted(tape, y, numbers, setting, gemma) -> Tensor:
         grads_b=grads_b)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd40
-def _fused_norm(tape, x, setting, heads) -> Tensor:
+def _fused_norm(tape, x, setting, heads, kind) -> Tensor:
     "RMSNorm in one kernel: it keeps its input as it is, and one number for each row."
     saves = x, tape.tensor('norm: root', heads, 4)
     if setting.inside and x.element_b != 4: saves += (tape.tensor('norm: float32', x.width, 4),)
     return tape.op(
         'norm: fused', (x,), x.width, x.element_b,
         saves=saves,
+        alias=setting.kernels == 'liger' and writes_over(kind),
         grads_b=x.width // heads * setting.grad_b if setting.trains else 0)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #f2ac1b49
@@ -154,21 +156,24 @@ def _frozen_linear(tape, x, weight, setting) -> Tensor:
 def _trained_linear(tape, x, weight, setting) -> Tensor:
     name, compute_b = weight.module, setting.compute_b
     width_out, width_in = weight.shape
-    x = _cast(tape, f'{name}: 16-bit input', x, compute_b)
-    saves, work_b = (x,), 0
-    if setting.autocast:
-        saves += (tape.tensor(f'{name}: 16-bit weight', weight.numel, compute_b, rows=1),)
-        work_b = weight.numel * compute_b
+    x, grads_b = _cast(tape, f'{name}: 16-bit input', x, compute_b), weight.numel * setting.grad_b
+    if not setting.autocast:
+        return tape.op(
+            name, (x,), width_out, compute_b,
+            saves=(x,),
+            grads_b=grads_b)
+    copy = tape.op(
+        f'{name}: 16-bit weight', (), weight.numel, compute_b,
+        rows=1,
+        grads_b=grads_b)
     return tape.op(
-        name, (x,), width_out, compute_b,
-        saves=saves,
-        work_b=work_b,
-        grads_b=weight.numel * setting.grad_b)
+        name, (x, copy), width_out, compute_b,
+        saves=(x, copy))
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #0222f36e
 def _rotated(tape, x, setting) -> Tensor:
     work_b = 2 * setting.rows * x.width * setting.stream_b
-    if setting.kernels != 'plain': work_b = 0
+    if setting.kernels == 'compile': work_b = 0
     x = tape.op(
         'rotary', (x,), x.width, setting.stream_b,
         work_b=work_b)
@@ -210,15 +215,15 @@ def _attend_eager(tape, q, k, v, setting, spec) -> Tensor:
 def _attention(tape, x, linear, setting, spec) -> Tensor:
     "Attention over `x`; `linear` maps names of modules to weights."
     if spec.mla: return _latent_attention(tape, x, linear, setting, spec)
-    fused, gemma = 'qkv_proj' in linear, spec.kind.startswith('gemma')
+    fused = 'qkv_proj' in linear
     if fused:
         v = _linear(tape, x, linear['qkv_proj'], setting)
         q = tape.op('slice', (v,), spec.heads * spec.head_dim, setting.compute_b)
         k = tape.op('slice', (v,), spec.kv_heads * spec.head_dim, setting.compute_b)
     else: q, k, v = (_linear(tape, x, linear[f'{name}_proj'], setting) for name in 'qkv')
     if spec.qk_norm:
-        q = _norm(tape, q, setting, spec.heads, gemma)
-        k = _norm(tape, k, setting, spec.kv_heads, gemma)
+        q = _norm(tape, q, setting, spec.heads, spec.kind)
+        k = _norm(tape, k, setting, spec.kv_heads, spec.kind)
     q, k = _rotated(tape, q, setting), _rotated(tape, k, setting)
     v = _cast(tape, 'values: 16 bit', v, setting.compute_b)
     out = _attend(tape, q, k, v, setting, spec)
@@ -257,11 +262,13 @@ def _gated(tape, both, width, setting) -> Tensor:
     return tape.op(
         'gated product', (both,), width, both.element_b,
         saves=(both,) if setting.kernels != 'plain' else (both, activated),
-        work_b=2 * activated.size_b)
+        over=setting.kernels == 'liger',
+        work_b=2 * activated.size_b if setting.kernels != 'liger' else 0)
 
 def _mlp(tape, x, linear, setting) -> Tensor:
     if 'gate_up_proj' in linear:
         both = _linear(tape, x, linear['gate_up_proj'], setting)
+        if setting.kernels == 'liger': both = _map(tape, 'gate and up, apart', both, both.element_b)
         inner = _gated(tape, both, both.width // 2, setting)
     elif 'gate_proj' in linear:
         gate = _linear(tape, x, linear['gate_proj'], setting)
@@ -273,6 +280,7 @@ def _mlp(tape, x, linear, setting) -> Tensor:
         inner = tape.op(
             'product', (gate, up), up.width, up.element_b,
             saves=(gate, up),
+            over=setting.kernels == 'liger',
             work_b=_copies_b(linear, up, setting))
     else:
         up = _linear(tape, x, linear['up_proj'], setting)
@@ -396,6 +404,11 @@ def _branch(tape, x, branch, unit, setting, spec) -> Tensor:
         alias=True)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #a1bcb473
+def _unplanned(unit, spec, module) -> RecipeError:
+    reason = f'{unit.name!r} has no {module}: no decoder layer of a kind that can be planned'
+    advice = 'rehearse it, which plays the model itself, or take another'
+    return RecipeError([Problem('model.source', repr(spec.name), f'{reason}; {advice}')])
+
 def layer_tape(
     unit: Unit,  # A sort of layer
     spec: ModelSpec,  # The model it belongs to
@@ -404,19 +417,18 @@ def layer_tape(
 ) -> tuple[Tape, Tensor]:  # The tape, and the layer's input
     "Write down one decoder layer."
     if not any(weight.linear and weight.module == 'o_proj' for weight in unit.weights):
-        reason = f'{unit.name!r} has no o_proj: no decoder layer of a kind that can be planned'
-        raise RecipeError([Problem('model.source', repr(spec.name), f'{reason}; take another')])
+        raise _unplanned(unit, spec, 'o_proj')
     if unit.window and unit.window < setting.length:
         setting = setting._replace(masked=True, window=unit.window)
     tape = Tape(setting.rows, setting.fresh)
     norms = {weight.module for weight in unit.weights if weight.kind == 'norm'}
-    gemma = spec.kind.startswith('gemma')
     branches = _AROUND if 'pre_feedforward_layernorm' in norms else _BEFORE
     x = start = tape.tensor('input', spec.hidden, setting.stream_b, needs)
     for branch, (before, after) in branches.items():
-        y = _norm(tape, x, setting, gemma=gemma) if before in norms else x
-        y = _branch(tape, y, branch, unit, setting, spec)
-        if after in norms: y = _norm(tape, y, setting, gemma=gemma)
+        y = _norm(tape, x, setting, kind=spec.kind) if before in norms else x
+        try: y = _branch(tape, y, branch, unit, setting, spec)
+        except KeyError as missing: raise _unplanned(unit, spec, missing.args[0]) from None
+        if after in norms: y = _norm(tape, y, setting, kind=spec.kind)
         y = _cast(tape, 'branch: float32', y, x.element_b)
         x = tape.op(
             'residual', (x, y), spec.hidden, x.element_b,
@@ -440,7 +452,7 @@ def head_tape(
     start = tape.tensor('input', spec.hidden, setting.stream_b, True)
     # `compile_blocks` compiles decoder layers alone, and the last norm is in none
     norm = setting._replace(kernels='plain') if setting.kernels == 'compile' else setting
-    x = _norm(tape, start, norm, gemma=spec.kind.startswith('gemma'))
+    x = _norm(tape, start, norm, kind=spec.kind)
     if setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)
     return tape

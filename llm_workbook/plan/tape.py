@@ -32,6 +32,7 @@ class Op(NamedTuple):
     fore_b: int = 0  # Temporaries of the forward pass, bytes
     grads_b: int = 0  # Gradients of parameters, which stay, bytes
     alias: bool = False  # The gradient of the result serves the inputs too: nothing is allocated
+    over: bool = False  # Gradients of the inputs are written over what it saved
     view: bool = False  # The result has no storage of its own
 
 class Instant(NamedTuple):
@@ -182,7 +183,7 @@ def backward_instants(
     for op in here:
         arriving = gradients.pop(op.out)
         inputs = [tensor for tensor in op.inputs if tensor.needs]
-        new_b = 0 if op.alias else _total_b(inputs)
+        new_b = 0 if op.alias or op.over else _total_b(inputs)
         grads_b += op.grads_b
         instants.append(Instant(op.name, saved_b, flow_b + new_b, op.work_b, grads_b))
         for tensor in inputs:

@@ -8,10 +8,11 @@ __all__ = ['gpu_kernels']
 # %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #3e000004
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from functools import cache
+from types import MethodType, SimpleNamespace
 from unittest.mock import patch
 
-from ..model import loss_head
+from ..model import liger_layers, loss_head
 from ..model.fused_head import KernelScores, kernel_rows
 
 # %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #d6888680
@@ -87,6 +88,63 @@ def _idle_scores(tensors, targets, softcap, needs):
     slopes = (None if x is None else x.to(weight.dtype) for x in (sums, of_bias))
     return KernelScores(losses, likeliest, made if needs[0] else None, *slopes)
 
+# %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #03e00102
+@cache
+def _idle_functions():
+    import torch
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, over):
+            x = x.contiguous()
+            made = torch.empty_like(x)
+            roots = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+            ctx.over = over
+            ctx.save_for_backward(x, weight, roots)
+            return made
+
+        @staticmethod
+        def backward(ctx, slope):
+            x, weight, _ = ctx.saved_tensors
+            slope, of_weight = slope.contiguous(), None
+            if ctx.needs_input_grad[1]:
+                of_weight = x.new_empty(1, len(weight), dtype=torch.float32).sum(0).to(weight.dtype)
+            return slope if ctx.over else torch.zeros_like(slope), of_weight, None
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            gate, up = gate.contiguous(), up.contiguous()
+            ctx.save_for_backward(gate, up)
+            return torch.empty_like(gate)
+
+        @staticmethod
+        def backward(ctx, slope):
+            slope.contiguous()
+            return tuple([tensor.view(tensor.shape) for tensor in ctx.saved_tensors])
+
+    return Norm, Gate
+
+# %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #03e00103
+def _layers_of_liger():
+    "Liger's kernels for norms and gates work inside tensors that their functions make."
+    return patch.object(liger_layers, '_replace', _idle_layers)
+
+def _idle_layers(decoder):
+    Norm, Gate = _idle_functions()
+    over = liger_layers.writes_over(decoder.config.model_type)
+
+    def normed(module, x): return Norm.apply(x, module.weight, over)
+
+    def gated(module, x):
+        if hasattr(module, 'gate_up_proj'): halves = module.gate_up_proj(x).chunk(2, dim=-1)
+        else: halves = module.gate_proj(x), module.up_proj(x)
+        return module.down_proj(Gate.apply(*halves))
+
+    for part in liger_layers._parts(decoder).values():
+        idle = gated if hasattr(part, 'down_proj') else normed
+        part.forward = MethodType(idle, part)
+
 # %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #5d0c7a12
 def _dropout_of_gpus():
     "Dropout that keeps a mask of one byte for each number, as the kernel of a GPU does."
@@ -105,11 +163,14 @@ def _dropout_of_gpus():
 def gpu_kernels(
     fused: bool = False,  # Whether Liger's kernel scores tokens: it needs a stand-in on a CPU too
     gpu: bool = True,  # Whether all else is to be as on a GPU
+    layers: bool = False,  # Whether norms and gates are Liger's
 ) -> Iterator[None]:  # Libraries are as they were when the block ends
     "Let the code around kernels run on tensors without numbers, as it would on a GPU."
-    if not (fused or gpu): raise ValueError('neither fused nor gpu: there is nothing to replace')
+    if not (fused or gpu or layers):
+        raise ValueError('no fused, gpu or layers: there is nothing to replace')
     with ExitStack() as stack:
         if fused: stack.enter_context(_kernel_of_liger())
+        if layers: stack.enter_context(_layers_of_liger())
         if gpu:
             stack.enter_context(_trl_kernels_of_gpus())
             stack.enter_context(_tiles_of_gpus())

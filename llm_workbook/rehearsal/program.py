@@ -22,6 +22,7 @@ from ..config.recipe import Recipe, planned_only
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import (
     configuration, load_tokenizer, materialise, skeleton)
+from ..model.liger_layers import use_liger_layers
 from ..model.quantize import keep_payload, nf4_config
 from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
@@ -91,9 +92,9 @@ _STAND_INS = [
         "flash-attn runs as torch's attention without a mask, "
         'which keeps tensors of the same sizes'),
     _StandIn(
-        'model.kernels', ['compile', 'liger'],
+        'model.kernels', ['compile'],
         {'model.kernels': 'plain'},
-        'kernels are plain here: nothing is compiled or replaced under the recorder. A compiled '
+        'kernels are plain here: nothing is compiled under the recorder. A compiled '
         'block keeps less for the backward pass, and the ledger alone counts that'),
     _StandIn(
         'precision.compute', ['float16'],
@@ -259,8 +260,8 @@ def _adapted_libraries(recipe, gpu):
         if recipe.pads: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
-        fused = recipe.batch.loss_head == 'fused'
-        if gpu or fused: stack.enter_context(gpu_kernels(fused, gpu))
+        fused, layers = recipe.batch.loss_head == 'fused', recipe.model.kernels == 'liger'
+        if gpu or fused or layers: stack.enter_context(gpu_kernels(fused, gpu, layers))
         if recipe.cluster.ranks == 1: stack.enter_context(_no_ddp())
         yield
 
@@ -451,6 +452,7 @@ def _plain_trainer(recipe, folder, row, model):
     from transformers import PrinterCallback, Trainer
     adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method)
+    if recipe.model.kernels == 'liger': use_liger_layers(model)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = Trainer(model, sft_config(recipe, folder), train_dataset=[row])
     attach_scaler(recipe, trainer.accelerator)

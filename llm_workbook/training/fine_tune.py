@@ -28,6 +28,7 @@ from ..model.adapters import check_targets
 from ..model.architecture import base_config, load_tokenizer
 from ..model.compiled_blocks import find_compiler
 from ..model.fused_head import check_liger
+from ..model.liger_layers import check_liger_layers
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, set_allocator
 from ..parallel.fresh_process import (
     end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
@@ -88,6 +89,7 @@ def _check_packages(recipe):
                           'pip install llm-workbook[deepspeed]')
     if recipe.model.kernels == 'compile': find_compiler(recipe.cluster.device)
     if recipe.batch.loss_head == 'fused': check_liger(recipe.cluster.device)
+    if recipe.model.kernels == 'liger': check_liger_layers(recipe.model, recipe.cluster.device)
     if recipe.model.attention == 'flash' and not find_spec('flash_attn'):
         raise ImportError("model.attention 'flash' needs the package flash-attn, "
                           "which is not installed here: set it to 'sdpa'")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..model.architecture import in_modules, in_tower, towers
 from ..model.compiled_blocks import count_blocks
+from ..model.liger_layers import count_liger_layers
 from ..model.half_matmul import upcast_dtypes
 from ..model.layout import coverage
 from ..model.loss_head import loss_head_of
@@ -493,8 +494,10 @@ def _attention(live):
 
 def _kernels(live):
     compiled, layers = count_blocks(live.model)
-    if not compiled: return 'plain'
-    return 'compile' if compiled == layers else f'{compiled} of {layers} layers compiled'
+    if compiled: return 'compile' if compiled == layers else f'{compiled} of {layers} layers compiled'
+    replaced, parts = count_liger_layers(live.bare)
+    if not replaced: return 'plain'
+    return 'liger' if replaced == parts else f"{replaced} of {parts} norms and gates are Liger's"
 
 # %% ../../nbs/training/08_live_settings.ipynb #bc8c11d0
 def _head(live):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters
+from ..model.liger_layers import use_liger_layers
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import cpu_fsdp, keep_output_types, set_fsdp, zero_config
@@ -204,6 +205,7 @@ class Loop:
         run.scaler = attach_scaler(recipe, accelerator)
         if recipe.model.head == 'causal_lm': _fuse_head(model, recipe)
         if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
+        if recipe.model.kernels == 'liger': use_liger_layers(model)
         _recompute(model, recipe)
         set_seed(recipe.seed)
         optimizer, scheduler = make_optimizer(recipe, model)

@@ -13,6 +13,7 @@ from ..checkpoint.sharded_files import unwrapped_parameters
 from ..config.recipe import Recipe
 from ..model.adapters import add_adapters, cast_adapters, set_magnitudes
 from ..model.architecture import load_tokenizer
+from ..model.liger_layers import use_liger_layers
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
 from ..parallel.backends import keep_output_types, mixed_precision, set_fsdp, zero_config
@@ -230,6 +231,7 @@ def make_trainer(
     longest = recipe.batch.length if 'labels' in keys else None
     adapted = recipe.method.kind != 'full'
     if adapted: model = add_adapters(model, recipe.method, recipe.seed)
+    if recipe.model.kernels == 'liger': use_liger_layers(model)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = kind(
         model, args, _collator(recipe, tokenizer, model, args.pad_to_multiple_of or 1),

@@ -16,9 +16,9 @@ from llm_workbook.model.loss_head import add_one_pass_head
 
 def filled_in():
     """What Triton's interpreter lacks: a GPU is given a Python float as a number in float32, and
-    has a tanh in CUDA's own library."""
+    has functions in CUDA's own library."""
     import triton.language as tl
-    from liger_kernel.ops import cross_entropy
+    from liger_kernel.ops import cross_entropy, geglu, rms_norm
     from triton.runtime import interpreter
     usual = interpreter._implicit_cvt
 
@@ -29,9 +29,13 @@ def filled_in():
 
     def tanh(x): return 2 * tl.sigmoid(2 * x) - 1
 
+    def rsqrt(x): return 1 / tl.sqrt(x)
+
     stack = ExitStack()
     stack.enter_context(patch.object(interpreter, '_implicit_cvt', convert))
-    stack.enter_context(patch.object(cross_entropy, 'tanh', tanh))
+    for module, name, function in (
+        (cross_entropy, 'tanh', tanh), (geglu, 'tanh', tanh), (rms_norm, 'rsqrt', rsqrt)):
+        stack.enter_context(patch.object(module, name, function))
     return stack
 
 

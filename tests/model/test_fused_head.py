@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(
 ON_GPU = {'cluster.device': 'cuda', 'cluster.hardware': '8x-h100'}
 
 
-def interpreted(*checks: str, timeout_s=300) -> dict:
-    "Call functions of `interpreted_head` in a process whose Triton interprets; name -> findings."
+def interpreted(*checks: str, module='interpreted_head', timeout_s=300) -> dict:
+    "Call functions of a module in a process whose Triton interprets; name -> findings."
     variables = os.environ | {'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(
-        [sys.executable, '-m', 'tests.model.interpreted_head', *checks],
+        [sys.executable, '-m', f'tests.model.{module}', *checks],
         env=variables, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

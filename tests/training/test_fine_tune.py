@@ -162,7 +162,6 @@ REFUSED = {
         {'model.attention': 'flash', 'cluster.device': 'cuda'},
         "needs the package flash-attn, which is not installed here: set it to 'sdpa'")}
 AHEAD = {  # what a recipe can say and this version does not carry out, for each field of runs.yaml
-    'model.kernels': {'model.kernels': 'liger', 'cluster.device': 'cuda'},
     'method.quant': {'method.quant': 'int8', 'sharding.strategy': 'ddp'},
     'method.keep_inputs': {'method.keep_inputs': True},
     'precision.frozen': {'precision.frozen': 'norms'},
