@@ -274,7 +274,7 @@ def _run_batches(answer, inputs, observed):
 # %% ../../nbs/answers/11_rows_loop.ipynb #8c0a48f1
 _BIG_BATCH = RankExercise(
     number='11.5',
-    title='One big batch, over ranks and micro batches',
+    title='One big batch, over ranks and micro-batches',
     kind='implement',
     difficulty=4,
     minutes=30,
