@@ -1,5 +1,7 @@
 """The head: what the recipe says of classes and rows, where it reads, and scores that count every
 row once."""
+import json
+
 import pytest
 from trouble import small_base
 
@@ -7,6 +9,7 @@ from llm_workbook.training.classifier import (
     class_rows, class_tokenizer, count_classes, judge_rows, load_classifier, make_loader,
     reload_classifier, set_pad, token_rows)
 from llm_workbook.training.conversation import DatasetError
+from llm_workbook.training.data import load_rows
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Recipe
@@ -41,6 +44,19 @@ def test_a_text_with_a_special_token_is_refused(recipe, tmp_path):
     (tmp_path/'a.csv').write_text('text,stars\nFine.,5\nBad <|pad|>,1\n')
     with pytest.raises(DatasetError, match=r'a.csv: line 3: has <\|pad\|> in its text'):
         class_rows(recipe.changed({'data.source': str(tmp_path/'*.csv')}))
+
+
+def test_the_text_is_judged_and_no_column_beside_it(recipe, tmp_path):
+    rows = [{'text': f'Fine {star}.', 'stars': star, 'system': f'S{star}', 'history': [['A', 'B']]}
+            for star in (1, 5)]
+    (tmp_path/'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    asked = recipe.changed({'data.source': str(tmp_path/'a.jsonl')})
+    with pytest.warns(UserWarning, match='these columns are not read: system, history'):
+        made, _ = class_rows(asked)
+    assert [row['text'] for row in made] == ['Fine 1.', 'Fine 5.']
+    with pytest.warns(UserWarning, match='not read: system, history'):
+        talked, _ = load_rows(asked.data)
+    assert [turn['role'] for turn in talked[0]['messages']] == ['user', 'assistant']
 
 
 def test_a_head_that_is_on_no_disk_is_not_read_in_parts(recipe):
