@@ -161,6 +161,31 @@ def test_columns_that_are_not_read_are_listed_once(tmp_path):
         read(tmp_path/'a.jsonl', [PAIR | {'system': 'A', 'images': None, 'weight': 1}])
 
 
+@pytest.mark.parametrize('label', [0, 0.0, -1, '0', '0.0', 'False', 'false ', 'NO'])
+def test_an_answer_that_its_label_calls_bad_is_refused(label, tmp_path):
+    rows = [PAIR | {'label': True}, PAIR | {'label': label}, PAIR | {'label': 1}]
+    with pytest.raises(DatasetError, match='line 2: has label .* which marks a bad answer'):
+        read(tmp_path/'a.jsonl', rows)
+    (tmp_path/'a.csv').write_text(f'prompt,completion,label\nHi,Ho,{label}\n')
+    with pytest.raises(DatasetError, match='line 2: has label .* which marks a bad answer'):
+        load_rows(Data(source=str(tmp_path/'a.csv'), test_share=0.0))
+
+
+def test_a_label_that_judges_no_answer_is_not_read(tmp_path):
+    rows = [PAIR | {'label': label} for label in (1, 'true', None, 'physics')]
+    with pytest.warns(UserWarning, match='these columns are not read: label'):
+        assert len(read(tmp_path/'a.jsonl', rows)) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert len(read(tmp_path/'a.jsonl', rows[:3])) == 3
+
+
+def test_a_label_of_a_class_is_no_judgement(tmp_path):
+    rows = [{'review': 'Bad.', 'label': False}, {'review': 'Fine.', 'label': True}]
+    made = read(tmp_path/'a.jsonl', rows, format='classification')
+    assert [row['messages'][1]['content'] for row in made] == ['False', 'True']
+
+
 def test_pairs_of_preferences_train_both_answers_or_the_chosen_one(tmp_path):
     row = {
         'conversations': [{'from': 'human', 'value': 'Hi'}],
