@@ -196,6 +196,45 @@ def test_pairs_of_preferences_train_both_answers_or_the_chosen_one(tmp_path):
         {'messages': [ASK, ANSWER]}]
 
 
+SYSTEM = {'role': 'system', 'content': 'Be kind.'}
+MORE = [ASK | {'content': 'A?'}, ANSWER | {'content': 'B.'}]
+
+
+BEFORE = [SYSTEM], [SYSTEM, *MORE], MORE, []
+INSIDE = [(prompt, before) for prompt in ('Hi', 'Hi ', [ASK], None) for before in BEFORE]
+
+
+@pytest.mark.parametrize(
+    'prompt, before', [*INSIDE, ([SYSTEM, ASK], [SYSTEM]), ([SYSTEM, MORE[0]], [SYSTEM, *MORE])])
+def test_a_prompt_inside_of_a_whole_conversation_is_written_once(prompt, before, tmp_path):
+    good, bad = [[*before, ASK, answer] for answer in (ANSWER, ANSWER | {'content': 'Hm'})]
+    row = {'chosen': good, 'rejected': bad} | ({'prompt': prompt} if prompt else {})
+    assert read(tmp_path/'a.jsonl', [row]) == [{'messages': good, 'rejected': bad}]
+    assert read(tmp_path/'a.jsonl', [row], completion_column='chosen') == [{'messages': good}]
+    written = {'prompt': prompt, 'completion': good}
+    assert read(tmp_path/'a.jsonl', [written], completion_column='completion') == [
+        {'messages': good}]
+
+
+def test_a_prompt_that_a_whole_conversation_does_not_hold_is_refused(tmp_path):
+    other = {'prompt': 'Hello', 'completion': [ASK, ANSWER]}
+    with pytest.raises(DatasetError, match="line 1: .* 'completion', in which the prompt does not"):
+        read(tmp_path/'a.jsonl', [other])
+    pair = {'prompt': [SYSTEM, ASK], 'chosen': [ASK, ANSWER], 'rejected': [ASK, MORE[1]]}
+    with pytest.raises(DatasetError, match="line 1: .* 'chosen', in which the prompt does not"):
+        read(tmp_path/'a.jsonl', [pair])
+
+
+def test_an_answer_of_several_turns_follows_its_prompt(tmp_path):
+    row = {'prompt': 'Hi', 'completion': [ANSWER, *MORE]}
+    assert read(tmp_path/'a.jsonl', [row]) == [{'messages': [ASK, ANSWER, *MORE]}]
+
+
+def test_a_history_comes_behind_the_turn_of_the_system(tmp_path):
+    row = {'messages': [SYSTEM, ASK, ANSWER], 'history': [['A?', 'B.']]}
+    assert read(tmp_path/'a.jsonl', [row]) == [{'messages': [SYSTEM, *MORE, ASK, ANSWER]}]
+
+
 def test_parts_of_a_turn_may_call_their_text_value(tmp_path):
     row = {'messages': [ASK | {'content': [{'type': 'text', 'value': 'Hi'}]}, ANSWER]}
     assert read(tmp_path/'a.jsonl', [row]) == [{'messages': [ASK, ANSWER]}]
