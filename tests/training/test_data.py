@@ -142,7 +142,8 @@ def test_label_words_come_from_the_recipe_and_null_drops():
         {'role': 'assistant', 'content': 'good'}]
     assert conversation({'text': 'T', 'stars': '3'}, data) is None
     assert (
-        conversation({'text': 'T', 'stars': 2}, Data(source='x'))['messages'][1]['content'] == '2')
+        conversation({'text': 'T', 'stars': 2}, Data(source='x', format='classification'))[
+            'messages'][1]['content'] == '2')
 
 
 def test_named_test_rows_and_hub_names(tmp_path, monkeypatch):
@@ -357,7 +358,8 @@ def test_every_answer_ends_with_the_stop_token(tokenizer):
 
 def test_formats_are_told_apart_by_their_columns():
     assert detect_format({'messages': [], 'prompt': ''}, Data(source='x')) == 'messages'
-    assert detect_format({'text': '', 'label': 0}, Data(source='x')) == 'classification'
+    labelled = Data(source='x', labels={0: 'bad'})
+    assert detect_format({'text': '', 'label': 0}, labelled) == 'classification'
     assert (
         detect_format(
             {'chosen': '', 'rejected': '', 'prompt': ''},

@@ -98,7 +98,82 @@ def test_lines_of_windows_train_no_carriage_return(tmp_path):
 def test_a_label_that_is_no_class_is_refused(label, tmp_path):
     rows = [{'text': 'Fine.', 'label': 1}, {'text': 'Bad.', 'label': label}]
     with pytest.raises(DatasetError, match="line 2: the label 'label' is .*, not one class"):
-        read(tmp_path/'a.jsonl', rows)
+        read(tmp_path/'a.jsonl', rows, format='classification')
+
+
+# What the recipe names
+
+WORDS = {'0': 'bad', '1': 'good'}
+TOPIC = {'text': 'Stocks fell.', 'label': 1}
+
+
+def asked(path, row, **settings):
+    write(path, [row])
+    return load_rows(Data(source=str(path), test_share=0.0, **settings))[0][0]
+
+
+ABSENT = {
+    'label': ({'text': 'Fine.', 'lable': 1}, {'label_column': 'label', 'labels': WORDS},
+              "no column 'label', which data.label_column names; did you mean 'lable'"),
+    'label, with a format': (
+        {'text': 'Fine.', 'lable': 1},
+        {'label_column': 'label', 'labels': WORDS, 'format': 'classification'},
+        "no column 'label', which data.label_column names; did you mean 'lable'"),
+    'labels alone': ({'text': 'Fine.', 'Label': 1}, {'labels': WORDS},
+                     "no column of the label .* data.label_column.* did you mean 'Label'"),
+    'labels beside messages': (
+        {'messages': [ASK, ANSWER]}, {'labels': WORDS}, 'no column of the text .*data.text_column'),
+    'text': ({'review': 'Fine.'}, {'text_column': 'Review'}, 'which data.text_column names'),
+    'a position': ({'text': 'Fine.'}, {'text_column': 0}, 'no column 0, which data.text_column'),
+    'completion': (PAIR, {'completion_column': 'compl'}, "did you mean 'completion'"),
+    'prompt': ({'q': 'Hi', 'chosen': 'Ho'}, {'completion_column': 'chosen'},
+               'no column of the prompt .*data.prompt_column'),
+    'answer': ({'q': 'Hi', 'a': 'Ho'}, {'prompt_column': 'q'}, 'name it with data.completion_col'),
+    'of two formats': (
+        PAIR | TOPIC, {'prompt_column': 'prompt', 'labels': WORDS},
+        'data.prompt_column and data.labels belong to different formats')}
+
+
+@pytest.mark.parametrize('row, settings, words', ABSENT.values(), ids=ABSENT)
+def test_a_named_column_that_is_not_there_is_an_error(row, settings, words, tmp_path):
+    with pytest.raises(DatasetError, match=words): asked(tmp_path/'a.jsonl', row, **settings)
+
+
+def test_what_the_recipe_names_decides_the_format(tmp_path):
+    classified = {'text_column': 'text', 'label_column': 'label', 'labels': WORDS}
+    others = PAIR, {'messages': [ASK, ANSWER]}, {'chosen': 'Ho', 'rejected': 'Hm'}
+    for row in others:
+        for settings in classified, {'labels': WORDS}, {'text_column': 'text', 'labels': WORDS}:
+            made = asked(tmp_path/'a.jsonl', row | TOPIC, **settings)
+            assert made['messages'][1]['content'] == 'good'
+        assert 'Ho' not in str(made)
+    named = {'prompt_column': 'q', 'completion_column': 'a'}
+    row = {'messages': [ASK, ASK], 'q': 'Hi', 'a': 'Ho'}
+    assert asked(tmp_path/'a.jsonl', row, **named) == {'messages': [ASK, ANSWER]}
+    alpaca = {'instruction': 'Hi', 'input': '', 'output': 'Old', 'output_2': 'Ho'}
+    for settings in {}, {'format': 'alpaca'}:
+        made = asked(tmp_path/'a.jsonl', alpaca, completion_column='output_2', **settings)
+        assert made == {'messages': [ASK, ANSWER]}
+    pair = {'q': 'Hi', 'chosen': 'Ho', 'rejected': 'Hm'}
+    assert asked(tmp_path/'a.jsonl', pair, prompt_column='q')['rejected']
+
+
+@pytest.mark.parametrize('label', ['label', 'rating', 'stars', 'sentiment'])
+def test_a_text_with_a_label_is_not_classified_unasked(label, tmp_path):
+    row = {'text': 'Stocks fell.', label: 1}
+    for settings in {}, {'label_column': label}, {'text_column': 'text'}:
+        with pytest.raises(DatasetError, match=f"a text and '{label}': set data.labels, .*: text"):
+            asked(tmp_path/'a.jsonl', row, **settings)
+    assert asked(tmp_path/'a.jsonl', row, format='text') == {'text': 'Stocks fell.'}
+    for settings in {'labels': WORDS}, {'question': 'Which?'}, {'format': 'classification'}:
+        made = asked(tmp_path/'a.jsonl', row, **settings)
+        assert made['messages'][1]['content'] == ('good' if 'labels' in settings else '1')
+
+
+def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path):
+    (tmp_path/'a.csv').write_text('text, label\ngood,1\n')
+    rows, _ = load_rows(Data(source=str(tmp_path/'a.csv'), test_share=0.0, labels=WORDS))
+    assert rows[0]['messages'][1]['content'] == 'good'
 
 
 # Fields that change the meaning
