@@ -197,6 +197,8 @@ DAMAGE = [
     ('a.json', '{"data": []}', {}, [None], 'one dict'),
     ('a.json', '[{"text": "a"},\n{"text"', {}, [2], 'not JSON'),
     ('a.json', '[{"text": "a"}, {"text": 1}]', {}, [2], 'is int, not text'),
+    ('a.csv', 'text,label,text \na,1,b\n', {}, [1], "has the column 'text' twice"),
+    ('a.tsv', '\nlabel\ttext\tlabel\n1\ta\t2\n', {}, [2], "has the column 'label' twice"),
     ('a.csv', 'text\na,b\n', {}, [2], 'has 2 fields instead of 1'),
     ('a.csv', 'text,label\n"a,1\nb,0\n', {}, [2], 'close its quotes'),
     ('a.csv', 'Text,Score\na,1\n', {}, [None], 'text_column'),
