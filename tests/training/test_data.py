@@ -135,6 +135,28 @@ def test_tabs_and_quotes_belong_to_the_text(tmp_path):
         'a "b\tc', 'd', '"e', 'f']
 
 
+@pytest.mark.parametrize('quoting', ['minimal', 'all', 'nonnumeric'])
+def test_a_tsv_with_the_quotes_of_a_csv_is_refused(quoting, tmp_path):
+    import csv
+    with open(tmp_path/'a.tsv', 'w', newline='') as file:
+        writer = csv.writer(file, 'excel-tab', quoting=getattr(csv, f'QUOTE_{quoting.upper()}'))
+        writer.writerows([('text', 'label'), ('He said "no".', 0), ('Fine.', 1)])
+    data = Data(source=str(tmp_path/'a.tsv'), test_share=0.0, **WORDS)
+    with pytest.raises(DatasetError, match='line 2: has a field in quotes as CSV writes it'):
+        load_rows(data)
+    (tmp_path/'a.tsv').write_text('"text"\t"label"\n"Fine."\t"1"\n')
+    with pytest.raises(DatasetError, match='line 1: has a field in quotes as CSV writes it'):
+        load_rows(data)
+
+
+def test_quotes_of_a_text_stay_in_a_tsv(tmp_path):
+    texts = ['""Great""', '"So" they say "no"', '5" or 6""', '"Fine."', '""', '"']
+    lines = [f'{text}\t{number % 2}' for number, text in enumerate(texts)]
+    (tmp_path/'a.tsv').write_text('\n'.join(['text\tlabel', *lines]))
+    rows, _ = load_rows(Data(source=str(tmp_path/'a.tsv'), test_share=0.0, **WORDS))
+    assert [row['messages'][0]['content'].partition('\n')[2] for row in rows] == texts
+
+
 def test_label_words_come_from_the_recipe_and_null_drops():
     data = Data(source='x', labels={1: 'bad', 3: None, 5: 'good'}, question='Well?')
     assert conversation({'text': 'T', 'stars': 5}, data)['messages'] == [
@@ -196,7 +218,9 @@ DAMAGE = [
     ('a.csv', 'text\na\n'.encode('utf-16-be'), {}, [None], 'is UTF-16, not UTF-8'),
     ('a.txt', 'one\ntwo\n'.encode('utf-16-le'), {}, [None], 'is UTF-16, not UTF-8'),
     ('a.jsonl.gz', b'{"text": "a"}', {}, [None], 'cannot be read: Not a gzipped file'),
-    ('a.csv', 'text;label\n"a, b";1\n', {}, [1], "which ';' seems to separate: save it with commas"),
+    (
+        'a.csv', 'text;label\n"a, b";1\n', {}, [1],
+        "which ';' seems to separate: save it with commas"),
     ('a.csv', 'text\tlabel\na\t1\n', {}, [1], 'seems to separate: name it .tsv'),
     ('a.tsv', 'text,label\na,1\n', {}, [1], 'seems to separate: name it .csv'),
     ('a.parquet', b'PAR1 PAR1', {}, [None], 'is no Parquet file that can be read'),
