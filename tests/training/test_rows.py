@@ -13,6 +13,7 @@ from llm_workbook.training.fine_tune import check_recipe
 from llm_workbook.training.tokens import ChatFormat, answer_tokens, check_rows
 
 ASK, ANSWER = {'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}
+SYSTEM = {'role': 'system', 'content': 'Be kind.'}
 PAIR = {'prompt': 'Hi', 'completion': 'Ho'}
 
 
@@ -120,14 +121,14 @@ ABSENT = {
         {'label_column': 'label', 'labels': WORDS, 'format': 'classification'},
         "no column 'label', which data.label_column names; did you mean 'lable'"),
     'labels alone': ({'text': 'Fine.', 'Label': 1}, {'labels': WORDS},
-                     "no column of the label .* data.label_column.* did you mean 'Label'"),
+                     "no column for the label: .*data.label_column.* did you mean 'Label'"),
     'labels beside messages': (
-        {'messages': [ASK, ANSWER]}, {'labels': WORDS}, 'no column of the text .*data.text_column'),
+        {'messages': [ASK, ANSWER]}, {'labels': WORDS}, 'no column for the text.*data.text_column'),
     'text': ({'review': 'Fine.'}, {'text_column': 'Review'}, 'which data.text_column names'),
     'a position': ({'text': 'Fine.'}, {'text_column': 0}, 'no column 0, which data.text_column'),
     'completion': (PAIR, {'completion_column': 'compl'}, "did you mean 'completion'"),
     'prompt': ({'q': 'Hi', 'chosen': 'Ho'}, {'completion_column': 'chosen'},
-               'no column of the prompt .*data.prompt_column'),
+               'no column for the prompt.*data.prompt_column'),
     'answer': ({'q': 'Hi', 'a': 'Ho'}, {'prompt_column': 'q'}, 'name it with data.completion_col'),
     'of two formats': (
         PAIR | TOPIC, {'prompt_column': 'prompt', 'labels': WORDS},
@@ -193,6 +194,36 @@ def test_answers_that_are_only_context_do_not_train(field, tmp_path, tokenizer):
     [tokens] = answer_tokens(made, ChatFormat(tokenizer))
     trained = [number for number, trains in zip(tokens.ids, tokens.mask) if trains]
     assert tokenizer.decode(trained) == ' Ho<|endoftext|>'
+
+
+@pytest.mark.parametrize('template', [None, 'plain'])
+def test_an_answer_that_comes_first_trains_whole(template):
+    tokenizer = load_tokenizer('tiny-base', None, template)
+    row = {'messages': [ANSWER, ASK, ANSWER]}
+    [tokens] = answer_tokens(row, ChatFormat(tokenizer))
+    trained = [number for number, trains in zip(tokens.ids, tokens.mask) if trains]
+    half = len(trained) // 2
+    assert 'Ho' in tokenizer.decode(trained[:half])
+    assert trained[:half] == trained[half:]
+
+
+def test_a_template_that_leaves_the_system_out_is_reported():
+    tokenizer = load_tokenizer('tiny-base')
+    rows = [{'messages': [SYSTEM, ASK, ANSWER]}, {'messages': [ASK, ANSWER]}, {'text': 'Once.'}]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        check_rows(rows, tokenizer)
+        tokenizer.chat_template = (
+            "{% for m in messages if m.role != 'system' %}{% if loop.first and messages[0].role == "
+            "'system' %}" + '{{ messages[0].content }} {% endif %}{{ m.content }}<|endoftext|>'
+            '{% endfor %}')
+        check_rows(rows, tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace('{{ messages[0].content }} ', '')
+    with pytest.warns(UserWarning, match='1 of 3 rows have a turn of the system, which the chat'):
+        check_rows(rows, tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        check_rows(rows[1:], tokenizer)
 
 
 REFUSED = {
@@ -261,6 +292,13 @@ def test_a_label_of_a_class_is_no_judgement(tmp_path):
     assert [row['messages'][1]['content'] for row in made] == ['False', 'True']
 
 
+def test_of_two_conversations_the_one_that_is_not_read_is_listed(tmp_path):
+    turns = {'messages': [ASK, ANSWER]}
+    with pytest.warns(UserWarning, match='columns are not read: conversations'):
+        made = read(tmp_path/'a.jsonl', [turns | {'conversations': [ASK, MORE[1]]}])
+    assert made == [turns]
+
+
 def test_pairs_of_preferences_train_both_answers_or_the_chosen_one(tmp_path):
     row = {
         'conversations': [{'from': 'human', 'value': 'Hi'}],
@@ -271,7 +309,6 @@ def test_pairs_of_preferences_train_both_answers_or_the_chosen_one(tmp_path):
         {'messages': [ASK, ANSWER]}]
 
 
-SYSTEM = {'role': 'system', 'content': 'Be kind.'}
 MORE = [ASK | {'content': 'A?'}, ANSWER | {'content': 'B.'}]
 
 

@@ -127,6 +127,11 @@ def test_other_names_are_not_guessed_at(tmp_path):
     with pytest.raises(DatasetError, match=r"2 \.jsonl\.gz, set .*/\*\.jsonl\.gz'"): read(tmp_path)
 
 
+    lines(tmp_path/'data'/'train.jsonl', PAIRS)
+    for file in tmp_path.glob('*.*'): file.unlink()
+    with pytest.raises(DatasetError, match="name a folder below, as '.*/data'"): read(tmp_path)
+
+
 # Saved sets
 
 def test_saved_sets_are_read_with_their_splits(tmp_path):
