@@ -38,7 +38,8 @@ def as_path(
     raise ValueError(f"{path!r:.60} is no path: write a text, as in 'runs/mine'")
 
 # %% ../nbs/package/02_files.ipynb #4d44e8d3
-_ENDINGS = ('.json', '.jsonl', '.csv', '.tsv', '.txt', '.parquet', '.yaml', '.safetensors')
+_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt', '.parquet', '.arrow', '.gz',
+            '.yaml', '.safetensors')
 
 def resolve(
     source: str | Path,  # Packaged name, path, or `owner/name` on the Hub
@@ -47,7 +48,7 @@ def resolve(
     name, path = str(source), as_path(source).expanduser()
     if name in _assets(): return asset(name)
     if name and path.exists(): return path
-    if fullmatch(r'[\w-][\w.-]*/[\w.-]+', name) and path.suffix not in _ENDINGS: return name
+    if fullmatch(r'[\w-][\w.-]*/[\w.-]+', name) and path.suffix.lower() not in _ENDINGS: return name
     packaged = [found.name for found in _assets().values() if any(found.glob('*.json*'))]
     raise ValueError(f'{name!r} is no path here, no owner/name on the Hub and not packaged; '
                      f'{nearest(name, sorted(packaged))}')

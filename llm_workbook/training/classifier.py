@@ -80,7 +80,7 @@ def class_rows(
 
 def _class_row(recipe, names, row):
     "Take the text out of the question, and the number of the class out of the answer."
-    question, answer = row['messages'][0], row['messages'][-1]
+    question, answer = row['messages']
     text = question['content'].removeprefix(f'{recipe.data.question}\n')
     made = DataRow({'text': text, 'label': names.index(answer['content'])}, row.place)
     return made | {'source': row['source']} if 'source' in row else made

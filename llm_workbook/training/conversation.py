@@ -110,20 +110,73 @@ def detect_format(
     row: dict,  # First row of a file
     data: Data,  # Names of unusual columns
 ) -> str:  # 'messages', 'prompt_completion', 'alpaca', 'classification', 'text' or 'preference'
-    "Tell the format of a file from the columns of its first row."
-    columns = find_columns(row, data)
-    has = {role: column in row for role, column in columns.items()}
-    is_preference = 'chosen' in row and 'rejected' in row
-    names_answer = 'completion' in recipe_columns(data)
-    if is_preference: return 'prompt_completion' if names_answer else 'preference'
+    "Tell the format of a file by what the recipe names, else by the columns of its first row."
+    for role, column in recipe_columns(data).items():
+        if column in row: continue
+        hint = nearest(str(column), list(map(str, row)))
+        raise ValueError(f'has no column {column!r}, which data.{role}_column names; {hint}')
+    if data.format != 'auto': return data.format
+    if recipe_columns(data) or data.labels: return _asked_format(row, data)
+    return _usual_format(row, data)
+
+def _roles(row, data):
+    return {role for role, column in find_columns(row, data).items() if column in row}
+
+def _usual_format(row, data):
+    "The format of a row whose columns have usual names."
+    has = _roles(row, data)
+    if 'chosen' in row and 'rejected' in row: return 'preference'
     if 'messages' in row or 'conversations' in row: return 'messages'
     if 'instruction' in row and 'output' in row: return 'alpaca'
-    if has['prompt'] and has['completion']: return 'prompt_completion'
-    if has['text']: return 'classification' if has['label'] else 'text'
+    if {'prompt', 'completion'} <= has: return 'prompt_completion'
+    if 'text' in has: return _text_format(row, data)
     raise ValueError(
         f'no known format has the columns {", ".join(map(str, row))}; '
         'name them with prompt_column and completion_column, '
         'or text_column and label_column (numbers for a file without a header)')
+
+# %% ../../nbs/training/00_conversation.ipynb #fd7ee591
+def _asked_format(row, data):
+    "The format that the names and the labels of a recipe ask for."
+    named = recipe_columns(data)
+    pair = [f'{role}_column' for role in ('prompt', 'completion') if role in named]
+    text = [f'{role}_column' for role in ('text', 'label') if role in named]
+    if data.labels: text.append('labels')
+    if not pair: return _text_format(row, data)
+    if not text: return _pair_format(row, data)
+    raise ValueError(f'data.{pair[0]} and data.{text[0]} belong to different formats: '
+                     'take one out, or set data.format')
+
+def _pair_format(row, data):
+    "The format of a row of which the recipe names the question or the answer."
+    named, has = recipe_columns(data), _roles(row, data)
+    if 'completion' not in named and 'chosen' in row and 'rejected' in row: return 'preference'
+    if 'prompt' not in has and 'instruction' in row: return 'alpaca'
+    answer = row.get(named.get('completion'))
+    holds_question = isinstance(answer, list)
+    has_turns = 'messages' in row or 'conversations' in row
+    if 'prompt' not in has and not has_turns and not holds_question:
+        raise _no_column('prompt', row)
+    if 'completion' not in has: raise _no_column('completion', row)
+    return 'prompt_completion'
+
+def _text_format(row, data):
+    "The format of a row with a text, or of which the recipe names the text or the label."
+    has = _roles(row, data)
+    if 'text' not in has: raise _no_column('text', row)
+    if 'label' not in has and data.labels: raise _no_column('label', row)
+    if 'label' not in has: return 'text'
+    usual = Data.model_fields['question'].default
+    if data.labels or data.question != usual: return 'classification'
+    label = find_columns(row, data)['label']
+    raise ValueError(f'has a text and {label!r}: set data.labels, a word for each label, to ask '
+                     'for it, or data.format: text to train the text alone')
+
+def _no_column(role, row):
+    names = list(map(str, row))
+    hint = nearest(role, names)
+    return ValueError(f'has no column for the {role}: name it with data.{role}_column, '
+                      f'or set data.format; {hint}')
 
 # %% ../../nbs/training/00_conversation.ipynb #124fedc1
 _ROLES = {
@@ -219,16 +272,49 @@ def _prompt_of(row, data):
     return prompt
 
 def _from_pair(row, data):
-    question = _side(_prompt_of(row, data), 'user', 'prompt')
-    answer = row.get(find_columns(row, data)['completion'])
-    return question + _side(answer, 'assistant', 'completion')
+    prompt = _prompt_of(row, data)
+    answer = _side(row.get(find_columns(row, data)['completion']), 'assistant', 'completion')
+    if prompt is None and _is_whole(answer): return answer
+    return _after(_side(prompt, 'user', 'prompt'), answer, 'completion')
+
+def _is_whole(turns):
+    "Whether the turns of an answer are a conversation with its question."
+    return turns[0]['role'] != 'assistant'
+
+def _after(question, turns, name):
+    "Put a question before an answer, unless the answer is a conversation that holds it."
+    if _holds(turns, question): return turns
+    if not _is_whole(turns): return question + turns
+    raise ValueError(f'has a whole conversation as {name!r}, in which the prompt does not occur: '
+                     'correct the prompt, or take its column out')
+
+def _holds(turns, question):
+    "Whether a conversation begins with `question`, or asks that one turn at first or last."
+    own = _stripped(turns)
+    asked = _stripped(question)
+    length = len(asked)
+    questions = [turn for turn in own if turn[0] == 'user']
+    if length == 1 and asked[0] in questions[:1] + questions[-1:]: return True
+    if own[:length] == asked: return True
+    leads = turns[0]['role'] == 'system'
+    return leads and own[1:length + 1] == asked
+
+def _stripped(turns):
+    "Give role and text of each turn, without spaces around the text."
+    pairs = []
+    for turn in turns:
+        text = turn['content'].strip()
+        pairs.append((turn['role'], text))
+    return pairs
 
 def _from_alpaca(row, data):
     question = _checked_text(row.get('instruction'), "'instruction'")
     if row.get('input') not in (None, ''):
         question += '\n\n' + _checked_text(row['input'], "'input'")
     return [_turn('user', question, 'the question'),
-            _turn('assistant', row.get('output'), "'output'")]
+            _turn('assistant', row.get(_alpaca_answer(data)), f"{_alpaca_answer(data)!r}")]
+
+def _alpaca_answer(data): return recipe_columns(data).get('completion', 'output')
 
 def _with_context(messages, row):
     "Put what `history` and `system` hold before a conversation."
@@ -239,8 +325,9 @@ def _with_context(messages, row):
             raise ValueError("'history' is not a list of pairs of question and answer")
         turns += [_turn('user', pair[0], "a question of 'history'"),
                   _turn('assistant', pair[1], "an answer of 'history'")]
-    if system in (None, ''): return turns + messages
-    if messages[0]['role'] == 'system':
+    has_system = messages[0]['role'] == 'system'
+    if system in (None, ''): return messages[:has_system] + turns + messages[has_system:]
+    if has_system:
         raise ValueError("has a column 'system' and a turn of the system: take one out")
     return [_turn('system', system, "'system'"), *turns, *messages]
 
@@ -250,7 +337,7 @@ def _from_class(row, data):
     columns = find_columns(row, data)
     answers = dict(data.labels)
     label = row.get(columns['label'], '')
-    if label is None or isinstance(label, (list, dict)):
+    if label is None or isinstance(label, (list, dict)) or label != label:
         kind = 'null' if label is None else type(label).__name__
         raise ValueError(f'the label {columns["label"]!r} is {kind}, not one class')
     label = str(label).strip()
@@ -270,6 +357,7 @@ def _from_class(row, data):
 _FORMATS = {
     'messages': _from_messages, 'prompt_completion': _from_pair, 'alpaca': _from_alpaca,
     'classification': _from_class}
+_TEXT_FORMATS = 'text', 'classification'  # Their rows have no turns, so none come before them
 
 # %% ../../nbs/training/00_conversation.ipynb #3e9f9e4f
 def _both_answers(row, data):
@@ -282,14 +370,10 @@ def _both_answers(row, data):
     prompt = _prompt_of(row, data)
     if prompt is None and all(isinstance(side, str) for side in sides): return _two_texts(*sides)
     question = [] if prompt is None else _side(prompt, 'user', 'prompt')
-    chosen, rejected = [_after(question, _side(side, 'assistant', name))
+    chosen, rejected = [_after(question, _side(side, 'assistant', name), name)
                         for name, side in zip(('chosen', 'rejected'), sides)]
     _check_pair(chosen, rejected)
     return {'messages': _with_context(chosen, row), 'rejected': _with_context(rejected, row)}
-
-def _after(question, turns):
-    "Put a question before an answer, unless its conversation begins with that already."
-    return turns if question and turns[:len(question)] == question else question + turns
 
 def _check_pair(chosen, rejected):
     "Refuse two conversations that are no two answers to one question."
@@ -332,6 +416,7 @@ def conversation(
     _check_meaning(row)
     row_format = data.format
     if row_format == 'auto': row_format = detect_format(row, data)
+    if row_format not in _TEXT_FORMATS: _check_judgement(row.get('label'))
     family = row.get('family')
     extra = {'family': family} if isinstance(family, str) else {}
     if row_format == 'preference': return _both_answers(row, data) | extra
@@ -341,7 +426,7 @@ def conversation(
         return {'text': text, **extra}
     messages = _FORMATS[row_format](row, data)
     if not messages: return None
-    messages = _with_context(messages, row)
+    if row_format not in _TEXT_FORMATS: messages = _with_context(messages, row)
     last_role = messages[-1]['role']
     if last_role != 'assistant':
         raise ValueError(f'ends with a turn of the {last_role}, so there is no answer to learn')
@@ -363,25 +448,44 @@ def _check_meaning(row):
         if row.get(name) in (None, 1): continue
         raise ValueError(f'has {name} {row[name]!r:.40}, which is not obeyed for a whole row: '
                          'take the row or the column out')
-    if row.get('label') is False and 'text' not in row:
-        raise ValueError('has label false, which marks a bad answer (KTO): '
-                         'keep the rows with label true alone')
+
+_GOOD, _BAD = ('true', 'yes', '1', '1.0'), ('false', 'no', '0', '0.0', '-1', '-1.0')
+
+def _check_judgement(label):
+    "Refuse an answer that the label beside it calls bad."
+    word = str(label).strip().lower()
+    if word not in _BAD: return
+    raise ValueError(f'has label {label!r:.40}, which marks a bad answer (KTO): keep the rows '
+                     'of good answers alone, or rename a column that judges no answer')
+
+def _is_judgement(label):
+    "Whether a label beside an answer says if it is good, or nothing."
+    if label is None: return True
+    word = str(label).strip().lower()
+    known = '', *_GOOD, *_BAD
+    return word in known
 
 # %% ../../nbs/training/00_conversation.ipynb #6ac00012
 def read_columns(
     row_format: str,  # As `detect_format` gives it
-    row: dict,  # The first of its file
+    rows: list[dict],  # Of one file; the first says which column plays which role
     data: Data,  # Names of unusual columns
 ) -> set:  # Names, or positions
     "Name the columns that are read, or that are refused where they say something."
+    if not rows or not isinstance(rows, list): raise ValueError(f'rows {rows!r:.60} must be a list')
+    row = rows[0]
     columns = find_columns(row, data)
-    own = {'messages': ('messages', 'conversations'), 'alpaca': ('instruction', 'input', 'output'),
+    own = {'messages': ('messages' if 'messages' in row else 'conversations',),
+           'alpaca': ('instruction', 'input', _alpaca_answer(data)),
            'prompt_completion': (columns['prompt'], columns['completion']),
            'classification': (columns['text'], columns['label']), 'text': (columns['text'],),
            'preference': (columns['prompt'], 'chosen', 'rejected')}
     read = {*own[row_format], 'family', 'tools', *_MEDIA, *_WEIGHTS}
     if 'family' in row: read.add('input')  # With the family, it identifies a generated question
-    if row_format not in ('text', 'classification'): read |= {'system', 'history', 'label'}
+    if row_format not in _TEXT_FORMATS:
+        read |= {'system', 'history'}
+        labels = [row.get('label') for row in rows]
+        if all(map(_is_judgement, labels)): read.add('label')
     has_prompt = columns['prompt'] in row
     uses_turns = row_format in ('prompt_completion', 'preference') and not has_prompt
     return read | {'conversations', 'messages'} if uses_turns else read

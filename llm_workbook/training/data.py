@@ -6,7 +6,8 @@
 __all__ = ['split_rows', 'load_rows', 'source_names']
 
 # %% ../../nbs/training/01_data.ipynb #63e2c9e5
-import csv, io, json, re, warnings
+import csv, gzip, io, json, re, warnings, zlib
+from collections import Counter
 from glob import glob
 from pathlib import Path
 from random import Random
@@ -26,9 +27,9 @@ def _source_error(source, reason):
 
 def _read_text(path):
     "Decode a file; name every line that is not UTF-8."
-    try: content = path.read_bytes()
-    except OSError as error:
-        raise _source_error(path.name, f'cannot be read: {error.strerror}') from None
+    content = _read_bytes(path)
+    if _is_utf16(content): raise _source_error(path.name, 'is UTF-16, not UTF-8 text; save the '
+                                                          'file as UTF-8')
     try:
         text = content.decode('utf-8-sig')
     except UnicodeDecodeError:
@@ -38,6 +39,20 @@ def _read_text(path):
         raise DatasetError(path.name, problems, 'line') from None
     if not text.strip(): raise _source_error(path.name, 'the file is empty')
     return text
+
+def _read_bytes(path):
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.name.lower().endswith('.gz') else content
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, 'strerror', None) or error
+        raise _source_error(path.name, f'cannot be read: {reason}') from None
+
+def _is_utf16(content):
+    "Whether a text has the mark of UTF-16, or a zero in every second byte."
+    start = content[:100]
+    zeros = len(start) > 3 and not (any(start[::2]) and any(start[1::2]))
+    return zeros or start.startswith((b'\xff\xfe', b'\xfe\xff'))
 
 def _is_utf8(line):
     return line.decode('utf-8', 'ignore').encode() == line
@@ -109,7 +124,25 @@ def _split_at_tabs(path):
     rows = []
     for number, line in _numbered_lines(path):
         rows.append((number, line.split('\t')))
+    _refuse_csv_quotes(path, rows)
     return rows
+
+def _refuse_csv_quotes(path, rows):
+    "Refuse fields that a writer of CSV has quoted: their quotes would train with them."
+    reason = ('has a field in quotes as CSV writes it, and at tabs alone they would be part of '
+              'the text: save the file as .csv')
+    doubled = [number for number, cells in rows if any(_is_csv(cell) for cell in cells)]
+    if doubled: raise DatasetError(path.name, [(number, reason) for number in doubled], 'line')
+    columns = list(zip(*(cells for _, cells in rows)))
+    if len(rows) > 1 and any(all(map(_is_quoted, column)) for column in columns):
+        raise DatasetError(path.name, [(rows[0][0], reason)], 'line')
+
+def _is_quoted(cell):
+    return re.fullmatch(r'"(?:[^"]|"")*"', cell.strip())
+
+def _is_csv(cell):
+    "Whether a field is in quotes, with every quote inside doubled."
+    return '""' in cell.strip()[1:-1] and _is_quoted(cell)
 
 def _parse_csv(path):
     "The fields of each row of a .csv, numbered by the line on which the row begins."
@@ -123,15 +156,16 @@ def _parse_csv(path):
             if cells: rows.append((first_line, cells))
             first_line = reader.line_num + 1  # Of the next row: a quoted field may go over lines
     except csv.Error as error:
+        if rows: _check_mark(path, *rows[0])
         reason = f'starts a row that is not CSV ({error}); close its quotes'
         raise DatasetError(path.name, [(first_line, reason)], 'line') from None
     return rows
 
 # %% ../../nbs/training/01_data.ipynb #7b8748a9
 def _read_table(path, data):
-    is_tsv = path.suffix == '.tsv'
+    is_tsv = _ending(path) == '.tsv'
     lines = _split_at_tabs(path) if is_tsv else _parse_csv(path)
-    header = _header(lines, data)
+    header = _header(path, lines, data)
     width = len(header)
     text_column = find_columns(header, data)['text']
     if is_tsv and text_column in header:
@@ -144,14 +178,37 @@ def _read_table(path, data):
     if problems: raise DatasetError(path.name, problems, 'line')
     return [(number, dict(zip(header, cells))) for number, cells in lines]
 
-def _header(lines, data):
+def _header(path, lines, data):
     "Name the columns: by number if the recipe does so, else by the first line, which is taken off."
     columns = recipe_columns(data).values()
     positions = [column for column in columns if isinstance(column, int)]
-    if not positions: return lines.pop(0)[1]
+    if not positions: return _names(path, *lines.pop(0))
     usual_width = mode(len(cells) for _, cells in lines)
     width = max(usual_width, max(positions) + 1)
     return list(range(width))
+
+def _names(path, number, cells):
+    "The names of the columns, each without spaces around it."
+    names = [cell.strip() for cell in cells]
+    _check_mark(path, number, names)
+    _check_once(path, number, names)
+    return names
+
+def _check_once(path, number, names):
+    "Refuse a name that two columns have."
+    twice = [name for name in names if name and names.count(name) > 1]
+    if not twice: return
+    reason = f'has the column {twice[0]!r} twice: rename one or take it out'
+    raise DatasetError(path.name, [(number, reason)], 'line')
+
+def _check_mark(path, number, names):
+    "Refuse a header that another mark separates than the one of the file's ending."
+    marks = {',': '.csv', '\t': '.tsv', ';': '', '|': ''}
+    found = [mark for mark in marks if mark in names[0] and marks[mark] != _ending(path)]
+    if len(names) > 1 or not found: return
+    fix = f'name it {marks[found[0]]}' if marks[found[0]] else 'save it with commas'
+    reason = f'has one column {names[0]!r:.60}, which {found[0]!r} seems to separate: {fix}'
+    raise DatasetError(path.name, [(number, reason)], 'line')
 
 def _rejoin_text(cells, position, width):
     "Put the fields that a tab has cut off the text at `position` back into it."
@@ -160,9 +217,33 @@ def _rejoin_text(cells, position, width):
     text = '\t'.join(cells[position:end])
     cells[position:end] = [text]
 
+
+# %% ../../nbs/training/01_data.ipynb #7b8748ab
+def _read_parquet(path, data):
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+    try:
+        with ParquetFile(path) as file:
+            _check_once(path, None, file.schema_arrow.names)
+            return list(enumerate(file.read().to_pylist(), 1))
+    except DatasetError: raise
+    except (ArrowException, OSError, ValueError) as error:
+        raise _source_error(path.name, f'is no Parquet file that can be read ({error})') from None
+
+def _read_saved(folder):
+    from datasets import load_from_disk
+    try: return list(enumerate(load_from_disk(str(folder)).with_format(None), 1))
+    except Exception as error:
+        fault = f'{type(error).__name__}: {error}'
+        raise _source_error(_name(folder), f'cannot be read as a saved set ({fault})') from None
+
 _READERS = {
     '.jsonl': _read_jsonl, '.json': _read_json, '.csv': _read_table, '.tsv': _read_table,
-    '.txt': _read_lines}
+    '.txt': _read_lines, '.ndjson': _read_jsonl, '.parquet': _read_parquet}
+
+def _ending(path):
+    "What says how a file is read, in small letters and without `.gz`."
+    return Path(path.name.lower().removesuffix('.gz')).suffix
 
 # %% ../../nbs/training/01_data.ipynb #8766de30
 def _prompt(row):
@@ -195,36 +276,89 @@ def split_rows(
 def _find(source, split):
     "Find the files of one split, as paths; or a name on the Hub, as a string."
     try:
-        is_pattern = any(sign in source for sign in '*?[') and not Path(source).exists()
-        places = sorted(map(Path, glob(source))) if is_pattern else [resolve(source)]
+        places = sorted(map(Path, glob(source))) if _is_pattern(source) else [resolve(source)]
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: ~ of nobody
         raise _source_error(f'{source:.80}', str(error)) from None
     if not places: raise _source_error(source, 'no file has a name like this')
-    place = places[0]
-    is_folder = isinstance(place, Path) and place.is_dir()
-    if is_folder and not is_pattern: places = [_find_in_folder(place, split)]
+    folder = _folder(source)
+    if folder: places = _find_in_folder(folder, split)
     for place in places:
-        if isinstance(place, Path) and not place.is_file():
+        if isinstance(place, Path) and not place.is_file() and not _is_saved(place):
             raise _source_error(place.name, 'is no file but a folder, a pipe, a device '
                                             'or a link that leads nowhere: name a file')
     return places
 
+def _is_pattern(source):
+    return any(sign in source for sign in '*?[') and not Path(source).exists()
+
+def _folder(source):
+    "The folder with files of its own that a source names; None for all else."
+    place = None if _is_pattern(source) else resolve(source)
+    return place if isinstance(place, Path) and place.is_dir() and not _is_saved(place) else None
+
+def _is_saved(place):
+    "Whether a folder is one data set, as `save_to_disk` writes it."
+    return (place / 'state.json').is_file() and (place / 'dataset_info.json').is_file()
+
+# %% ../../nbs/training/01_data.ipynb #667ff438
+_SPLITS = {'train': ('train',), 'test': ('test', 'validation', 'valid', 'val', 'dev', 'eval')}
+
 def _find_in_folder(folder, split):
-    try: files = [file for file in folder.iterdir() if file.suffix in _READERS]
+    for name in _SPLITS[split]:
+        files = _files_of(folder, name)
+        if files: return files
+    known = _known_files(folder)
+    wanted = f'{split}.* of {", ".join(_READERS)}'
+    raise _source_error(folder.name, f'needs one file {wanted}, or its shards; found 0'
+                                     f'{_pattern_hint(folder, known)}')
+
+def _known_files(folder):
+    try: return sorted(file for file in folder.iterdir() if _ending(file) in _READERS)
     except OSError as error:
         raise _source_error(folder.name, f'cannot be read: {error.strerror}') from None
-    files = [file for file in files if file.stem == split]
-    if len(files) == 1: return files[0]
-    wanted = f'{split}.* of {", ".join(_READERS)}'
-    raise _source_error(folder.name, f'needs one file {wanted}; found {len(files)}')
+
+def _pattern_hint(folder, files):
+    "Propose a pattern for the files of a folder, or the folder below that holds files."
+    below = {file.parent for file in folder.glob('*/*') if _ending(file) in _READERS}
+    if not files: return f"; name a folder below, as '{min(below)}'" if below else ''
+    [(ending, count)] = Counter(map(_suffixes, files)).most_common(1)
+    return f"; to train on its {count} {ending}, set data.source to '{folder}/*{ending}'"
+
+def _suffixes(file):
+    "The ending as it is written, `.gz` included."
+    return ''.join(file.suffixes[-2:]) if file.suffix.lower() == '.gz' else file.suffix
+
+# %% ../../nbs/training/01_data.ipynb #667ff43a
+def _files_of(folder, name):
+    "The file of one split, or its shards in the order of their names; none where there is none."
+    saved = folder / name
+    if (folder / 'dataset_dict.json').is_file(): return [saved] if _is_saved(saved) else []
+    stems = {file: file.name.lower().removesuffix('.gz').rpartition('.')[0]
+             for file in _known_files(folder)}
+    whole = [file for file, stem in stems.items() if stem == name]
+    shards = [file for file, stem in stems.items()
+              if re.fullmatch(rf'{name}[-_.]?\d[\w.-]*', stem)]
+    files = whole + shards
+    if len(whole) > 1 or (whole and shards) or len(set(map(_suffixes, files))) > 1:
+        found = f'found {len(files)}: {", ".join(file.name for file in files)}'
+        raise _source_error(folder.name, f'needs one file {name}.*, or shards of one ending; '
+                                         f'{found:.200}; name a file, or a pattern')
+    numbers = (re.findall(r'-of-(\d+)', stems[file]) for file in shards)
+    totals = {int(total) for found in numbers for total in found}
+    if totals and totals != {len(shards)}:
+        raise _source_error(folder.name, f'has {len(shards)} shards {name}-*, and their names say '
+                                         f'{" and ".join(map(str, sorted(totals)))}: bring all')
+    return files
 
 # %% ../../nbs/training/01_data.ipynb #667ff437
 def _numbered_rows(place, split, data):
     if isinstance(place, str): return _read_hub(place, split)
-    if place.suffix not in _READERS:
-        hint = nearest(place.suffix, list(_READERS))
+    if _is_saved(place): return _read_saved(place)
+    ending = _ending(place)
+    if ending not in _READERS:
+        hint = nearest(ending, list(_READERS))
         raise _source_error(place.name, f'cannot be read: {hint}')
-    return _READERS[place.suffix](place, data)
+    return _READERS[ending](place, data)
 
 def _read_hub(name, split):
     from datasets import load_dataset
@@ -236,12 +370,14 @@ def _read_hub(name, split):
         raise _source_error(name, f'split {split!r} cannot be loaded ({fault})') from None
 
 def _name(place):
-    return place if isinstance(place, str) else place.name
+    if isinstance(place, str): return place
+    is_split = (place.parent / 'dataset_dict.json').is_file()
+    return f'{place.parent.name}/{place.name}' if is_split else place.name
 
 def _unit(place):
     "What the numbers of the rows of `place` count."
-    if isinstance(place, str): return 'row'
-    return 'item' if place.suffix == '.json' else 'line'
+    if isinstance(place, str) or _ending(place) == '.parquet' or _is_saved(place): return 'row'
+    return 'item' if _ending(place) == '.json' else 'line'
 
 # %% ../../nbs/training/01_data.ipynb #4ea808c5
 def _first_row(numbered):
@@ -249,9 +385,11 @@ def _first_row(numbered):
     return next((row for row in rows if isinstance(row, dict)), None)
 
 def _settle_format(data, place, numbered):
-    "With the format `auto`, replace it by that of the first row."
+    "With the format `auto`, replace it by that of the first row; check what the recipe names."
     first = _first_row(numbered)
-    if not first or data.format != 'auto': return data
+    if not first: return data
+    if data.format != 'auto':
+        first = {name: None for _, row in numbered if isinstance(row, dict) for name in row}
     try:
         row_format = detect_format(first, data)
     except ValueError as error:
@@ -262,16 +400,16 @@ def _convert(place, numbered, data, on_bad):
     "Turn the rows of one place into conversations; None for those that the recipe drops."
     data = _settle_format(data, place, numbered)
     _warn_of_unread(place, numbered, data)
+    name, unit = _name(place), _unit(place)
     conversations, problems = [], []
     for number, row in numbered:
         try:
             made = conversation(row, data)
-            where = RowPlace(_name(place), _unit(place), number)
-            conversations.append(made and DataRow(made, where))
+            conversations.append(made and DataRow(made, RowPlace(name, unit, number)))
         except ValueError as error:
             problems.append((number, str(error)))
     if not problems: return conversations
-    fault = DatasetError(_name(place), problems, _unit(place))
+    fault = DatasetError(name, problems, unit)
     if on_bad == 'error': raise fault
     share = f'{len(problems)} of {len(numbered)} rows'
     warnings.warn(f'{share} are left out: {fault}', stacklevel=4)  # Where `load_rows` was called
@@ -283,8 +421,8 @@ def _warn_of_unread(place, numbered, data):
     rows = [row for _, row in numbered if isinstance(row, dict)]
     if not rows or data.format == 'auto': return
     columns = dict.fromkeys(name for row in rows for name in row)
-    read = read_columns(data.format, rows[0], data)
-    unread = [str(name) for name in columns if name not in read]
+    read = read_columns(data.format, rows, data)
+    unread = [str(name) or "''" for name in columns if name not in read]
     if unread:
         names = ', '.join(unread[:20]).encode('utf-8', 'replace').decode()
         warnings.warn(f'{_name(place)}: these columns are not read: {names}',
@@ -307,13 +445,14 @@ def _check_columns(place, numbered, first_table):
     "Refuse a table with other columns than the first; give that one's name and columns back."
     name = _name(place)
     first = _first_row(numbered)
-    if not first or not name.endswith(('.csv', '.tsv')): return first_table
+    is_table = isinstance(place, Path) and _ending(place) in ('.csv', '.tsv', '.parquet')
+    if not first or not is_table: return first_table
     columns = ', '.join(sorted(map(str, first)))
     if first_table is None: return name, columns
     first_name, first_columns = first_table
     if columns == first_columns: return first_table
     reason = f'has the columns {columns}, and {first_name} has {first_columns}'
-    raise DatasetError(name, [(1, reason)], 'line')
+    raise DatasetError(name, [(1, reason)], _unit(place))
 
 # %% ../../nbs/training/01_data.ipynb #3bf71a53
 def load_rows(
@@ -351,16 +490,14 @@ def _find_test(data, places):
     "Where the held-out rows are, and the name of their split; no places where there are none."
     on_hub = isinstance(places[0], str)
     if data.test and on_hub: return places, data.test
-    if data.test or _has_test_file(data.source, places):
-        return _find(data.test or data.source, 'test'), 'test'
-    return [], ''
-
-def _has_test_file(source, places):
-    "Whether the source is a folder with a file of test rows beside the one to train on."
-    place = places[0]
-    names_files = len(places) > 1 or source.endswith(_name(place))
-    if names_files or place.stem != 'train': return False
-    return any(place.parent.glob('test.*'))
+    if data.test: return _find(data.test, 'test'), 'test'
+    folder = None if on_hub else _folder(data.source)
+    held = [name for name in _SPLITS['test'] if folder and _files_of(folder, name)]
+    if not held: return [], ''
+    if len(held) > 1:
+        warnings.warn(f'{folder.name}: {", ".join(held[1:])} is not read, since {held[0]} holds '
+                      'the held-out rows', stacklevel=3)  # Where `load_rows` was called
+    return _find(data.source, 'test'), 'test'
 
 # %% ../../nbs/training/01_data.ipynb #fa59cd0c
 def source_names(

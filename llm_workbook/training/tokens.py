@@ -7,7 +7,7 @@ __all__ = ['Answer', 'Written', 'Tokens', 'ChatFormat', 'end_tokens', 'answer_to
            'token_view', 'TokenReport', 'check_rows']
 
 # %% ../../nbs/training/02_tokens.ipynb #7a0c1d04
-import os, re
+import os, re, warnings
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
@@ -107,7 +107,7 @@ def _find_answer(chat, turns) -> Answer:
     try: before = chat.text(turns[:-1], prompt=True)
     except ValueError: before = None  # Some templates begin with a question or not at all
     if before is not None and text.startswith(before): start = len(before)
-    elif text.startswith(head): start = len(head)
+    elif text.startswith(head): start = _mark_end(chat, head)
     else:
         raise ValueError('the chat template writes what stands before an answer in another way '
                          'when the answer changes: set data.template')
@@ -119,6 +119,14 @@ def _find_answer(chat, turns) -> Answer:
                          "special token of this tokenizer: set data.template, as to 'plain'")
     text = text[:len(text) - len(tail)] + end_token
     return Answer(turns, text, start, len(text))
+
+def _mark_end(chat, head):
+    "Where the assistant's mark ends at the end of `head`; a space behind it belongs to the answer."
+    asked = [{'role': 'user', 'content': _PLACEHOLDER}]
+    try: mark = chat.text(asked, prompt=True).removeprefix(chat.text(asked))
+    except ValueError: return len(head)
+    before, found, space = head.rpartition(mark) if mark else ('', '', head)
+    return len(before + found) if found and not space.strip() else len(head)
 
 def _around(chat, turns, text):
     "Give what the template writes before and after the last turn."
@@ -335,8 +343,22 @@ def check_rows(
         reason = found if isinstance(found, str) else _row_fault(found, length, too_long)
         if reason: problems.append((len(whole), row, reason))
     if problems: raise rows_error(problems)
+    _warn_of_systems(rows, tokenizer)
     cut = [[_fit(tokens, length) for tokens in found] for found in whole]
     return _report(whole, cut)
+
+def _warn_of_systems(rows, tokenizer):
+    "Count the rows whose turn of the system is in no token, since the template leaves it out."
+    has = sum(any(turn['role'] == 'system' for turn in row.get('messages', ())) for row in rows)
+    if not has: return
+    turns = [{'role': role, 'content': role} for role in ('system', 'user', 'assistant')]
+    turns[0]['content'] = _PLACEHOLDER
+    try: written = ChatFormat(tokenizer).text(turns)
+    except ValueError: return  # Such a template has refused each of these rows, or reads them else
+    if _PLACEHOLDER in written: return
+    warnings.warn(f'{has:,} of {len(rows):,} rows have a turn of the system, which the chat '
+                  'template leaves out: put it into the question, or set data.template',
+                  stacklevel=3)  # Where `check_rows` was called
 
 def _row_fault(found, length, too_long):
     "Say what is wrong with one tokenised row; '' when nothing is."
