@@ -8,6 +8,7 @@ from bench.record import record
 
 _KEPT = {'sharding.activation_checkpointing': 'none'}
 _OFFLOADED = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
+_LIGER = {'model.kernels': 'liger'}
 RECIPES = {  # Name -> changes to a plain full fine-tune with checkpointing under FSDP2 on GPUs
     'full': {}, 'full, nothing recomputed': _KEPT,
     'full, whole logits': {'batch.loss_head': 'full'},
@@ -32,6 +33,10 @@ RECIPES = {  # Name -> changes to a plain full fine-tune with checkpointing unde
     'lora, ddp': {'method.kind': 'lora', 'sharding.strategy': 'ddp'},
     'full, ddp': {'sharding.strategy': 'ddp'},
     'full, ddp, 8-bit AdamW': {'sharding.strategy': 'ddp', 'optimizer.kind': 'adamw_8bit'},
+    'full, liger': _LIGER,
+    'full, liger, nothing recomputed': _LIGER | _KEPT,
+    'lora, liger, nothing recomputed': {'method.kind': 'lora'} | _LIGER | _KEPT,
+    'qlora, liger': {'method.kind': 'qlora'} | _LIGER,
     'full, cpu': {'cluster.device': 'cpu'},
     'qlora, cpu': {'cluster.device': 'cpu', 'method.kind': 'qlora'}}
 _BOTH = (
@@ -40,11 +45,12 @@ _BOTH = (
 GRID = {  # Preset -> nodes, processes on each, rows of a forward pass, recipes
     'llama-3.2-1b': (1, 2, 2, (
         *_BOTH, 'full, whole logits', 'full, ddp', 'lora, ddp', 'qlora, ddp',
-        'full, cpu', 'qlora, cpu')),
+        'full, liger, nothing recomputed', 'qlora, liger', 'full, cpu', 'qlora, cpu')),
     'llama-3.1-8b': (1, 8, 2, (
         *_BOTH, 'full, whole logits', 'full, weights kept gathered', 'full, 4 micro-batches',
         'full, bf16 weights', 'full, packed for flash', 'full, offloaded',
         'full, eager attention', 'lora, whole logits', 'qlora, whole logits',
+        'full, liger', 'lora, liger, nothing recomputed',
         'qlora, 4 micro-batches', 'qlora, offloaded')),
     'llama-3.1-70b': (2, 8, 1, (
         *_BOTH, 'full, in copies of 8', 'full, fused AdamW', 'lora, packed for flash')),
@@ -52,13 +58,15 @@ GRID = {  # Preset -> nodes, processes on each, rows of a forward pass, recipes
     'qwen2.5-0.5b': (1, 4, 4, (
         'full', 'full, nothing recomputed', 'full, ddp, 8-bit AdamW', 'qlora, ddp', 'full, cpu')),
     'qwen2.5-72b': (4, 8, 1, ('full', 'qlora')),
-    'qwen3-8b': (1, 4, 2, (*_BOTH, 'full, fused AdamW')),
+    'qwen3-8b': (1, 4, 2, (*_BOTH, 'full, fused AdamW', 'lora, liger, nothing recomputed')),
     'mistral-7b-v0.3': (1, 8, 2, (*_BOTH, 'full, in copies of 8')),
     'yi-34b': (2, 8, 1, ('full', 'qlora')),
-    'gemma-2-2b': (1, 4, 1, ('full', 'lora', 'qlora', 'qlora, nothing recomputed')),
+    'gemma-2-2b': (1, 4, 1, (
+        'full', 'lora', 'qlora', 'qlora, nothing recomputed', 'full, liger, nothing recomputed')),
     'gemma-2-9b': (1, 8, 1, ('full', 'qlora')),
     'gemma-3-1b': (1, 2, 2, ('full', 'full, nothing recomputed', 'qlora')),
-    'phi-4': (1, 8, 1, ('full', 'full, nothing recomputed', 'lora', 'qlora')),
+    'phi-4': (1, 8, 1, (
+        'full', 'full, nothing recomputed', 'lora', 'qlora', 'lora, liger, nothing recomputed')),
     'mixtral-8x7b': (2, 8, 1, ('full', 'lora', 'qlora')),
     'qwen3-30b-a3b': (1, 8, 1, (
         'full', 'full, nothing recomputed', 'lora', 'lora, nothing recomputed', 'qlora'))}
