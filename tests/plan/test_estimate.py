@@ -81,6 +81,20 @@ def test_what_is_below_the_range_of_a_place_does_not_fit():
     assert found.verdict.startswith('Does not fit: host memory')
 
 
+def test_a_plan_that_lacks_memory_says_so_first():
+    made = estimate(PAIR)
+    need_b = made.rooms[0].need_b
+    short, tight = (estimate(PAIR, made.node.changed({'gpu.memory_b': int(share * need_b),
+                                                      'gpu.usable': 1.0})) for share in (.95, 1.05))
+    assert [(plan.outcome, plan.fits) for plan in (short, tight)] == [
+        ('fits if', False), ('fits if', True)]
+    assert short.verdict.startswith(
+        'Probably does not fit, unless each GPU needs at least 5.0 % less than planned: each GPU')
+    assert tight.verdict.startswith('Fits if ')
+    assert short.verdict in short._repr_html_()
+    assert [plan.answer for plan in (short, tight)] == ['probably does not fit', 'fits if']
+
+
 def test_an_assumed_size_refuses_nothing_and_is_said():
     wide = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
     recipe = PAIR.changed(wide | {'model.source': 'llama-3.1-405b'})
@@ -470,7 +484,7 @@ def test_a_printed_plan_has_the_figures_of_its_table(recipe):
     title, verdict, head, *rest = str(plan).splitlines()
     assert title == f'{recipe.name} on 1 x {plan.node.name}'
     assert head.split()[0] == 'GiB'
-    assert verdict.lower().startswith(plan.outcome)
+    assert verdict.lower().startswith(plan.answer)
     assert verdict.rstrip('.') in plan.verdict
     for room, line in zip(plan.rooms, rest):
         sizes = [
