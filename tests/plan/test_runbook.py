@@ -3,9 +3,11 @@ import re
 
 import pytest
 
+from llm_workbook.__main__ import main
+from llm_workbook.config.hardware import node
 from llm_workbook.config.hardware import node as find_node
 from llm_workbook.config.recipe import Recipe, recipe_names
-from llm_workbook.plan.estimate import estimate
+from llm_workbook.plan.estimate import draft, estimate
 from llm_workbook.plan.runbook import memory_ladder, run_figures
 
 ON_GPUS = [name for name in recipe_names() if Recipe.named(name).cluster.device == 'cuda']
@@ -81,3 +83,81 @@ def test_odd_rows_of_a_pass_go_down_to_one():
     whats = [rung.what for rung in memory_ladder(recipe)]
     assert '3 rows in a pass, 2 passes' in whats
     assert '1 row in a pass, 6 passes' in whats
+
+
+# Plans that lack memory
+
+QWEN = Recipe.named(FULL).changed({
+    'model.source': 'qwen2.5-32b', 'batch.micro': 1, 'batch.accumulation': 8, 'batch.length': 2048,
+    'precision.reduce': 'float32'})
+LOADING = draft('llama-3.1-70b', '8x-a100-40').changed(
+    {'method.kind': 'lora', 'sharding.loading': 'every_rank'})
+EXPERTS = Recipe.named(FULL).changed({
+    'model.source': 'deepseek-v3', 'cluster.hardware': 'dgx-h200', 'cluster.nodes': 16,
+    'batch.micro': 1, 'batch.accumulation': 1, 'batch.length': 2048})
+DDP = draft('llama-3.1-70b', '8x-h100').changed(
+    {'method.kind': 'lora', 'sharding.strategy': 'ddp', 'sharding.loading': 'every_rank'})
+
+
+@pytest.mark.parametrize('recipe, first, changes, answers', [
+    (LOADING, 'the base read in parts', {'sharding.loading': 'sharded'}, ('does not fit', 'fits')),
+    (QWEN, '8 rows in a pass, 1 pass', {'batch.micro': 8, 'batch.accumulation': 1},
+     ('does not fit', 'fits')),
+    (DDP, 'sharded by fsdp2', {'sharding.strategy': 'fsdp2'}, ('does not fit', 'fits'))],
+    ids=['loading', 'accumulation', 'ddp'])
+def test_the_first_rung_helps_the_phase_that_lacks_memory(recipe, first, changes, answers):
+    plan, rung = estimate(recipe), memory_ladder(recipe)[0]
+    better, phase = estimate(recipe.changed(rung.changes)), rung.phase
+    assert rung.what == first
+    assert plan.ledger.total(phase) > plan.node.gpu.usable_b
+    assert changes.items() <= rung.changes.items()
+    assert rung.gpu_b == better.ledger.total(phase) == plan.ledger.total(phase) - rung.saved_b
+    assert (plan.answer, better.answer, rung.answer) == (*answers, answers[1])
+    assert recipe.changed(rung.changes).global_batch == recipe.global_batch
+
+
+def test_zero3_is_a_rung_only_while_memory_is_short():
+    whats = [rung.what for rung in memory_ladder(EXPERTS)]
+    assert whats[0] == 'sharded by zero3'
+    with_room = node('dgx-h200').changed({'gpu.memory_b': 2**39})
+    assert estimate(EXPERTS, with_room).fits
+    assert not any('sharded by' in rung.what for rung in memory_ladder(EXPERTS, with_room))
+
+
+def test_more_ranks_share_the_weights_before_anything_else_changes():
+    hybrid = QWEN.changed({'batch.accumulation': 1, 'sharding.group': 4})
+    first, second, *others = memory_ladder(hybrid)
+    assert (first.what, first.changes) == ('weights shared by 8 ranks', {'sharding.group': 8})
+    assert (second.what, second.changes) == ('weights shared by 16 ranks', {'sharding.group': None})
+    assert not any('shared' in rung.what for rung in others)
+
+
+def test_fewer_rows_in_a_step_are_the_last_way_to_spare_whole_gradients():
+    long = QWEN.changed({'batch.length': 16384, 'batch.accumulation': 64,
+                         'precision.master': 'bfloat16'})  # So zero3 does not run it
+    fewer = [rung for rung in memory_ladder(long) if 'fewer rows in a step' in rung.what]
+    assert [rung.changes['batch.accumulation'] for rung in fewer] == [1]
+    adapters = Recipe.named('70b-2x24gb-qlora').changed({'batch.length': 2**16})
+    assert estimate(adapters).answer == 'does not fit'  # Eight passes keep 0.8 GiB of gradients
+    assert memory_ladder(adapters)[0].what == 'rows of 32,768 tokens'
+
+
+def test_a_host_that_is_too_small_already_hides_no_rung():
+    small = node('8x-a100-40').changed(memory_b=2**30)
+    assert memory_ladder(LOADING, small)[0].what == 'the base read in parts'
+
+
+def test_a_ladder_without_rungs_says_so():
+    assert str(type(memory_ladder(LOADING))()) == 'no change that this version runs saves memory'
+
+
+def test_a_terminal_shows_the_ladder_below_the_plan(tmp_path, capsys):
+    file = str(LOADING.save(tmp_path/'mine.yaml'))
+    assert main(['plan', file]) == main(['plan', file, '--ladder']) == 3
+    plan, again = capsys.readouterr().out.split('llama-3.1-70b on 1 x 8x-a100-40\n')[1:]
+    assert 'memory_ladder` (in a terminal --ladder) lists' in plan
+    assert again.startswith(plan)
+    heading, first, *_ = again.removeprefix(plan).splitlines()
+    assert heading == 'What makes room, each change on top of those above it:'
+    assert first.startswith('the base read in parts: load 18.3 GiB, saves 131.5, ')
+    assert first.endswith(', fits')
