@@ -95,6 +95,21 @@ def test_a_plan_that_lacks_memory_says_so_first():
     assert [plan.answer for plan in (short, tight)] == ['probably does not fit', 'fits if']
 
 
+def test_idle_gpus_are_said_where_they_are_paid_for():
+    alone = {'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank'}
+    one = draft('llama-3.1-8b', '8x-h100')
+    note = '7 of 8 GPUs are idle, and all are paid for'
+    plan = estimate(one.changed(alone))
+    assert note in plan.warnings
+    assert f'- {note}' in str(plan).splitlines()
+    assert note in plan._repr_html_()
+    assert not any('idle' in warning for warning in estimate(one).warnings)
+    some = estimate(one.changed({'cluster.processes': 7}), plan.node.changed({'gpu.price_hour': 0}))
+    assert '1 of 8 GPUs is idle' in some.warnings
+    two = estimate(draft('llama-3.1-8b', 'dgx-h100', nodes=2).changed({'cluster.processes': 4}))
+    assert any(warning.startswith('4 of 8 GPUs of each node are idle') for warning in two.warnings)
+
+
 def test_an_assumed_size_refuses_nothing_and_is_said():
     wide = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
     recipe = PAIR.changed(wide | {'model.source': 'llama-3.1-405b'})
