@@ -8,6 +8,7 @@ from llm_workbook.config.hardware import node
 from llm_workbook.config.hardware import node as find_node
 from llm_workbook.config.recipe import Recipe, recipe_names
 from llm_workbook.plan.estimate import draft, estimate
+from llm_workbook.plan.model_states import PAGED as STATES
 from llm_workbook.plan.runbook import memory_ladder, run_figures
 
 ON_GPUS = [name for name in recipe_names() if Recipe.named(name).cluster.device == 'cuda']
@@ -161,3 +162,31 @@ def test_a_terminal_shows_the_ladder_below_the_plan(tmp_path, capsys):
     assert heading == 'What makes room, each change on top of those above it:'
     assert first.startswith('the base read in parts: load 18.3 GiB, saves 131.5, ')
     assert first.endswith(', fits')
+
+
+# Paged states
+
+PAGED = draft('llama-3.2-3b', '1x-a100-80').changed({
+    'method.kind': 'full', 'precision.master': 'bfloat16', 'optimizer.kind': 'paged_adamw'})
+
+
+@pytest.mark.parametrize('usable_gib', [79, 20])
+def test_paged_states_are_on_the_card_while_it_has_room(usable_gib):
+    card = {'gpu.memory_b': usable_gib * 2**30, 'gpu.usable': 1.0}
+    machine = node('1x-a100-80').changed(card)
+    plan = estimate(PAGED, machine)
+    step_b = plan.ledger.total('step')
+    states_b = sum(line.size_b for line in plan.ledger.lines
+                   if line.phase == 'step' and line.name.startswith(STATES))
+    assert states_b > 2 * 4 * 3e9  # Two float32 numbers for each of 3.2 billion
+    full_b = min(step_b + states_b, usable_gib * 2**30)
+    [shown] = [row.figure for row in run_figures(PAGED, machine) if 'full rows' in row.what
+               and 'nvidia-smi' in row.what]
+    assert shown.startswith(f'{step_b / 2**20:,.0f} to {full_b / 2**20:,.0f} MiB (')
+    assert shown.endswith('and paged states while there is room)')
+    assert any('GiB of paged optimizer states' in warning for warning in plan.warnings)
+
+
+def test_states_that_are_not_paged_get_no_note():
+    plain = estimate(PAGED.changed({'optimizer.kind': 'adamw'}))
+    assert not any('paged' in warning for warning in plain.warnings)
