@@ -139,6 +139,19 @@ def ranges(rows) -> list[dict]:
     return groups
 
 
+def cards(tables: dict) -> dict:
+    "Name the cards of the figures that each range is fitted on; `tables`: name -> judged rows."
+    found = {what: set() for what in FITTED}
+    for name, rows in tables.items():
+        for row in rows:
+            if row['half'] != 'calibration' or not row['judged']: continue
+            card = node_of(recipe_of(row['id'], name), name).gpu.name
+            kinds = {figure['kind'] for figure in row['memory']} | ({'time'} & row.keys())
+            for what, (wanted, *_) in FITTED.items():
+                if kinds & set(wanted): found[what].add(card)
+    return {what: sorted(names) for what, names in found.items()}
+
+
 def covered(rows, groups) -> dict:
     "Count the held-out figures that lie in the range of their sort, by kind."
     rest = [row for row in rows if row['half'] == 'held out']
@@ -186,7 +199,7 @@ def measure() -> dict:
     "Judge every row; the value is the median error of memory in the goal's table, in percent."
     rows, more = judged(), judged_blind()
     groups = ranges([*rows, *more])
-    write(groups)  # Before the first verdict, which reads it
+    write(groups, cards({'published': rows, 'blind': more}))  # Verdicts read it
     every = ruled()
     said, here = summary(rows), errors([row for row in rows if row['table']], 'memory')
     peers = errors([row for row in rows if row['table']], 'memory', 'bare rule')

@@ -36,7 +36,8 @@ def tolerance(values: list[float], fitted: int, share: float = SHARE) -> tuple[f
     return round(middle - factor * spread, 3), round(middle + factor * spread, 3)
 
 
-def write(groups: list[dict]) -> None:
-    "Write the ranges where the library reads them."
-    fields = {'share': SHARE, 'verdict_share': SURE, 'confidence': CONFIDENCE, 'groups': groups}
+def write(groups: list[dict], cards: dict) -> None:
+    "Write the ranges, and the cards of the runs behind them, where the library reads them."
+    fields = {'share': SHARE, 'verdict_share': SURE, 'confidence': CONFIDENCE, 'groups': groups,
+              'cards': cards}
     RANGES.write_text(HEAD + yaml.safe_dump(fields, sort_keys=False), encoding='utf-8')

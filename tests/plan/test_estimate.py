@@ -110,6 +110,29 @@ def test_idle_gpus_are_said_where_they_are_paid_for():
     assert any(warning.startswith('4 of 8 GPUs of each node are idle') for warning in two.warnings)
 
 
+@pytest.mark.parametrize('model, changes, warned', [
+    ('deepseek-v3', {'batch.accumulation': 8}, True),
+    ('deepseek-v3', {'batch.accumulation': 1}, False),
+    ('deepseek-v3', {'batch.accumulation': 8, 'sharding.strategy': 'zero3'}, False),
+    ('llama-3.1-70b', {'batch.accumulation': 8}, False)],
+    ids=['experts', 'one pass', 'zero3', 'small adapters'])
+def test_whole_gradients_of_large_adapters_are_warned_of(model, changes, warned):
+    lora = draft(model, 'dgx-h200', nodes=4, rows=32).changed({'method.kind': 'lora'})
+    plan = estimate(lora.changed(changes))
+    assert any('accumulation-keeps-adapter-gradients' in text for text in plan.warnings) == warned
+
+
+@pytest.mark.parametrize('machine, warned', [('p3dn', True), ('kaggle-2x-t4', True),
+                                             ('8x-h100', False), ('2x-rtx-3090', False)])
+def test_a_card_without_a_published_run_is_said(machine, warned):
+    plan = estimate(draft('llama-3.1-8b', machine, rows=64))
+    note = f'no run on {plan.node.gpu.name} is behind the range of the seconds'
+    assert (note in str(plan)) == (note in plan._repr_html_()) == warned
+    short = estimate(draft('llama-3.1-8b', machine, rows=64, length=128))
+    assert note not in str(short)  # They have no range at all
+    assert 'the seconds have no range' in str(short)
+
+
 def test_an_assumed_size_refuses_nothing_and_is_said():
     wide = {'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}
     recipe = PAIR.changed(wide | {'model.source': 'llama-3.1-405b'})

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from bench.lines import published_error
 from bench.record import RESULTS
 from bench.shared.doubt import RANGES, SURE, tolerance
 from llm_workbook import Recipe, memory
 from llm_workbook.plan.ranges import (
-    Doubt, Range, card_range, condition_of, doubt_of, range_of, squeezed)
+    Doubt, Range, card_range, cards_of, condition_of, doubt_of, range_of, squeezed)
 
 GIB = 2**30
 OFFLOADED = Recipe.named('70b-2x24gb-qlora')
@@ -23,6 +24,14 @@ def test_the_packaged_ranges_are_those_of_the_record():
     for what in ('memory', 'time'):
         group = next(group for group in made['ranges'] if group['what'] == what)
         assert doubt_of(what, OFFLOADED) == Doubt(**group)
+
+
+def test_the_cards_behind_a_range_are_those_of_its_figures():
+    made = json.loads((RESULTS/'cpu/published_error.json').read_text('utf-8'))
+    found = published_error.cards({'published': made['rows'], 'blind': made['blind_rows']})
+    assert {what: list(cards_of(what)) for what in ('memory', 'time')} == found
+    few = [row for row in made['rows'] if row['half'] == 'held out']
+    assert published_error.cards({'published': few}) == {'memory': [], 'time': []}
 
 
 def test_a_tolerance_interval_holds_what_it_promises():
