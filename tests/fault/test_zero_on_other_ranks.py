@@ -118,3 +118,60 @@ def test_09_a_zero_run_goes_on_with_other_ranks_once_its_checkpoint_is_converted
     to_universal(tmp_path/'run'/f'checkpoint-{preempted.value.step}')
     resumed = fine_tune(alone, tmp_path/'run', resume=True)
     assert losses(resumed.directory) == pytest.approx(losses(whole.directory), abs=1e-4)
+
+
+def grouped_engine(stage, universal=False):
+    "A small net whose norm and biases are in a group of their own, without weight decay."
+    import deepspeed, torch  # noqa: E401
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    matrices, others = [[p for p in net.parameters() if (p.ndim == 2) is wide]
+                        for wide in (True, False)]
+    groups = [{'params': matrices, 'weight_decay': 0.1},
+              {'params': others, 'weight_decay': 0.0, 'lr': 2e-3}]
+    config = {
+        'train_micro_batch_size_per_gpu': 1, 'zero_allow_untested_optimizer': True,
+        'zero_optimization': {'stage': stage}, 'checkpoint': {'load_universal': universal}}
+    made = deepspeed.initialize(
+        model=net, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)
+    return made[0]
+
+
+def net_step(engine, number):
+    "Train on one row, the same on every rank; give back its loss."
+    import torch
+    row = torch.randn(1, 8, generator=torch.Generator().manual_seed(number))
+    loss = (engine(row) - row).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def net_losses(stage, folder, universal=False):
+    "Five steps and a checkpoint, or load it; then three steps more, and what the optimizer has."
+    live = grouped_engine(stage, universal)
+    optimizer = live.optimizer.optimizer
+    if universal:
+        load_checkpoint(folder, live)
+    else:
+        for number in range(5): net_step(live, number)
+        for group in optimizer.param_groups: group['lr'] /= 2
+        save_checkpoint(folder, live)
+    later = [net_step(live, number) for number in (5, 6, 7)]
+    counted = [float(state['step']) for state in optimizer.state.values()]
+    groups = [(group['lr'], group['weight_decay']) for group in optimizer.param_groups]
+    return later, counted, groups
+
+
+@pytest.mark.slow
+def test_a_converted_checkpoint_keeps_the_groups_and_counts_of_its_optimizer(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'compiled'))
+    folder = tmp_path / 'checkpoint-5'
+    undisturbed = run_ranks(net_losses, 2, (3, folder), timeout_s=120)[0]
+    losses, counted, groups = run_ranks(
+        net_losses, 1, (3, to_universal(folder), True), timeout_s=120)[0]
+    assert losses == pytest.approx(undisturbed[0], abs=1e-6)
+    assert counted == undisturbed[1] == [8, 8]
+    assert groups == undisturbed[2] == [(5e-4, 0.1), (1e-3, 0.0)]

@@ -8,7 +8,7 @@ import pytest
 from trouble import slow_case, small_recipe
 
 from llm_workbook.__main__ import main as command
-from llm_workbook.training import fine_tune as training
+from llm_workbook.training import fine_tune as training, live_settings
 from llm_workbook.training.effective import (
     ConfigMismatch, check_launcher, confirm_settings, explain_config)
 from llm_workbook.model.quantize import load_base
@@ -356,3 +356,19 @@ def test_what_nobody_asked_for_must_be_the_same_on_all_ranks_but_where_each_has_
     assert _differences(asked, read_on_ranks(4, 4, 4)) == []
     assert _differences(asked, read_on_ranks(4, 4, 2)) == [
         'precision.trained: 4 on rank 0, 2 on rank 2 of 3']
+
+
+def test_weight_decay_of_norms_is_found(recipe):
+    from torch import nn, optim
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2))
+    matrix, *norm = net.parameters()
+
+    def decay(*decays):
+        groups = [{'params': params, 'weight_decay': each}
+                  for params, each in zip(([matrix], norm), decays)]
+        return live_settings._decay(Named(bare=net, optimizer=optim.AdamW(groups)))
+
+    assert (decay(0.1, 0.0), decay(0.0, 0.0)) == (0.1, 0.0)
+    assert decay(0.1, 0.1) == '0.1, of norms and biases too'
+    for p in norm: p.requires_grad_(False)
+    assert decay(0.1) == 0.1
