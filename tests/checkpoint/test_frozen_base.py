@@ -54,6 +54,44 @@ def test_a_checkpoint_of_a_version_that_kept_one_digest_is_compared_by_it(tmp_pa
         load_checkpoint(folder, packed(round_mean), weights_only=True)
 
 
+def test_a_base_is_described_again_when_other_parts_of_it_are_frozen(tmp_path):
+    def net(frozen):
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        made[0].requires_grad_(not frozen)
+        return made
+
+    live = net(frozen=True)
+    for step, frozen in ((1, True), (2, False), (3, True)):
+        live[0].requires_grad_(not frozen)
+        folder = tmp_path / f'checkpoint-{step}'
+        payload = save_checkpoint(folder, live).result().payload
+        assert bool(payload) == frozen
+        load_checkpoint(folder, net(frozen), weights_only=True)
+    live[0].weight.mul_(2)
+    with pytest.raises(CheckpointError, match='was trained on a base with digest'):
+        load_checkpoint(folder, live, weights_only=True)
+
+
+def test_a_base_that_stays_is_described_once(tmp_path, monkeypatch):
+    calls, describe = [], save_load.describe_base
+
+    def counted(model):
+        calls.append(model)
+        return describe(model)
+
+    monkeypatch.setattr(save_load, 'describe_base', counted)
+    model = packed(lambda state: None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-3)
+    for step in (1, 2):
+        for p in trained: p.grad = torch.ones_like(p)
+        optimizer.step()
+        save_checkpoint(tmp_path / f'checkpoint-{step}', model, optimizer)
+    load_checkpoint(tmp_path / 'checkpoint-1', model, optimizer)
+    assert len(calls) == 1
+
+
 # Parts of tensors
 
 class Elsewhere(torch.Tensor):
