@@ -741,3 +741,27 @@ def test_a_disk_that_fails_while_it_is_read_is_heard_on_every_rank(tmp_path):
     assert (
         second == "CheckpointError: 'model' cannot be read: OSError: [Errno 5] Input/output error")
     assert first == f'RankError: rank 1 failed: {second}'
+
+
+def test_a_module_with_an_at_sign_in_its_name_keeps_its_optimizer_state(tmp_path):
+    import torch
+
+    def begun():
+        torch.manual_seed(0)
+        net = torch.nn.ModuleDict({'en@v1': torch.nn.Linear(4, 4), 'de': torch.nn.Linear(4, 4)})
+        return net, torch.optim.AdamW(net.parameters(), 1e-2)
+
+    def step(net, optimizer):
+        optimizer.zero_grad()
+        for layer in net.values(): layer(torch.ones(1, 4)).square().sum().backward()
+        optimizer.step()
+
+    live, resumed = begun(), begun()
+    step(*live)
+    save_checkpoint(tmp_path / 'checkpoint-1', *live)
+    load_checkpoint(tmp_path / 'checkpoint-1', *resumed)
+    for each in live, resumed: step(*each)
+    assert all(map(torch.equal, live[0].parameters(), resumed[0].parameters()))
+    marked = torch.nn.ParameterDict({'en@1': torch.ones(2)})
+    with pytest.raises(CheckpointError, match='en@1 has an @ in its name'):
+        save_checkpoint(tmp_path / 'checkpoint-2', marked)
