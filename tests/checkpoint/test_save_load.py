@@ -21,8 +21,11 @@ from llm_workbook.checkpoint import save_load as checkpoint
 from llm_workbook.checkpoint import sharded_files as slices
 from llm_workbook.checkpoint.save_load import (
     finish_saving, load_checkpoint, save_checkpoint, to_universal)
-from llm_workbook.checkpoint.manifest import DamagedCheckpoint, latest_valid
+from llm_workbook.checkpoint.manifest import (
+    DamagedCheckpoint, begin_save, check_checkpoint, commit_checkpoint, latest_valid)
+from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.memory_trace import memory_trace
+from llm_workbook.training.run_directory import _for_ranks
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.checkpoint.consolidate import export_full
 from llm_workbook.checkpoint.sharded_files import (
@@ -765,3 +768,57 @@ def test_a_module_with_an_at_sign_in_its_name_keeps_its_optimizer_state(tmp_path
     marked = torch.nn.ParameterDict({'en@1': torch.ones(2)})
     with pytest.raises(CheckpointError, match='en@1 has an @ in its name'):
         save_checkpoint(tmp_path / 'checkpoint-2', marked)
+
+
+def saved_by_deepspeed(directory, words):
+    "A committed checkpoint with the layout of DeepSpeed's, whose optimizer has states `words`."
+    import torch
+    folder = begin_save(directory, 3)
+    (folder / 'zero').mkdir()
+    torch.save({'state': dict.fromkeys(words, torch.ones(2))},
+               folder / 'zero/zero_pp_rank_0_mp_rank_00_optim_states.pt')
+    facts = {'step': 3, 'ranks': 2, 'strategy': 'zero2', 'method': 'full', 'recipe_hash': ''}
+    commit_checkpoint(folder, facts)
+    return folder
+
+
+@pytest.mark.parametrize('words', [
+    (), ('momentum_buffer',), ('state1', 'qmap1'), ('exp_avg_sq', 'exp_avg_sq_row')])
+def test_states_that_no_program_converts_are_told_before_a_conversion(tmp_path, words):
+    folder = saved_by_deepspeed(tmp_path, words)
+    engine = SimpleNamespace(zero_optimization_stage=lambda: 2)
+    for attempt in (lambda: to_universal(folder),
+                    lambda: checkpoint._load_zero(folder, check_checkpoint(folder), engine, False)):
+        with pytest.raises(CheckpointError, match='only the states of plain Adam .* Use 2 ranks'):
+            attempt()
+    assert not (tmp_path / 'universal').exists()
+
+
+@pytest.mark.parametrize('ended', [None, KeyboardInterrupt])
+def test_a_conversion_that_fails_leaves_no_folder(tmp_path, monkeypatch, ended):
+    def run(command, **how):
+        Path(command[-1]).mkdir()
+        if ended: raise ended
+        return SimpleNamespace(returncode=1, stderr='KeyError: no such parameter')
+
+    folder = saved_by_deepspeed(tmp_path, ('exp_avg', 'exp_avg_sq'))
+    monkeypatch.setattr(checkpoint.subprocess, 'run', run)
+    with pytest.raises(ended or CheckpointError, match=None if ended else 'no such parameter'):
+        to_universal(folder)
+    assert not [*(tmp_path / 'universal').iterdir()]
+
+
+def test_an_interrupted_conversion_counts_as_none_and_a_damaged_one_is_named(tmp_path):
+    folder = saved_by_deepspeed(tmp_path, ('exp_avg', 'exp_avg_sq'))
+    recipe = Recipe.named('reviews-qlora').changed({'cluster.processes': 3})
+    (tmp_path / 'universal').mkdir()
+    converted = begin_save(tmp_path / 'universal', 3)
+    assert _for_ranks(folder, recipe) == folder
+    (converted / 'file').write_text('long')
+    facts = check_checkpoint(folder).model_dump(include={
+        'step', 'ranks', 'method', 'recipe_hash'})
+    commit_checkpoint(converted, facts | {'strategy': 'zero2-universal'})
+    assert _for_ranks(folder, recipe) == converted
+    (converted / 'file').write_text('short')
+    with pytest.raises(DamagedCheckpoint, match='delete universal/checkpoint-3 and convert again'):
+        _for_ranks(folder, recipe)
