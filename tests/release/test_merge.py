@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from llm_workbook.model.adapters import add_adapters, load_adapters, save_adapters
+from llm_workbook.model.adapters import add_adapters, load_adapters, moved, save_adapters
 from llm_workbook.files import asset
 from llm_workbook.release.merge import Gate, Merge, gate, merged, predictions
 from llm_workbook.model.quantize import fingerprint, load_base, load_nf4
@@ -206,9 +206,18 @@ def test_adapters_that_never_moved_are_refused(tampered):
         folder/'adapter_model.safetensors')
     with pytest.raises(ValueError, match='28 of 28 adapters were not trained'):
         merged('tiny-base', folder)
-    save_file(
-        {n: t for n, t in tensors.items() if 'layers.3.mlp.up_proj.lora_A' not in n},
-        folder/'adapter_model.safetensors')
+
+
+def test_one_adapter_that_never_moved_is_named_and_a_kind_of_them_is_refused():
+    import torch
+    tensors = {f'base_model.model.{layer}.{name}.lora_B.weight': torch.ones(2, 2)
+               for layer in '01' for name in ('up', 'down')}
+    tensors['base_model.model.0.up.lora_B.weight'].zero_()
+    with pytest.warns(UserWarning, match='1 of 4 adapters change nothing.* zero: 0.up$'):
+        assert moved(tensors)['0.up'] == 0
+    tensors['base_model.model.1.up.lora_B.weight'].zero_()
+    with pytest.raises(ValueError, match='2 of 4 adapters were not trained.*: 0.up, 1.up$'):
+        moved(tensors)
 
 
 def test_adapters_that_training_has_destroyed_are_refused(tampered):

@@ -3,12 +3,14 @@ import json
 
 import pytest
 import torch
+from trouble import small_recipe
 
 from llm_workbook.config.recipe import Method, Recipe, shrink
-from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.adapters import add_adapters, moved
 from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.load import load_sharded
 from llm_workbook.parallel.ranks import run_ranks
+from llm_workbook.training import fine_tune as training
 from llm_workbook.training.fine_tune import fine_tune
 from llm_workbook.training.reach import Reach, write_certificate
 from llm_workbook.training.watchdog import Votes
@@ -64,6 +66,29 @@ def test_a_certificate_says_nothing_of_steps_that_float16_has_skipped(tmp_path, 
     norms = {'layers.0.q_proj.lora_B.weight': 1.0}
     written = json.loads(write_certificate(tmp_path, norms, reach, None).read_text())
     assert (written['steps_watched'], written['without_gradient']) == (steps, known)
+
+
+@pytest.mark.slow
+def test_a_run_with_one_adapter_that_is_never_used_ends_and_names_it(tmp_path, monkeypatch):
+    make = training.make_trainer
+
+    def bypass(*args, **how):
+        made = make(*args, **how)
+        layer = made.model.get_base_model().model.layers[1].mlp.down_proj
+        layer.forward = layer.base_layer.forward
+        return made
+
+    monkeypatch.setattr(training, 'make_trainer', bypass)
+    recipe = small_recipe(tmp_path, **{
+        'method.kind': 'lora', 'cluster.processes': 1, 'batch.accumulation': 2,
+        'sharding.strategy': 'none', 'optimizer.steps': 3})
+    run = fine_tune(recipe, tmp_path/'run', 300, live=False)
+    written = json.loads((run.directory/'certificate.json').read_text())
+    [late] = written['without_gradient']
+    assert 'layers.1.mlp.down_proj.lora_B' in late
+    assert written['adapters']['down_proj'] == {'count': 2, 'least_norm': 0.0}
+    with pytest.warns(UserWarning, match='1 of 14 adapters change nothing.*layers.1.mlp.down_proj'):
+        moved(run.directory/'adapters')
 
 
 @pytest.mark.slow
