@@ -188,6 +188,9 @@ def test_float32_is_written_in_float32(adapters):
         ({'init_lora_weights': 'olora'}, 'init_lora_weights'),
         ({'alpha_pattern': {'q_proj': 3}}, 'alpha_pattern'),
         ({'peft_type': 'LOHA'}, 'more than plain LoRA'),
+        # It acts after these tokens alone
+        ({'alora_invocation_tokens': [5, 6]}, r'more than plain LoRA \(alora_invocation_tokens\)'),
+        ({'use_something_new': True}, r'more than plain LoRA \(use_something_new\)'),
         (
             {'base_model_name_or_path': 'owner/other'},
             "trained on 'owner/other', not on 'tiny-base'"),
@@ -308,6 +311,22 @@ def test_the_gate_measures_what_it_says():
         gate(given.index_fill(0, torch.tensor([1]), math.nan), wanted)
     assert not Gate('nf4', .99, .1, 1, 100).passed
     assert json.loads(json.dumps(found.to_dict()))['passed']
+
+
+def test_a_model_in_training_is_judged_without_dropout(adapters):
+    from transformers import AutoTokenizer
+    from llm_workbook.release.scores import answers
+    tokenizer = AutoTokenizer.from_pretrained(asset('tiny-base'))
+    model = load_adapters('tiny-base', adapters, Method(kind='lora'), device='cpu').train()
+    dropped = [module for name, module in model.named_modules() if name.endswith('lora_dropout')]
+    for module in dropped: module.default = torch.nn.Dropout(.9)
+
+    def judged(): return (predictions(model, tokenizer, ROWS[:2]),
+                          answers(model, tokenizer, ROWS[:2], 4))
+
+    (first, texts), (second, again) = judged(), judged()
+    assert torch.equal(first, second) and texts == again
+    assert dropped and all(module.default.training for module in dropped)
 
 
 def test_predictions_do_not_depend_on_the_batch(adapters):
