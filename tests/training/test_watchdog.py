@@ -8,7 +8,11 @@ import traceback
 import pytest
 from trouble import wait_for
 
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.parallel.agreement import on_every_rank
 from llm_workbook.training import watchdog
+from llm_workbook.training.rank_run import RankRun, set_up_device
+from llm_workbook.training.run_directory import Start
 from llm_workbook.training.watchdog import HangWatch, Votes, check_finite
 from llm_workbook.parallel.ranks import RankError, run_ranks
 
@@ -210,3 +214,25 @@ def test_a_record_of_another_form_leaves_the_stacks(tmp_path):
     error, reports = hang(work, tmp_path, 2)
     assert error.reason.endswith('ranks [1] stuck, ranks [0] waiting for a GPU')
     assert reports[0]['collectives'] == {}
+
+
+@pytest.mark.parametrize('step_timeout_s, limit_s', [(None, 864_000), (1200.0, 1800)])
+def test_all_groups_of_a_run_wait_as_long_as_its_steps_may_take(tmp_path, step_timeout_s, limit_s):
+    recipe = Recipe.named('reviews-qlora').changed({
+        'cluster.device': 'cpu', 'cluster.processes': 2, 'sharding.strategy': 'ddp'})
+
+    def limits():
+        import torch.distributed as dist
+        made, new_group = [], dist.new_group
+
+        def noted(*ranks, **how):
+            made.append(how['timeout'].total_seconds())
+            return new_group(*ranks, **how)
+
+        dist.new_group = noted
+        set_up_device(recipe, step_timeout_s)
+        RankRun(tmp_path).meet(Start())
+        on_every_rank(lambda: None)
+        return made
+
+    assert run_ranks(limits, 2) == [[limit_s] * 3] * 2
