@@ -109,6 +109,7 @@ def assert_same_metrics(a, b, tolerance):
     largest = {
         key: max(abs(x[key] - y[key]) for x, y in zip(a, b))
         for key in ('loss', 'grad_norm', 'learning_rate')}
+    assert [m['num_tokens'] for m in a] == [m['num_tokens'] for m in b]
     print(largest)
     assert max(largest.values()) <= tolerance
     assert [m['seconds'] for m in b] == sorted(m['seconds'] for m in b)
