@@ -28,6 +28,7 @@ from .files import asset
 from .launching.preflight import preflight
 from .launching.render import render
 from .plan.estimate import estimate
+from .plan.runbook import memory_ladder
 from .rehearsal.step import rehearse
 from .release.invariants import check_invariants
 from .release.try_out import try_out
@@ -77,7 +78,13 @@ def _write_recipe(arguments):
 def _plan(arguments):
     node = find_node(arguments.node) if arguments.node else None
     plan = estimate(_recipe(arguments.recipe), node, arguments.rows, arguments.held)
-    _show(plan, arguments.json)
+    ladder = memory_ladder(plan.recipe, node) if arguments.ladder else None
+    if arguments.json and arguments.ladder:
+        rungs = [rung._asdict() for rung in ladder]
+        print(json.dumps(plan.to_dict() | {'ladder': rungs}, indent=1))
+    else: _show(plan, arguments.json)
+    if arguments.ladder and not arguments.json:
+        print(f'What makes room, each change on top of those above it:\n{ladder}')
     return 0 if plan.fits else _NO_FIT
 
 def _rehearse(arguments):
@@ -215,6 +222,7 @@ _EPILOG = """examples:
   llm-workbook plan 70b-2x24gb-qlora               does it fit, how fast, what does it cost?
   llm-workbook recipes reviews-qlora > mine.yaml   a recipe to change
   llm-workbook plan mine.yaml --node 8x-h100       yours, on another machine
+  llm-workbook plan mine.yaml --ladder             and what makes room, if memory is short
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
   llm-workbook try mine.yaml                       your model in miniature, up to its export
@@ -248,6 +256,8 @@ def _planning_verbs(verbs):
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
     plan.add_argument('--rows', type=int, help='rows of training data, where you know them')
     plan.add_argument('--held', type=int, help='held-out rows, where you know them')
+    plan.add_argument('--ladder', action='store_true',
+                      help='list what makes room on a GPU too, the harmless changes first')
     rehearsal = _with_recipe(verbs, 'rehearse', _rehearse,
                              'run one step at full size on fake tensors')
     rehearsal.add_argument('--exact', action='store_true', help='run every layer, not two depths')
@@ -270,16 +280,6 @@ def _planning_verbs(verbs):
                          'run a miniature of the model in pairs that must agree')
     pairs.add_argument('--directory', help='where its files stay; without it they are removed')
     return [recipes, plan, rehearsal, rendering, report, trial, pairs, _exercise_verb(verbs)]
-
-def _exercise_verb(verbs):
-    tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')
-    actions = 'list', 'check', 'reset', 'export'
-    tasks.add_argument('action', nargs='?', default=actions[0], choices=actions)
-    tasks.add_argument('what', nargs='*', help='check: notebooks with your answers; '
-                       'reset: numbers, none means all; export: pages of the workbook')
-    tasks.add_argument('--folder', type=Path, default='source/ps1',
-                       help='of export: the folder of an assignment of nbgrader')
-    return tasks
 
 # %% ../nbs/package/04_command.ipynb #649da451
 def _seconds(text):
@@ -337,6 +337,16 @@ def _diagnosis_verb(verbs):
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants', 'train',
           'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
+
+def _exercise_verb(verbs):
+    tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')
+    actions = 'list', 'check', 'reset', 'export'
+    tasks.add_argument('action', nargs='?', default=actions[0], choices=actions)
+    tasks.add_argument('what', nargs='*', help='check: notebooks with your answers; '
+                       'reset: numbers, none means all; export: pages of the workbook')
+    tasks.add_argument('--folder', type=Path, default='source/ps1',
+                       help='of export: the folder of an assignment of nbgrader')
+    return tasks
 
 def _parser():
     parser = argparse.ArgumentParser(

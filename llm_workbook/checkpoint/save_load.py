@@ -7,8 +7,8 @@ __all__ = ['random_state', 'set_random_state', 'Saving', 'finish_saving', 'froze
            'to_universal']
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #07e3b3e0
-import hashlib, json, math, os, random, re, shlex, shutil, subprocess, sys, threading
-import time, warnings
+import hashlib, json, math, os, pickletools, random, re, shlex, shutil, subprocess, sys
+import threading, time, warnings, zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from .disk import disk_errors
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest
 from .manifest import begin_save, check_checkpoint, commit_checkpoint
 from .sharded_files import (
-    Base, CheckpointError, checkpoint_tensors, describe_base, local_slices, read_slices,
-    stored_tensors, unwrapped_parameters, write_slices)
+    Base, CheckpointError, checkpoint_tensors, describe_base, local_slices, owner_rank,
+    read_slices, stored_tensors, unwrapped_parameters, write_slices)
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #19876009
@@ -101,7 +101,7 @@ def _fill_states(folder, model, optimizer, saved_ranks):
 def _check_own_states(on_disk, saved_ranks, saved_sharers, sharers):
     "Refuse states of one rank where ranks have other parts than those that saved them."
     _, ranks = rank_and_world()
-    of_one_rank = [label for label in on_disk if '@' in label]
+    of_one_rank = [label for label in on_disk if owner_rank(label) is not None]
     if of_one_rank and saved_ranks != ranks:
         raise CheckpointError(f'{of_one_rank[0]} is of one of {saved_ranks} ranks, not {ranks}: '
                               f'load it on {saved_ranks}')
@@ -114,7 +114,7 @@ def _empty_states(on_disk, owners):
     rank, _ = rank_and_world()
     tensors = {}
     for label, (shape, dtype) in on_disk.items():
-        if '@' in label and not label.endswith(f'@{rank}'): continue
+        if owner_rank(label) not in (None, rank): continue
         p, group = owners[label.rpartition('.')[0]]
         tensors[label] = _empty_state(p, group, label, shape, dtype)
     return tensors
@@ -122,7 +122,8 @@ def _empty_states(on_disk, owners):
 def _empty_state(p, group, label, shape, dtype):
     "Cut as `p` is if it has its shape, else whole; counters are where torch's Adam wants them."
     import torch
-    if shape and shape == p.shape and '@' not in label: return torch.zeros_like(p, dtype=dtype)
+    as_parameter = shape and shape == p.shape and owner_rank(label) is None
+    if as_parameter: return torch.zeros_like(p, dtype=dtype)
     on_device = shape or group.get('fused') or group.get('capturable')
     return torch.zeros(shape, dtype=dtype, device=p.device if on_device else 'cpu')
 
@@ -324,14 +325,23 @@ def _step(folder):
 # %% ../../nbs/checkpoint/04_save_load.ipynb #f10b0002
 def frozen_base(
     model: 'torch.nn.Module',  # As for `describe_base`; it keeps what was found
-    again: bool = False,  # Whether to look again at what was described before
+    again: bool = False,  # Whether to look again even if nothing seems to have changed
 ) -> Base:  # As `describe_base` gives it
-    "Describe once what is frozen in `model`; all ranks call this together."
+    "Describe what is frozen in `model`, once until that changes; all ranks call this together."
     inner = _inner(model, 'module')
-    known = None if again else getattr(inner, '_llmw_base', None)
-    base = known or describe_base(model)
-    inner._llmw_base = base
+    marks = _frozen_marks(model)
+    known, base = getattr(inner, '_llmw_base', (None, None))
+    same = on_every_rank(lambda: known == marks)  # One rank alone must not describe it
+    if again or not all(same): base = describe_base(model)
+    inner._llmw_base = marks, base
     return base
+
+def _frozen_marks(model):
+    "What shows which parameters are frozen, and whether one was replaced or written to."
+    parts = {name: getattr(p, 'ds_tensor', getattr(p, '_local_tensor', p))
+             for name, p in unwrapped_parameters(model).items() if not p.requires_grad}
+    return [(name, part.data_ptr(), None if part.is_inference() else part._version)
+            for name, part in parts.items()]
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #79cc4526
 def save_checkpoint(
@@ -486,6 +496,7 @@ def _load_zero(folder, manifest, model, weights_only):
             'and nothing else does')
     universal = manifest.strategy.endswith('-universal')
     if manifest.ranks != ranks and not universal:
+        _check_convertible(folder, manifest)
         program = f'import llm_workbook; print(llm_workbook.to_universal({str(folder)!r}))'
         raise CheckpointError(
             f'{folder.name} was saved by DeepSpeed on {manifest.ranks} ranks and there are '
@@ -501,8 +512,35 @@ def _load_zero(folder, manifest, model, weights_only):
     if path is None:
         raise CheckpointError(f'DeepSpeed found nothing to load in {folder.name}, '
                               'and would train from scratch')
+    if manifest.strategy == 'zero3-universal' and not weights_only:
+        _part_groups(folder, model.basic_optimizer)
+
+def _part_groups(folder, optimizer):
+    "Give each state a step counter of its own, and each group the settings that it was saved with."
+    import torch
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get('step')): state['step'] = state['step'].clone()
+    file = folder / 'zero/zero/optimizer_state.pt'
+    saved = torch.load(file, map_location='cpu', mmap=True, weights_only=False)['param_groups']
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(f'{folder.name} has {len(saved)} groups of parameters, and this '
+                              f'optimizer has {len(optimizer.param_groups)}')
+    for group, values in zip(optimizer.param_groups, saved):
+        group.update({key: value for key, value in values.items() if key != 'params'})
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #78c46e90
+def _check_convertible(folder, manifest):
+    "Raise unless the optimizer has the states of Adam: DeepSpeed's program converts no others."
+    words = set()
+    for file in sorted(folder.glob('zero/*optim_states.pt'))[:1]:
+        with zipfile.ZipFile(file) as parts:
+            pickled = next(name for name in parts.namelist() if name.endswith('/data.pkl'))
+            words |= {word for _, word, _ in pickletools.genops(parts.read(pickled))}  # None runs
+    if {'exp_avg', 'exp_avg_sq'} <= words: return
+    raise CheckpointError(f'{folder.name} was saved by DeepSpeed on {manifest.ranks} ranks, and '
+                          'no other number can load it: only the states of plain Adam can be '
+                          f'converted, and this optimizer has others. Use {manifest.ranks} ranks')
+
 def to_universal(
     folder: 'str | Path',  # A committed checkpoint that DeepSpeed saved
     directory: 'str | Path | None' = None,  # Of the converted one; None: `universal`, beside it
@@ -513,9 +551,18 @@ def to_universal(
     if not re.fullmatch(r'zero\d', manifest.strategy):
         raise ValueError(f'{folder.name} is of strategy {manifest.strategy}, '
                          'which loads on any number of ranks as it is')
+    _check_convertible(folder, manifest)
     directory = Path(directory or folder.parent / 'universal')
     directory.mkdir(exist_ok=True)
     converted = begin_save(directory, manifest.step, 2 * manifest.total_b)
+    try: _convert(folder, manifest, converted)
+    except BaseException:
+        shutil.rmtree(converted)
+        raise
+    return converted
+
+def _convert(folder, manifest, converted):
+    "Run DeepSpeed's program, copy what stands beside its files, and commit."
     command = [sys.executable, '-m', 'deepspeed.checkpoint.ds_to_universal',
                '--inject_missing_state',
                '--input_folder', folder / 'zero', '--output_folder', converted / 'zero']
@@ -530,4 +577,3 @@ def to_universal(
     same = manifest.model_dump(include={'step', 'ranks', 'method', 'recipe_hash', 'payload',
                                         'extra'})
     commit_checkpoint(converted, same | {'strategy': f'{manifest.strategy}-universal'})
-    return converted

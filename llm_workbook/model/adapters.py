@@ -426,7 +426,7 @@ def trainable(
 def moved(
     adapters: 'str | Path | dict',  # What `save_adapters` wrote, or tensors by peft's names
 ) -> dict[str, float]:  # Target -> norm of its B, which is zero before training
-    "Show how far each adapter has moved; raise if one has not."
+    "Show how far each adapter has moved; raise if one is NaN, or if none of a kind has moved."
     if not isinstance(adapters, dict):
         from safetensors.torch import load_file
         adapters = load_file(Path(adapters) / 'adapter_model.safetensors')
@@ -436,12 +436,21 @@ def moved(
         target = name.removeprefix('base_model.model.').split('.lora_B')[0]
         norms[target] = tensor.float().norm().item()
     if not norms: raise ValueError('there is no lora_B among these tensors: they change nothing')
-    # NaN is neither above 0 nor finite
-    untrained = [target for target, norm in norms.items() if not 0 < norm < math.inf]
+    still = [target for target, norm in norms.items() if norm == 0]
+    kinds = {_module(target) for target, norm in norms.items() if norm != 0}
+    untrained = [target for target, norm in norms.items()
+                 if not math.isfinite(norm) or _module(target) not in kinds]
     if untrained:
         raise ValueError(f'{len(untrained)} of {len(norms)} adapters were not trained, '
                          f'their B is zero or NaN: {", ".join(untrained[:3])}')
+    if still:
+        warnings.warn(f'{len(still)} of {len(norms)} adapters change nothing, they had no gradient '
+                      f'and their B is zero: {", ".join(still[:3])}', stacklevel=2)
     return norms
+
+def _module(target):
+    "The kind of module that an adapter serves, as in q_proj."
+    return target.removesuffix('.base_layer').rpartition('.')[2]
 
 # %% ../../nbs/model/07_adapters.ipynb #62475577
 def _name_in_file(name):

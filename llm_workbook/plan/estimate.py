@@ -27,10 +27,11 @@ from ..model.spec import ModelSpec, spec as model_spec, spec_of
 from .collectives import node_of
 from .evaluation_time import EvaluationTime, evaluation_time
 from .ledger import Ledger, memory
+from .model_states import PAGED
 from .padding import padding_note
 from .preferences import reference_pass
 from .ranges import (
-    Condition, Range, card_range, condition_of, doubt_of, range_of, squeezed)
+    Condition, Range, card_range, cards_of, condition_of, doubt_of, range_of, squeezed)
 from .step_time import StepEstimate, estimate_step
 
 # %% ../../nbs/plan/11_estimate.ipynb #c0f24259
@@ -185,6 +186,11 @@ class Estimate:
         found = {condition.outcome for condition in self.conditions}
         return max(found, key=('fits', 'fits if', 'does not fit').index)
 
+    @property
+    def answer(self) -> str:  # `outcome`, or 'probably does not fit'
+        "Say `outcome`, and where it has a condition whether the plan itself meets it."
+        return self.outcome if self.fits or self.outcome != 'fits if' else 'probably does not fit'
+
     @cached_property
     def ranges(self) -> dict[str, Range]:  # Bytes of each place, tokens_per_s, step_s, hours, usd
         "Put the range of published runs around every figure."
@@ -215,13 +221,11 @@ class Estimate:
         "Say whether it fits, by how much or under which condition."
         return f'{_head(self)}: {_sizes_text(self)}'
 
-    def peaks(
-        self,
+    def peaks(self,
         place: str,  # 'gpu', 'host' or 'disk'
     ) -> dict[str, dict[str, int]]:  # Phase -> class -> bytes, at the fullest instant of the phase
         "Itemise a place; the host and the disk for all ranks of a machine."
-        if place not in _PLACES:
-            raise ValueError(f'place {place!r}; {nearest(place, list(_PLACES))}')
+        if place not in _PLACES: raise ValueError(f'place {place!r}; {nearest(place, [*_PLACES])}')
         phases = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
         for line in self.ledger.lines:
             if _place_of(line, self.recipe) != place: continue
@@ -238,24 +242,22 @@ class Estimate:
         return {
             'recipe': self.recipe.model_dump(mode='json'), 'node': self.node.name,
             'fits': self.fits, 'outcome': self.outcome, 'margin_b': self.margin_b,
-            'verdict': self.verdict,
+            'verdict': self.verdict, 'warnings': list(self.warnings),
             'ranges': {name: list(figure) for name, figure in self.ranges.items()},
-            'rooms': [room._asdict() for room in self.rooms], 'warnings': list(self.warnings),
-            'ledger': self.ledger.to_dict(), 'step': self.step.to_dict(),
+            'rooms': [room._asdict() for room in self.rooms], 'ledger': self.ledger.to_dict(),
+            'step': self.step.to_dict(),
             'evaluation': self.evaluation and self.evaluation.to_dict()}
 
     def __repr__(self): return f'{_title(self)}: {self.verdict}'
 
     def __str__(self):
-        verdict = self.verdict
-        if self.outcome == 'fits': verdict = 'Fits.'  # The table has the rest
+        verdict = 'Fits.' if self.outcome == 'fits' else self.verdict  # The table has the rest
         notes = [f'- {line}' for line in (*self.warnings, *_doubt_lines(self))]
         lines = [_title(self), verdict, *_memory_lines(self), _speed_line(self), *notes]
         return '\n'.join(lines)
 
     def _repr_html_(self):
-        tables = self.ledger._repr_html_() + self.step._repr_html_()
-        return _verdict_html(self) + tables
+        return _verdict_html(self) + self.ledger._repr_html_() + self.step._repr_html_()
 
 # %% ../../nbs/plan/11_estimate.ipynb #2aae6e31
 def _place_of(line, recipe) -> str:
@@ -307,9 +309,10 @@ def _conditions(plan) -> Iterator[Condition]:
         yield condition_of(room, needs[room.place], _is_assumed(plan, room), squeezed_b)
 
 def _head(plan) -> str:
-    if plan.outcome == 'does not fit': return 'Does not fit'
-    texts = [condition.text for condition in plan.conditions if condition.text]
-    return f'Fits if {" and ".join(texts)}' if texts else 'Fits'
+    head = plan.answer.capitalize()
+    if plan.outcome != 'fits if': return head
+    texts = ' and '.join(condition.text for condition in plan.conditions if condition.text)
+    return f'{head} {texts}' if plan.fits else f'{head}, unless {texts}'
 
 def _sizes_text(plan) -> str:
     "Write the places in doubt, or all if none is; and what is largest where too much is needed."
@@ -320,8 +323,9 @@ def _sizes_text(plan) -> str:
     sizes = plan.peaks(shown[0].place)[shown[0].phase]
     largest = sorted(sizes, key=sizes.get, reverse=True)[:4]
     items = ', '.join(f'{kind} {gib(sizes[kind], 1)}' for kind in largest)
-    room = ' `memory_ladder` lists what makes room.' if shown[0].place == 'gpu' else ''
-    return f'{text}. Most of it: {items}.{room}'
+    text = f'{text}. Most of it: {items}.'
+    if shown[0].place != 'gpu': return text
+    return f'{text} `memory_ladder` (in a terminal --ladder) lists what makes room.'
 
 def _room_text(plan, room) -> str:
     size = plan.ranges[room.place].text(' GiB', 2**30)
@@ -363,6 +367,9 @@ def _doubt_lines(plan) -> Iterator[str]:
     if sizes: yield f'{", ".join(sizes)}; a YAML file of the machine can give them'
     if plan.recipe.cluster.device == 'cuda' and doubt_of('time', plan.recipe) is None:
         yield 'the seconds have no range: no published run has so few tokens in a pass'
+    elif plan.recipe.cluster.device == 'cuda' and plan.node.gpu.name not in cards_of('time'):
+        card = plan.node.gpu.name
+        yield f'no run on {card} is behind the range of the seconds, which may be too narrow'
     if plan.evaluation and plan.evaluation.note: yield plan.evaluation.note
 
 def _verdict_html(plan) -> str:
@@ -409,6 +416,7 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     adapted = any(row.adapters for row in cover.rows if row.kind == 'expert')
     counted = {
         'plan.logits_share': _logits_b(ledger) / node.gpu.usable_b,
+        'plan.kept_share': _kept_b(ledger) / node.gpu.usable_b,
         'plan.experts': 0 if adapted else spec.experts,
         'plan.uncovered_share': cover.share('16 bit') if method.kind == 'qlora' else 0.}
     for rule in broken(facts | counted, 'warn'): yield _rule_text(rule)
@@ -417,7 +425,9 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     if note: yield note
     if method.objective == 'dpo':
         yield str(reference_pass(ledger.recipe, spec, node, facts['plan.rows']))
-    yield from filter(None, (_save_note(node, ledger), _mask_note(node, ledger)))
+    notes = (_idle_note(node, ledger.recipe.cluster), _paged_note(ledger),
+             _save_note(node, ledger), _mask_note(node, ledger))
+    yield from filter(None, notes)
     tight_b = _tight_b(node, ledger)
     if tight_b:
         terms = 'context, NCCL and allocator'
@@ -433,16 +443,6 @@ def _logits_b(ledger) -> int:
         if line.kind == 'logits' and line.phase == 'step': sizes[line.instant] += line.size_b
     return max(sizes.values(), default=0)
 
-def _save_note(node, ledger) -> str:
-    "Say that training waits for its checkpoints, where the host has no room for copies."
-    waits = [line.symbols for line in ledger.lines
-             if line.phase == 'save' and 'free' in line.symbols]
-    if not waits: return ''
-    needed_b, free_b = waits[0]['needed'], waits[0]['free']
-    copies = f'copies for a checkpoint take {gib(needed_b, 1)} of each host, and {gib(free_b, 1)}'
-    return (f'{copies} may be used: every {ledger.recipe.intervals.saving} steps training waits '
-            f'{needed_b / node.disk_bps:,.0f} s or more until the checkpoint is on the disk')
-
 # %% ../../nbs/plan/11_estimate.ipynb #37ba4344
 def _mask_note(node, ledger) -> str:
     "Say what rows of unequal length would add; '' where nobody pads, or the plan has them."
@@ -454,6 +454,38 @@ def _mask_note(node, ledger) -> str:
     if more_b < 2**30 // 20: return ''
     return (f'rows of equal length: others are padded and need a mask, which takes '
             f'{gib(more_b, 1)} more of each GPU and a slower kernel; batch.padded counts that')
+
+# %% ../../nbs/plan/11_estimate.ipynb #d4b1ad09
+def _idle_note(node, cluster) -> str:
+    "Say which GPUs of a machine do nothing; its price is that of the whole machine."
+    idle = node.gpus - cluster.processes
+    if cluster.device != 'cuda' or idle < 1: return ''
+    each, verb = ' of each node' if cluster.nodes > 1 else '', 'is' if idle == 1 else 'are'
+    paid = ', and all are paid for' if node.price_hour else ''
+    return f'{idle} of {node.gpus} GPUs{each} {verb} idle{paid}'
+
+def _kept_b(ledger) -> int:
+    "Give the bytes of the gradients that are there in a forward pass: those of earlier passes."
+    return sum(line.size_b for line in ledger.lines
+               if (line.phase, line.kind, line.instant) == ('step', 'gradients', 'forward'))
+
+def _paged_note(ledger) -> str:
+    "Say where paged states are while a GPU has room."
+    size_b = sum(line.size_b for line in ledger.lines
+                 if line.phase == 'step' and line.name.startswith(PAGED))
+    if not size_b: return ''
+    return (f'{gib(size_b, 1)} of paged optimizer states, of each process, are planned in host '
+            'memory; they are on a GPU as long as it has room')
+
+def _save_note(node, ledger) -> str:
+    "Say that training waits for its checkpoints, where the host has no room for copies."
+    waits = [line.symbols for line in ledger.lines
+             if line.phase == 'save' and 'free' in line.symbols]
+    if not waits: return ''
+    needed_b, free_b = waits[0]['needed'], waits[0]['free']
+    copies = f'copies for a checkpoint take {gib(needed_b, 1)} of each host, and {gib(free_b, 1)}'
+    return (f'{copies} may be used: every {ledger.recipe.intervals.saving} steps training waits '
+            f'{needed_b / node.disk_bps:,.0f} s or more until the checkpoint is on the disk')
 
 # %% ../../nbs/plan/11_estimate.ipynb #e02ac2bc
 class PackagedPlans(Mapping):

@@ -16,7 +16,7 @@ from ..config.recipe import Recipe, planned_only
 from ..display import binary_size, gib, html_table
 from .estimate import Estimate, estimate, plan_facts
 from .loading import read_b
-from .model_states import rank_of
+from .model_states import PAGED, rank_of
 
 # %% ../../nbs/plan/14_runbook.ipynb #3f81f3e5
 class RunFigure(NamedTuple):
@@ -126,9 +126,15 @@ def _ending(plan) -> Iterator[tuple]:
 def _gpu_after(plan) -> str:
     "What nvidia-smi should show when the base is there; loading may leave blocks behind."
     load_b, step_b = (plan.ledger.total(phase) for phase in ('load', 'step'))
-    if step_b >= load_b: return _gpu_text(plan, 'step')
-    sizes = f'{step_b / 2**20:,.0f} to {load_b / 2**20:,.0f} MiB'
-    return f'{sizes} ({gib(step_b, 1)}, and what loading has left with the allocator)'
+    paged_b = sum(line.size_b for line in plan.ledger.lines
+                  if line.phase == 'step' and line.name.startswith(PAGED))
+    full_b = max(step_b, min(step_b + paged_b, plan.node.gpu.usable_b))
+    if step_b >= load_b and full_b == step_b: return _gpu_text(plan, 'step')
+    sizes = f'{step_b / 2**20:,.0f} to {max(load_b, full_b) / 2**20:,.0f} MiB'
+    more = [what for what, size_b in (('what loading has left with the allocator', load_b),
+                                      ('paged states while there is room', full_b))
+            if size_b > step_b]
+    return f'{sizes} ({gib(step_b, 1)}, and {", ".join(more)})'
 
 def _duration(seconds) -> str:
     "Write seconds in a unit that fits."
@@ -141,10 +147,12 @@ class Rung(NamedTuple):
     "One change that needs less memory, on top of those above it."
     what: str  # In words
     changes: dict  # For `Recipe.changed`, with those of the rungs above
-    gpu_b: int  # Each GPU in a training step, as planned
+    gpu_b: int  # Each GPU in `phase`, as planned
     saved_b: int  # Fewer than the rung above
     step_s: float  # Seconds of a step, as planned
     counted: bool = True  # False: the plan does not count it, and `saved_b` is the most
+    phase: str = 'step'  # Where it helps: a phase that lacked memory, or a step
+    answer: str = 'fits'  # As `Estimate.answer` says it of the plan with all these changes
 
 class Ladder(list):
     "Rungs, to be tried in this order; a notebook shows them as a table."
@@ -152,22 +160,25 @@ class Ladder(list):
     def _rows(self):
         for rung in self:
             saves = f'{"" if rung.counted else "up to "}{rung.saved_b / 2**30:.1f}'
-            yield rung.what, f'{rung.gpu_b / 2**30:.1f}', saves, f'{rung.step_s:.1f}'
+            gpu, step = f'{rung.gpu_b / 2**30:.1f}', f'{rung.step_s:.1f}'
+            yield rung.what, rung.phase, gpu, saves, step, rung.answer
 
     def __repr__(self):
-        return '\n'.join(f'{what}: {gpu} GiB, saves {saves}, {step_s} s a step'
-                         for what, gpu, saves, step_s in self._rows())
+        if not self: return 'no change that this version runs saves memory'
+        return '\n'.join(f'{what}: {phase} {gpu} GiB, saves {saves}, {step_s} s a step, {answer}'
+                         for what, phase, gpu, saves, step_s, answer in self._rows())
 
     def _repr_html_(self):
-        heads = 'change, on top of those above', 'each GPU in a step, GiB', 'saves', 's a step'
-        return html_table(heads, list(self._rows()), (1, 2, 3))
+        heads = ('change, on top of those above', 'phase', 'each GPU, GiB', 'saves', 's a step',
+                 'verdict')
+        return html_table(heads, list(self._rows()), (2, 3, 4))
 
 # %% ../../nbs/plan/14_runbook.ipynb #3df8982b
 def memory_ladder(
-    recipe: Recipe,  # That ran out of memory in a step, on GPUs
+    recipe: Recipe,  # That ran out of memory, on GPUs
     node: Node | None = None,  # The machine; None: `cluster.hardware` of the recipe, or this one
 ) -> Ladder:  # Changes that help, each planned
-    "List what to change when a GPU runs out of memory in a step, the harmless changes first."
+    "List what to change when a GPU runs out of memory, the harmless changes first."
     plan = estimate(recipe, node)
     if recipe.cluster.device != 'cuda':
         reason = 'the ladder is for GPUs; set it to cuda'
@@ -177,37 +188,50 @@ def memory_ladder(
         grown = estimate(recipe.changed(changes), node)
         rungs.append(_allocator_rung(changes, plan, grown))
         plan = grown
-    for what, more in _ways(recipe):
-        better = _better(recipe, changes | more, plan, node)
-        if better is None: continue
-        saved_b = plan.ledger.total('step') - better.ledger.total('step')
-        changes, plan = changes | more, better
-        rungs.append(_rung(what, changes, plan, saved_b))
+    for ways in _WAYS:
+        for what, more in ways(plan.recipe):
+            if ways is _while_short and not _lacking(plan): break
+            better = _better(recipe, changes | more, plan, node)
+            if better is None or _helped(plan, better)[1] < _worth_b(ways, plan): continue
+            changes = changes | more
+            rungs.append(_rung(what, changes, better, *_helped(plan, better)))
+            plan = better
     return rungs
 
 def _allocator_rung(changes, plan, grown) -> Rung:
     "Let segments grow; what that saves is not counted where rows differ in length."
     what = "the allocator's expandable_segments"
     saved_b = plan.ledger.total('step') - grown.ledger.total('step')
-    if saved_b > 0: return _rung(what, changes, grown, saved_b)
+    if saved_b > 0: return _rung(what, changes, grown, 'step', saved_b)
     wasted_b = sum(line.size_b for line in plan.ledger.lines
                    if (line.phase, line.kind) == ('step', 'allocator'))
-    return _rung(what, changes, grown, wasted_b)._replace(counted=False)
+    return _rung(what, changes, grown, 'step', wasted_b)._replace(counted=False)
 
-def _rung(what, changes, plan, saved_b) -> Rung:
-    return Rung(what, changes, plan.ledger.total('step'), saved_b, plan.step.step_s)
+def _rung(what, changes, plan, phase, saved_b) -> Rung:
+    gpu_b, step_s = plan.ledger.total(phase), plan.step.step_s
+    return Rung(what, changes, gpu_b, saved_b, step_s, phase=phase, answer=plan.answer)
 
 # %% ../../nbs/plan/14_runbook.ipynb #67e6eeed
-_WORTH_B = 2**30 // 20
-
 def _better(recipe, changes, plan, node) -> Estimate | None:
-    "Plan a change; None where a rule refuses it, this version does not run it, or it saves little."
+    "Plan a change; None where a rule refuses it, this version does not run it, or a place is full."
     try: better = estimate(recipe.changed(changes), node)
     except RecipeError: return None
     if not _not_run(better.recipe, node) <= _not_run(recipe, node): return None
-    saved_b = plan.ledger.total('step') - better.ledger.total('step')
-    others_fit = all(room.spare_b >= 0 for room in better.rooms if room.place != 'gpu')
-    return better if saved_b >= _WORTH_B and others_fit else None
+    if not _lacking(better) <= _lacking(plan): return None
+    others_fit = all(new.spare_b >= min(0, old.spare_b)
+                     for old, new in zip(plan.rooms, better.rooms) if new.place != 'gpu')
+    return better if others_fit else None
+
+def _lacking(plan) -> set[str]:
+    "Name the phases in which a GPU lacks memory."
+    have_b = plan.node.gpu.usable_b
+    return {phase for phase in plan.ledger.phases if plan.ledger.total(phase) > have_b}
+
+def _helped(plan, better) -> tuple[str, int]:
+    "The phase of those that lack memory, or a step, in which a change saves most; bytes."
+    saved = {phase: plan.ledger.total(phase) - better.ledger.total(phase)
+             for phase in _lacking(plan) or {'step'}}
+    return max(saved.items(), key=lambda item: (item[1], item[0]))
 
 def _not_run(recipe, node) -> set[str]:
     "Name the fields that can be planned and that this version does not run."
@@ -229,16 +253,51 @@ def _recomputed(recipe) -> dict:
     changes = {'sharding.activation_checkpointing': 'full'}
     return changes | {'sharding.reentrant': True} if reentrant else changes
 
-def _ways(recipe) -> Iterator[tuple[str, dict]]:
-    "Changes that may save memory, each in words and as fields."
-    yield 'all layers recomputed', _recomputed(recipe)
-    micro, passes = recipe.batch.micro, recipe.batch.accumulation
+def _passes(recipe, micro, passes) -> tuple[str, dict]:
+    "So many rows in each of so many passes, in words and as fields."
     noun = 'row' if recipe.method.sequences == 1 else 'pair'
+    rows = f'{micro} {noun}{"s" * (micro > 1)} in a pass'
+    what = f'{rows}, {passes} pass{"es" * (passes > 1)}'
+    return what, {'batch.micro': micro, 'batch.accumulation': passes}
+
+def _same_run(recipe) -> Iterator[tuple[str, dict]]:
+    "Changes that keep what is trained, and the rows of a step."
+    yield 'the base read in parts', {'sharding.loading': 'sharded'}
+    yield 'all layers recomputed', _recomputed(recipe)
+    yield 'the loss in chunks', {'batch.loss_head': 'chunked'}
+    yield 'weights gathered again for the backward pass', {'sharding.reshard_after_forward': True}
+    group, ranks = recipe.sharding.group, recipe.cluster.ranks
+    while group and group < ranks:
+        group = 2 * group if 2 * group < ranks else None
+        yield f'weights shared by {group or ranks} ranks', {'sharding.group': group}
+    micro, passes = recipe.batch.micro, recipe.batch.accumulation
+    if passes > 1: yield _passes(recipe, micro * passes, 1)
     while micro > 1:
         factor = 2 if micro % 2 == 0 else micro
         micro, passes = micro // factor, passes * factor
-        changes = {'batch.micro': micro, 'batch.accumulation': passes}
-        yield f'{micro} {noun}{"s" * (micro > 1)} in a pass, {passes} passes', changes
+        yield _passes(recipe, micro, passes)
+
+def _while_short(recipe) -> Iterator[tuple[str, dict]]:
+    "Changes that take more work or fewer rows, so only for a plan that lacks memory."
+    for strategy in 'fsdp2', 'zero3':
+        if recipe.cluster.ranks > 1: yield f'sharded by {strategy}', _shared(recipe, strategy)
+    what, changes = _passes(recipe, recipe.batch.micro, 1)
+    yield f'{what}: fewer rows in a step', changes
+
+def _shared(recipe, strategy) -> dict:
+    "Change the strategy, and what goes with it as a search has it."
+    zero, adapts = strategy == 'zero3', recipe.method.kind != 'full'
+    causal, again = recipe.model.head == 'causal_lm', recipe.sharding.activation_checkpointing
+    whole = not causal or zero and recipe.method.kind == 'qlora'
+    changes = {
+        'sharding.strategy': strategy,
+        'sharding.loading': 'every_rank' if whole else 'sharded',
+        'sharding.reentrant': zero and adapts and causal and again == 'full'}
+    only_fsdp2 = {'sharding.group': None, 'sharding.reshard_after_forward': True}
+    return changes | only_fsdp2 if zero else changes
+
+def _less(recipe) -> Iterator[tuple[str, dict]]:
+    "Changes of what is trained, more machines, and offload."
     length = recipe.batch.length // 2
     yield f'rows of {length:,} tokens', {'batch.length': length}
     if recipe.method.kind != 'full':
@@ -246,10 +305,17 @@ def _ways(recipe) -> Iterator[tuple[str, dict]]:
         yield f'adapters of rank {rank}', {'method.rank': rank}
         yield 'adapters on attention only', {'method.targets': _ATTENTION}
     if recipe.method.kind == 'lora':
-        yield 'a base in 4 bits (qlora)', {'method.kind': 'qlora'}
+        whole = {'sharding.loading': 'every_rank'} if recipe.sharding.strategy == 'zero3' else {}
+        yield 'a base in 4 bits (qlora)', {'method.kind': 'qlora'} | whole
     nodes = recipe.cluster.nodes
     if nodes > 1: yield f'{2 * nodes} nodes', {'cluster.nodes': 2 * nodes}
     optimizer = {'sharding.offload_optimizer': 'cpu'}
     yield 'optimizer in host memory', optimizer
     everything = optimizer | {'sharding.offload_parameters': 'cpu'}
     yield 'optimizer and parameters in host memory', everything
+
+_WAYS = _same_run, _while_short, _less
+
+def _worth_b(ways, plan) -> int:
+    "Bytes that a change must save: what takes more work must save more."
+    return plan.node.gpu.usable_b // 20 if ways is _while_short else 2**30 // 20

@@ -16,7 +16,7 @@ from ..config.recipe import Recipe
 from ..model.adapters import load_adapters
 from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
-from .scores import completions
+from .scores import completions, evaluating
 from ..training.tokens import end_tokens
 
 # %% ../../nbs/release/04_chat.ipynb #2413b3bc
@@ -122,12 +122,8 @@ def _speaker(chat, tuned):
     "Give the model that answers, in evaluation mode; leave every module as it was."
     separate = chat.base is not None
     model = chat.base if separate and not tuned else chat.model
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with nullcontext() if tuned or separate else model.disable_adapter(): yield model
-    finally:
-        for module, training in modes: module.training = training
+    with (evaluating(model),
+          nullcontext() if tuned or separate else model.disable_adapter()): yield model
 
 # %% ../../nbs/release/04_chat.ipynb #4d9b020e
 def load_chat(

@@ -22,6 +22,7 @@ from ..model.architecture import (
 from ..model.nf4 import pack, scales, state, unpack
 from ..model.quantize import fingerprint, load_base, payload_bytes
 from ..model.weight_files import Weights, origins
+from .scores import evaluating
 from ..training.tokens import assistant_mask
 
 # %% ../../nbs/release/02_merge.ipynb #842bb950
@@ -31,8 +32,14 @@ MERGE_TARGETS = {'16-bit': 'the 16-bit base',
 
 _CONFIG = 'adapter_config.json'
 _TENSORS = 'adapter_model.safetensors'
-_BEYOND_PLAIN = ('fan_in_fan_out', 'modules_to_save',
-                 'lora_bias', 'trainable_token_indices', 'layer_replication', 'use_qalora')
+_JUDGED = ('peft_type', 'bias', 'use_dora', 'use_rslora', 'init_lora_weights', 'r', 'lora_alpha',
+           'rank_pattern', 'alpha_pattern')  # Below, by their values
+_PLACES = ('target_modules', 'exclude_modules', 'target_parameters', 'layers_to_transform',
+           'layers_pattern')  # The tensors say the same
+_IDLE = ('task_type', 'auto_mapping', 'peft_version', 'base_model_name_or_path', 'revision',
+         'inference_mode', 'lora_dropout', 'loftq_config', 'eva_config', 'corda_config',
+         'lora_ga_config', 'megatron_config', 'megatron_core', 'qalora_group_size')
+_KNOWN = {*_JUDGED, *_PLACES, *_IDLE}  # Any other field of peft may change what adapters do
 _PLAIN_STARTS = True, False, None, 'gaussian', 'orthogonal', 'eva'  # PiSSA's changes the base
 
 def _adapter_files(adapters):
@@ -51,7 +58,7 @@ def _adapter_files(adapters):
 # %% ../../nbs/release/02_merge.ipynb #c0a5201b
 def _check_plain(folder, config, matches):
     "Raise unless the adapters are plain LoRA: two matrices, and nothing besides."
-    odd = [key for key in _BEYOND_PLAIN if config.get(key)]
+    odd = [key for key, value in config.items() if value and key not in _KNOWN]
     odd += [name for name, match in matches.items() if not match][:2]
     if config.get('init_lora_weights', True) not in _PLAIN_STARTS: odd.append('init_lora_weights')
     odd += _odd_patterns(config)
@@ -385,7 +392,7 @@ def predictions(
         ids = _padded([ids for ids, _ in part], model.device)
         answers = _padded([mask for _, mask in part], model.device).bool()
         attention = _padded([[1] * len(ids) for ids, _ in part], model.device)
-        with torch.inference_mode():
+        with evaluating(model), torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=attention).logits
         before_answers = logits[:, :-1][answers[:, 1:]]  # What stands at t predicts t + 1
         predicted.append(before_answers.float().log_softmax(-1).cpu())

@@ -29,6 +29,7 @@ from .early_stopping import note_best, restore_best
 from .effective import confirm_settings
 from .float16 import attach_scaler, overflowed, scale_values
 from .grouped_rows import group_loader
+from .live_settings import NO_DECAY
 from .memory_trace import memory_trace
 from llm_workbook.training.rank_run import (
     RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted,
@@ -118,8 +119,6 @@ def count_items(
     return int((labels != -100).sum())
 
 # %% ../../nbs/training/11_loop.ipynb #f3968c0d
-_NO_DECAY = r'bias', r'layernorm', r'rmsnorm', r'(?:^|\.)norm(?:$|\.)', r'_norm(?:$|\.)'
-
 def make_optimizer(
     recipe: Recipe,  # Its `optimizer` is read
     model: 'torch.nn.Module',  # Before it is prepared
@@ -129,7 +128,7 @@ def make_optimizer(
     from transformers import get_scheduler
     from transformers.trainer_pt_utils import get_parameter_names
     settings = recipe.optimizer
-    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], _NO_DECAY))
+    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], NO_DECAY))
     with_decay, without_decay = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad: continue
@@ -242,6 +241,7 @@ def train_step(
     tokens = sum(int(batch['attention_mask'].sum()) for batch in window)
     counts = accelerator.reduce(torch.tensor([items, tokens], device=accelerator.device))
     all_items, all_tokens = counts.tolist()
+    _check_items(loop, window, all_items)
     divided_by = accelerator.num_processes * accelerator.gradient_accumulation_steps
     for batch in window: loop.run.metrics.note_batch(batch)
     loss = _backward(loop, window, divided_by / all_items)
@@ -286,6 +286,13 @@ def _backward(loop, window, scale):
             accelerator.backward(loss)
         clock.mark('other')
     return total
+
+def _check_items(loop, window, all_items):
+    "Raise on every rank where no row of a step has a label."
+    if all_items: return
+    rows = [loop.places.get(number, number) for batch in window for number in batch['row'].tolist()]
+    raise ValueError(f'no row of step {loop.step + 1} has a label ({rows}): batch.length cuts off '
+                     'the answers, or there are none. Raise batch.length, or leave such rows out')
 
 def _number(norm): return float(norm.full_tensor() if hasattr(norm, 'full_tensor') else norm)
 

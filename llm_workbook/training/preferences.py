@@ -162,16 +162,15 @@ def preference_trainer() -> type:  # Used inside of `resumable`; its `beta` is t
             reference = inputs.pop('reference')
             output = model(**inputs, use_cache=False, fused_lm_head=True)
             scores = pair_scores(output.log_probs.sum(-1), reference, self.beta)
-            self._sums.append(_sums(scores, inputs['attention_mask']))
+            self._sums.append(_sums(scores))
             share = self.accelerator.num_processes / num_items_in_batch  # Gradients are averaged
             loss = scores.losses.sum() * share
             return (loss, output) if return_outputs else loss
 
         def log(self, logs, start_time=None):
             if 'loss' in logs and self.run.votes:
-                rewards, tokens = _of_all_ranks(self._sums, self.run.votes)
-                self._total_train_tokens += tokens
-                logs |= rewards | {'num_tokens': self._total_train_tokens}
+                logs |= _of_all_ranks(self._sums, self.run.votes)
+                logs |= {'num_tokens': self._total_train_tokens}
             self._sums.clear()
             super().log(logs, start_time)
 
@@ -180,20 +179,20 @@ def preference_trainer() -> type:  # Used inside of `resumable`; its `beta` is t
 # %% ../../nbs/training/11b_preferences.ipynb #9fb04d6a
 _REWARDS = 'reward_chosen', 'reward_margin', 'reward_accuracy'
 
-def _sums(scores, mask):
-    "Add up what is logged: rewards, pairs in the right order, tokens, pairs."
+def _sums(scores):
+    "Add up what is logged: rewards, pairs in the right order, pairs."
     import torch
     margins = scores.margins.detach()
-    sums = [scores.chosen.detach().sum(), margins.sum(), (margins > 0).sum(), mask.sum()]
+    sums = [scores.chosen.detach().sum(), margins.sum(), (margins > 0).sum()]
     sums = torch.stack([value.double() for value in sums])
     return torch.cat([sums, sums.new_tensor([len(margins)])])
 
 def _of_all_ranks(sums, votes):
-    "Give the means over the pairs of a step, and its tokens; a collective."
+    "Give the means over the pairs of a step; a collective."
     import torch
     gathered = votes.gather(torch.stack(sums).sum(0).tolist())
-    *rewards, tokens, pairs = map(sum, zip(*gathered))
-    return {name: value / pairs for name, value in zip(_REWARDS, rewards)}, int(tokens)
+    *rewards, pairs = map(sum, zip(*gathered))
+    return {name: value / pairs for name, value in zip(_REWARDS, rewards)}
 
 # %% ../../nbs/training/11b_preferences.ipynb #582b3bab
 def _log_probs(trainer, rows):

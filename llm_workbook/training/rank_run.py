@@ -22,7 +22,7 @@ from ..checkpoint.manifest import check_checkpoint, prune
 from ..checkpoint.save_load import (
     finish_saving, frozen_base, load_checkpoint, save_checkpoint)
 from ..config.recipe import Recipe
-from ..parallel.agreement import on_every_rank, rank_and_world
+from ..parallel.agreement import on_every_rank, rank_and_world, set_group_timeout
 from ..parallel.backends import set_allocator
 from ..parallel.extension_locks import guard_builds
 from ..parallel.shard import assert_sharding
@@ -51,7 +51,9 @@ def set_up_device(
             torch.backends.cuda.matmul.fp32_precision = 'tf32'
         threads = _host_threads(recipe)
         if threads: torch.set_num_threads(threads)
-    return PartialState(cpu=on_cpu, timeout=group_timeout(step_timeout_s))
+    timeout = group_timeout(step_timeout_s)
+    set_group_timeout(timeout)
+    return PartialState(cpu=on_cpu, timeout=timeout)
 
 def _host_threads(recipe):
     "Count the threads of a rank whose optimizer works on the host; None leaves those it has."

@@ -71,7 +71,7 @@ class _Guarded:
         self.run = RankRun(self.args.output_dir)
         self.places = {}  # Number of a row -> where it was read, where that is known
         self._rows = []  # Numbers of the rows behind the next update, one tensor a batch
-        self._tokens = 0, []  # TRL's count before this update; of packed batches, real tokens
+        self._tokens = 0, []  # TRL's count before this update; real tokens of its batches
         self._collate = self.data_collator
         self.data_collator = self._collate_numbered
 
@@ -92,7 +92,7 @@ class _Guarded:
     def training_step(self, model, inputs, *args, **options):
         self._rows.append(inputs.pop('row', None))
         self.run.metrics.note_batch(inputs)
-        self._tokens[1].extend(inputs.pop('segments', ()))
+        self._tokens[1].append(_real_tokens(inputs))
         self.run.metrics.clock.mark('data')  # It goes to the device
         loss = super().training_step(model, inputs, *args, **options)
         last = self.accelerator.sync_gradients
@@ -120,10 +120,11 @@ class _Guarded:
         return norm
 
     def _count_tokens(self):
-        "Count the real tokens of packed rows: TRL takes the width of a batch."
-        before, lengths = self._tokens
-        if not lengths or not self.run.votes: return
-        self._total_train_tokens = before + sum(self.run.votes.gather(sum(lengths)))
+        "Count real tokens of all rows: TRL takes the width of packed ones, and leaves some out."
+        before, counts = self._tokens
+        if None in counts or not self.run.votes or not hasattr(self, '_total_train_tokens'): return
+        here = sum(map(int, counts))
+        self._total_train_tokens = before + sum(self.run.votes.gather(here))
         self._metrics['train']['num_tokens'] = [self._total_train_tokens]
 
     def _check_finite(self, updated=False, **values):
@@ -133,6 +134,12 @@ class _Guarded:
         rows = [self.places.get(number, number) for number in numbers]
         half = bool(scale_values(self))
         check_finite(votes, self.state.global_step + 1, rows, updated, half, **values)
+
+def _real_tokens(inputs):
+    "Count the tokens of a batch that are no padding; None where nothing in it says that."
+    segments, mask = inputs.pop('segments', None), inputs.get('attention_mask')
+    if segments is not None: return sum(segments)
+    return None if mask is None else mask.sum()
 
 # %% ../../nbs/training/07_resume.ipynb #b9504198
 _HOOKS = ('_prepare_for_training', '_load_from_checkpoint', '_load_rng_state', '_save_checkpoint',

@@ -23,7 +23,8 @@ from itertools import count
 from pathlib import Path
 
 from ..checkpoint.disk import check_disk, disk_errors
-from ..checkpoint.manifest import check_checkpoint, latest_valid, survey
+from ..checkpoint.manifest import (
+    DamagedCheckpoint, check_checkpoint, latest_valid, survey)
 from ..config.document import RecipeError
 from ..config.passes import known_steps
 from ..config.recipe import Recipe, differences
@@ -217,14 +218,24 @@ def _refuse_other_user(handle, directory):
     raise PermissionError(f'{directory.name!r} was run by user {owner}, not by you ({user}); '
                           'trust=True goes on')
 
+_ASKED_S = 1.0  # Whoever asks for the status has the lock for an instant, and is no run
+
 def _wait_for_lock(handle, directory, wait_s):
-    end = time.monotonic() + wait_s
+    begin = time.monotonic()
     while not _take(handle):
-        if time.monotonic() >= end:
+        patience_s = max(wait_s, _ASKED_S) if _is_shared(handle) else wait_s
+        if time.monotonic() - begin >= patience_s:
             holder = _lock_text(handle) or 'another process'
             raise RunLocked(f'{directory.name!r} is taken by {holder}: '
                             'wait for it, stop it, or name another directory')
         time.sleep(0.05)
+
+def _is_shared(handle):
+    "Whether nobody holds a lock but those that only ask who has it."
+    import fcntl
+    shared = _take(handle, shared=True)
+    if shared: fcntl.flock(handle, fcntl.LOCK_UN)
+    return shared
 
 def _take(handle, shared=False):
     "Try to lock an open file; say whether that worked."
@@ -323,7 +334,11 @@ def _for_ranks(checkpoint, recipe):
     if not tied or manifest.ranks == recipe.cluster.ranks: return checkpoint
     converted = checkpoint.parent / 'universal' / checkpoint.name
     if not converted.is_dir(): return checkpoint
-    check_checkpoint(converted, deep=True)  # Raises if it is damaged
+    try: check_checkpoint(converted, deep=True)
+    except DamagedCheckpoint as damage:
+        if damage.interrupted: return checkpoint
+        reason = f'{damage.reason}; delete universal/{checkpoint.name} and convert again'
+        raise DamagedCheckpoint(converted, reason, damage.file) from None
     return converted
 
 # %% ../../nbs/training/05_run_directory.ipynb #e4a17174
@@ -434,7 +449,11 @@ def _changes_since(files, checkpoint, step, recipe, rows):
         old = _saved_recipe(files, checkpoint, facts, recipe)
         advice = f'move {name} away if it is of another run, '
         changes = _refuse_changes(old, recipe, f'{name} was saved', advice)
-        _refuse_other_rows(facts.get('rows'), rows, name, step)
+        advice = 'put the old file back'
+        if recipe.data.mix and recipe.optimizer.steps != old.optimizer.steps:
+            advice = ('a mix draws the rows that its steps take, so put optimizer.steps back to '
+                      f'{old.optimizer.steps}')
+        _refuse_other_rows(facts.get('rows'), rows, name, step, advice)
         earlier = facts.get('changes', [])
     elif files.recipe.exists():
         changes = differences(Recipe.load(files.recipe), recipe)
@@ -467,7 +486,7 @@ def _saved_recipe(files, checkpoint, facts, asked):
                      'that hash: ask for the recipe that saved it, or name another directory')
 
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9baa
-def _refuse_other_rows(before, now, name, step):
+def _refuse_other_rows(before, now, name, step, advice):
     "Raise where rows differ from those that a checkpoint was trained on."
     if before is None or now is None:
         which = f'{name} says nothing of its rows' if before is None else 'no rows were given'
@@ -479,7 +498,7 @@ def _refuse_other_rows(before, now, name, step):
                for kind in used if before[kind] != now[kind]]
     if changes:
         raise ValueError(f'rows have changed since step {step} ({"; ".join(changes)}): '
-                         'put the old file back, or begin in another directory')
+                         f'{advice}, or begin in another directory')
 
 def _rows_change(before, now):
     counts = before['count'], now['count']

@@ -14,20 +14,21 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..files import publish
-from ..parallel.agreement import gather_objects, rank_and_world
+from ..parallel.agreement import gather_objects, gloo_group, rank_and_world
 from ..parallel.ranks import ASKS_GPU, ERROR_REPORTS
 
 # %% ../../nbs/training/03_watchdog.ipynb #554335cb
 class Votes:
     "Numbers that all ranks compare, over a process group of their own that waits for no GPU."
     def __init__(self,
-        timeout_s: float = 1800.0,  # How long a rank waits for the others' numbers
+        timeout_s: float | None = None,  # Of a wait for the others; None: as `gloo_group`
     ):
         import torch.distributed as dist
         self.rank, self.ranks = rank_and_world()
         self.group = None
         if dist.is_available() and dist.is_initialized():
-            self.group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_s))
+            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+            self.group = gloo_group(timeout)
 
     def most(self,
         value: int,  # This rank's

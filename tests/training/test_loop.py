@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from trouble import fine_tune, slow_case, small_base, small_recipe
@@ -416,3 +417,14 @@ def test_the_loss_of_two_ranks_is_that_of_one_and_not_rounded(tmp_path, monkeypa
     [line] = lines(tmp_path/'run')
     own = own_loss(recipe, load_rows(recipe.data, recipe.seed)[0])
     assert line['loss'] == pytest.approx(own, rel=1e-5)
+
+
+def test_a_step_whose_rows_have_no_label_is_an_error_that_names_them():
+    import torch
+    loop = SimpleNamespace(
+        step=1, places={4: 'train.jsonl line 5'}, is_deepspeed_enabled=False,
+        accelerator=SimpleNamespace(reduce=lambda counts: counts, device='cpu'))
+    batch = {'labels': torch.full((1, 3), -100), 'attention_mask': torch.ones(1, 3),
+             'row': torch.tensor([4])}
+    words = "no row of step 2 has a label .*train.jsonl line 5.* Raise batch.length"
+    with pytest.raises(ValueError, match=words): module.train_step(loop, [batch])

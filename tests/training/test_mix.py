@@ -4,12 +4,14 @@ import json
 import math
 
 import pytest
+from test_same_run import stopped_run
 from trouble import fine_tune, small_recipe
 
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.launching.node_report import _sources
 from llm_workbook.training.classifier import class_names, class_rows
+from llm_workbook.training import fine_tune as training
 from llm_workbook.training.fine_tune import check_recipe
 from llm_workbook.training.packed_rows import fill_bins
 from llm_workbook.training.run_directory import begin_run
@@ -79,6 +81,16 @@ def test_another_mix_does_not_go_on_as_the_same_run(recipe, tmp_path):
     mix = recipe.model_dump()['data']['mix']
     other = recipe.changed({'data.mix': [mix[0] | {'weight': 3.0}, mix[1]]})
     with pytest.raises(ValueError, match='data.mix was '): begin_run(other, tmp_path/'run', True)
+
+
+def test_a_mix_of_more_steps_is_told_that_they_draw_other_rows(recipe, tmp_path):
+    constant = recipe.changed({
+        **ALONE, 'optimizer.schedule': 'constant', 'optimizer.warmup': 0.0, 'optimizer.steps': 6})
+    stopped_run(constant, tmp_path/'run')
+    more = constant.changed({'optimizer.steps': 9})
+    rows = training._rows_facts(more, *check_recipe(more))
+    words = 'training rows: 12 then and 18 now.*a mix draws .* put optimizer.steps back to 6'
+    with pytest.raises(ValueError, match=words): begin_run(more, tmp_path/'run', True, rows)
 
 
 def test_labels_of_each_source_lead_to_the_same_classes(tmp_path):

@@ -1,11 +1,13 @@
 """A run that was stopped and went on is the run that was not: loss, norm, learning rate and rows of
 every step."""
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.training import resume as resuming
 from llm_workbook.training import run_directory
 from llm_workbook.training import watchdog
-from llm_workbook.training.run_directory import run_lock
+from llm_workbook.training.run_directory import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.config.recipe import Recipe
@@ -344,6 +346,20 @@ def test_a_signal_while_the_result_is_saved_changes_nothing(recipe, tmp_path, mo
 def test_the_status_says_who_holds_the_run(tmp_path):
     with run_lock(tmp_path): assert f'held by process {os.getpid()}' in run_status(tmp_path)[1]
     assert run_status(tmp_path) == (1, 'none at step 0; no step is committed; no run holds it')
+
+
+def test_a_start_waits_for_whoever_only_asks_for_the_status(tmp_path):
+    with run_lock(tmp_path): pass
+    with open(tmp_path/'.llmw.lock') as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, fcntl.flock, (asking, fcntl.LOCK_UN))
+        timer.start()
+        with run_lock(tmp_path): assert not timer.is_alive()
+        timer.join()
+        fcntl.flock(asking, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        with pytest.raises(RunLocked), run_lock(tmp_path): pass
+        assert time.monotonic() - begin < 0.5
 
 
 def test_a_run_that_ends_while_it_is_asked_for_stands_as_it_ended(tmp_path, monkeypatch):
