@@ -507,26 +507,25 @@ def _load_zero(folder, manifest, model, weights_only):
         raise CheckpointError(f"{folder.name} is {'' if universal else 'not '}universal: set "
                               f"'checkpoint': {{'load_universal': {universal}}} "
                               'in the DeepSpeed config')
+    before = [{**group} for group in model.basic_optimizer.param_groups]
     path, _ = model.load_checkpoint(str(folder), 'zero', load_module_strict=not manifest.payload,
                                     load_module_only=weights_only)
     if path is None:
         raise CheckpointError(f'DeepSpeed found nothing to load in {folder.name}, '
                               'and would train from scratch')
     if manifest.strategy == 'zero3-universal' and not weights_only:
-        _part_groups(folder, model.basic_optimizer)
+        _part_groups(model.basic_optimizer, before)
 
-def _part_groups(folder, optimizer):
-    "Give each state a step counter of its own, and each group the settings that it was saved with."
+def _part_groups(optimizer, before):
+    "Give each state its own step counter, and each group what it does not share with the first."
     import torch
     for state in optimizer.state.values():
         if torch.is_tensor(state.get('step')): state['step'] = state['step'].clone()
-    file = folder / 'zero/zero/optimizer_state.pt'
-    saved = torch.load(file, map_location='cpu', mmap=True, weights_only=False)['param_groups']
-    if len(saved) != len(optimizer.param_groups):
-        raise CheckpointError(f'{folder.name} has {len(saved)} groups of parameters, and this '
-                              f'optimizer has {len(optimizer.param_groups)}')
-    for group, values in zip(optimizer.param_groups, saved):
-        group.update({key: value for key, value in values.items() if key != 'params'})
+    first_rate, *_ = rates = [group.get('initial_lr', group['lr']) for group in before]
+    for group, own, rate in zip(optimizer.param_groups, before, rates):
+        group.update({key: value for key, value in own.items()
+                      if key not in ('params', 'lr') and value != before[0].get(key)})
+        if first_rate: group['lr'] = group['lr'] * (rate / first_rate)
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #78c46e90
 def _check_convertible(folder, manifest):
