@@ -9,9 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from llm_workbook import run_ranks
-from llm_workbook.config.recipe import Method, Precision
+from llm_workbook.config.document import RecipeError
+from llm_workbook.config.recipe import Method, Model, Precision
 from llm_workbook.model import loss_head
 from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.forward_check import check_forward
 from llm_workbook.model.loss_head import (
     add_one_pass_head, check_logits, loss_head_of, tile_rows, token_scores)
 from llm_workbook.model.quantize import load_base
@@ -29,6 +31,7 @@ FAMILIES = {  # Name -> class of the configuration, and what is special about it
                             'router_aux_loss_coef': 0.5}),
     'phi, bias': ('phi', {}),
 }
+XLSTM = {'hidden_size': 64, 'embedding_dim': 64, 'num_blocks': 2, 'num_heads': 2}
 IDS = torch.randint(3, 321, (2, 40), generator=torch.Generator().manual_seed(0))
 LABELS = torch.where(torch.arange(40) % 3 > 0, IDS, -100)
 
@@ -271,3 +274,25 @@ def test_what_is_in_force_is_read_through_wrappers():
     add_one_pass_head(model)
     model.forward = convert_outputs_to_fp32(torch.autocast('cpu', torch.bfloat16)(model.forward))
     assert loss_head_of(model) == 'one_pass'
+
+
+@pytest.mark.parametrize('kind, special', [
+    ('cohere', {'logit_scale': 0.25}), ('gemma2', {}), ('xlstm', XLSTM)])
+def test_a_cap_that_trl_does_not_read_is_refused(tmp_path, kind, special):
+    "What is accepted is scored by TRL's own head as by the model; what is refused is not."
+    config = AutoConfig.for_model(kind, **SIZES | special)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    batch = {'input_ids': IDS, 'use_cache': False}
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20 / model(**batch).logits.abs().max())
+        expected = model(**batch).logits[:, :-1].log_softmax(-1)
+        expected = expected.gather(-1, IDS[:, 1:, None])[..., 0]
+        add_fused_lm_head(model)
+        found = model(**batch, labels=IDS, fused_lm_head=True).log_probs
+    config.save_pretrained(tmp_path)
+    off = float((found - expected).abs().max())
+    try: check_forward(Model(source=str(tmp_path), attention='eager'))
+    except RecipeError as error: assert 'one_pass' in str(error) and off > .1
+    else: assert off < 1e-4
+    assert (off > .1) == (kind == 'xlstm')

@@ -1,0 +1,47 @@
+"""Models whose forward pass is not what a step takes it for are refused before a rank starts."""
+import json
+
+import pytest
+
+from llm_workbook.config.document import RecipeError
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.parallel.load import check_base
+
+TEXT = {'hidden_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'head_dim': 16,
+        'num_key_value_heads': 4, 'intermediate_size': 96, 'vocab_size': 512}
+TOWER = {'model_type': 'siglip_vision_model', 'hidden_size': 32, 'intermediate_size': 32,
+         'num_hidden_layers': 1, 'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14}
+PALIGEMMA = {'model_type': 'paligemma', 'vision_config': TOWER, 'image_token_id': 500,
+             'text_config': TEXT | {'model_type': 'gemma'}}
+MODERNBERT = TEXT | {'model_type': 'modernbert-decoder', 'cls_token_id': 1, 'sep_token_id': 2,
+                     'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
+GRIFFIN = TEXT | {'model_type': 'recurrent_gemma', 'num_key_value_heads': 1, 'lru_width': 64,
+                  'num_hidden_layers': 3}
+RETIRED = {'model_type': 'aya_vision', 'vision_config': TOWER, 'image_token_id': 500,
+           'text_config': TEXT | {'model_type': 'cohere2', 'sliding_window': 16}}
+ONE = RETIRED | {'text_config': RETIRED['text_config'] | {'logit_scale': 1.0}}
+
+
+def recipe(folder, config, attention='sdpa', head='chunked'):
+    (folder/'config.json').write_text(json.dumps(config))
+    return Recipe.named('reviews-qlora').changed({
+        'model.source': str(folder), 'model.head': 'causal_lm', 'model.attention': attention,
+        'data.format': 'messages', 'data.source': 'sample-conversations', 'method.kind': 'full',
+        'batch.loss_head': head, 'sharding.loading': 'every_rank'})
+
+
+@pytest.mark.parametrize('config, changes, words', [
+    (PALIGEMMA, {}, "set it to 'eager'"),
+    (MODERNBERT, {}, 'it cannot be trained here'),
+    (MODERNBERT, {'head': 'one_pass'}, 'it cannot be trained here'),
+    (GRIFFIN, {}, "set batch.loss_head to 'one_pass'"),
+    (RETIRED, {}, 'set it to 1.0 in config.json')])
+def test_what_would_train_another_model_is_refused(tmp_path, config, changes, words):
+    with pytest.raises((RecipeError, ValueError), match=words):
+        check_base(recipe(tmp_path, config, **changes))
+
+
+@pytest.mark.parametrize('config, changes', [
+    (PALIGEMMA, {'attention': 'eager'}), (GRIFFIN, {'head': 'one_pass'}), (ONE, {})])
+def test_the_fix_that_is_named_is_one(tmp_path, config, changes):
+    check_base(recipe(tmp_path, config, **changes))
