@@ -10,6 +10,7 @@ from llm_workbook.model.architecture import configuration, inventory, presets, s
 from llm_workbook.model.layout import coverage
 from llm_workbook.model.spec import spec
 from llm_workbook.config.recipe import Method
+from llm_workbook.config.rules import broken
 
 pytestmark = pytest.mark.filterwarnings(
     'ignore:.*(pattern keys did not match|is_gradient_checkpointing|script_method)')
@@ -248,6 +249,20 @@ def test_an_inventory_agrees_with_a_model_that_has_numbers():
     found = inventory(real)
     assert sum(w.numel for w in found.values()) == sum(p.numel() for p in real.parameters())
     assert spec(real.config.to_dict()).by_kind()['attention'] == 2 * (32 * 96 + 96 + 32 * 32 + 32)
+
+
+@pytest.mark.parametrize('kind, sizes, context', [
+    ('bloom', {'hidden_size': 64, 'n_layer': 2, 'n_head': 4}, 0),
+    ('bloom', {'hidden_size': 64, 'n_layer': 2, 'n_head': 4, 'seq_length': 2048}, 2048),
+    ('mpt', {'d_model': 64, 'n_layers': 2, 'n_heads': 4, 'max_seq_len': 256}, 256),
+    ('gptj', {'n_embd': 64, 'n_layer': 2, 'n_head': 4, 'n_positions': 128, 'rotary_dim': 8}, 128)])
+def test_the_context_is_read_under_each_name_and_none_forbids_no_row(kind, sizes, context):
+    model = spec({'model_type': kind, 'vocab_size': 160} | sizes)
+    assert model.context == context
+    assert ('not stated' if context == 0 else f'{context:,} tokens') in model._repr_html_()
+    for length in (1, context or 10**6, context + 1):
+        found = [rule.id for rule in broken({'plan.context': context, 'batch.length': length})]
+        assert found == ['length-in-context'] * (0 < context < length)
 
 
 @pytest.mark.slow
