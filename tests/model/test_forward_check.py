@@ -21,13 +21,19 @@ RETIRED = {'model_type': 'aya_vision', 'vision_config': TOWER, 'image_token_id':
            'text_config': TEXT | {'model_type': 'cohere2', 'sliding_window': 16}}
 ONE = RETIRED | {'text_config': RETIRED['text_config'] | {'logit_scale': 1.0}}
 
+ZAMBA = TEXT | {'model_type': 'zamba2', 'num_hidden_layers': 4, 'mamba_d_state': 16, 'mamba_ngroups': 1,
+                'layers_block_type': ['mamba', 'hybrid', 'mamba', 'hybrid'], 'n_mamba_heads': 8,
+                'mamba_headdim': 16, 'chunk_size': 16, 'num_mem_blocks': 1, 'adapter_rank': 8}
+ZAMBA.pop('head_dim')
 
-def recipe(folder, config, attention='sdpa', head='chunked'):
+
+def recipe(folder, config, attention='sdpa', head='chunked', strategy='fsdp2'):
     (folder/'config.json').write_text(json.dumps(config))
     return Recipe.named('reviews-qlora').changed({
         'model.source': str(folder), 'model.head': 'causal_lm', 'model.attention': attention,
         'data.format': 'messages', 'data.source': 'sample-conversations', 'method.kind': 'full',
-        'batch.loss_head': head, 'sharding.loading': 'every_rank'})
+        'batch.loss_head': head, 'sharding.loading': 'every_rank',
+        'sharding.strategy': strategy})
 
 
 @pytest.mark.parametrize('config, changes, words', [
@@ -35,6 +41,7 @@ def recipe(folder, config, attention='sdpa', head='chunked'):
     (MODERNBERT, {}, 'it cannot be trained here'),
     (MODERNBERT, {'head': 'one_pass'}, 'it cannot be trained here'),
     (GRIFFIN, {}, "set batch.loss_head to 'one_pass'"),
+    (ZAMBA, {'attention': 'eager'}, "set sharding.strategy to 'zero3'"),
     (RETIRED, {}, 'set it to 1.0 in config.json')])
 def test_what_would_train_another_model_is_refused(tmp_path, config, changes, words):
     with pytest.raises((RecipeError, ValueError), match=words):
@@ -42,6 +49,7 @@ def test_what_would_train_another_model_is_refused(tmp_path, config, changes, wo
 
 
 @pytest.mark.parametrize('config, changes', [
-    (PALIGEMMA, {'attention': 'eager'}), (GRIFFIN, {'head': 'one_pass'}), (ONE, {})])
+    (PALIGEMMA, {'attention': 'eager'}), (GRIFFIN, {'head': 'one_pass'}), (ONE, {}),
+    (ZAMBA, {'attention': 'eager', 'strategy': 'zero3'})])
 def test_the_fix_that_is_named_is_one(tmp_path, config, changes):
     check_base(recipe(tmp_path, config, **changes))
