@@ -97,6 +97,25 @@ def test_a_mask_that_trains_the_user_is_found(monkeypatch):
     assert 'what trains depends on what the user says' in failed(trial)['mask']
 
 
+@pytest.mark.slow
+def test_an_adapter_that_peft_alone_does_not_find_is_found(monkeypatch):
+    from safetensors.torch import load_file, save_file
+    import llm_workbook.release.try_out as page
+    right = page._plain_losses
+
+    def plain_losses(way, *args):
+        file = f'{way.run.saved}/adapter_model.safetensors'
+        tensors = load_file(file)
+        name = next(name for name in tensors if 'o_proj' in name)
+        save_file({key.replace('o_proj', 'oo_proj') if key == name else key: tensor
+                   for key, tensor in tensors.items()}, file, {'format': 'pt'})
+        return right(way, *args)
+
+    monkeypatch.setattr(page, '_plain_losses', plain_losses)
+    trial = try_out(recipe_for('tiny-base'), stations=['reload'])
+    assert 'missing adapter keys' in failed(trial)['reload']
+
+
 def test_a_cache_flag_that_changes_the_forward_pass_is_found(monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaModel
     right = LlamaModel.forward

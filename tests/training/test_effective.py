@@ -372,3 +372,23 @@ def test_weight_decay_of_norms_is_found(recipe):
     assert decay(0.1, 0.1) == '0.1, of norms and biases too'
     for p in norm: p.requires_grad_(False)
     assert decay(0.1) == 0.1
+
+
+def test_a_parameter_that_its_class_makes_in_float32_is_no_mismatch():
+    "transformers loads it so; any other weight in float32 among those of bfloat16 is found."
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.for_model(
+        'olmo_hybrid', hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=160,
+        num_attention_heads=4, layer_types=['linear_attention', 'full_attention'],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
+        linear_value_head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.device('meta'):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.requires_grad_(False)
+    assert model.model.layers[0].linear_attn.A_log.dtype == torch.float32
+    live = live_settings._Live.__new__(live_settings._Live)
+    live.bare, live.base, live.packed = model, model, []
+    assert {parameter.dtype for parameter in live.frozen} == {torch.bfloat16}
+    model.model.norm.to(torch.float32)
+    assert {parameter.dtype for parameter in live.frozen} == {torch.bfloat16, torch.float32}
