@@ -47,7 +47,7 @@ def recipe(folder, config, attention='sdpa', head='chunked', **changes):
 
 
 @pytest.mark.parametrize('config, changes, words', [
-    (PALIGEMMA, {}, "set it to 'eager'"),
+    (PALIGEMMA, {}, "set model.attention to 'eager'"),
     (MODERNBERT, {}, 'it cannot be trained here'),
     (MODERNBERT, {'head': 'one_pass'}, 'it cannot be trained here'),
     (GRIFFIN, {}, "set batch.loss_head to 'one_pass'"),
