@@ -39,8 +39,8 @@ def logit_map(
     "Read from a configuration what happens to logits before the softmax."
     text = config.get_text_config(decoder=True)
     if _first(text, ['unpadded_vocab_size']):
-        raise ValueError(f'{text.model_type} leaves out its last logits, which this head would '
-                         'count: set batch.loss_head to full')
+        raise ValueError(f'{text.model_type} leaves out its last logits, which every loss head '
+                         'that runs would count: it cannot be trained here')
     scale, divisor = _first(text, _FACTORS), _first(text, ['logits_scaling'])
     if scale is None and divisor is not None:
         scale = divisor if text.model_type == 'hyperclovax' else 1 / divisor
@@ -58,8 +58,10 @@ def check_logits(
     for name in (*_FACTORS, 'logits_scaling', *_CAPS):
         value = getattr(text, name, None)
         if not value or name in forward: continue
+        neutral = 'null' if name in _CAPS else '1.0'
         raise ValueError(f'{type(model).__name__} does not read {name} = {value} of its '
-                         'configuration, and a loss head would: take it out of config.json')
+                         'configuration, and a loss head would: '
+                         f'set it to {neutral} in config.json')
     return logits
 
 # %% ../../nbs/model/14_loss_head.ipynb #1055000c

@@ -133,9 +133,10 @@ def _layer_sorts(model, fields) -> list:
     lists = [value for name, value in fields.items() if _is_per_layer(name, value, count)]
     lists += [_marks(fields, marks, range(count)) for marks in _PERIODS if marks[0] in fields]
     lists.append([index >= count - (fields.get(_SHARED) or 0) for index in range(count)])
-    decoder = model.get_decoder()
-    stacks = [module for module in decoder.modules()
-              if isinstance(module, ModuleList) and len(module) == count]
+    stacks = []
+    for part in (model.get_decoder(), model.base_model):  # The head of ModernBERT is its `decoder`
+        stacks += [module for module in part.modules()
+                   if isinstance(module, ModuleList) and len(module) == count]
     if not stacks:
         raise ValueError(f'{type(model).__name__} has no plain stack of {count} layers')
     sorts = []

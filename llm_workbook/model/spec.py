@@ -71,7 +71,7 @@ class ModelSpec:
     moe_intermediate: int  # Width inside one expert; 0 for a dense model
     qk_norm: bool  # Queries and keys are normalised per head
     mla: Mla | None  # Widths of latent attention; None for ordinary heads
-    context: int  # Longest sequence the configuration allows, tokens
+    context: int  # Longest sequence the configuration allows, tokens; 0 if it says nothing
     buffers_b: int  # Bytes of buffers: rotary tables and the like
     norm_fp32: bool  # Norms compute in float32, whatever their weights are
     softcap: bool  # Logits pass through a scaled tanh before the loss
@@ -126,8 +126,9 @@ def _summary(spec) -> str:
     active = f' ({spec.active_parameters:,} active)' if spec.experts else ''
     tied = ', tied' if spec.tied else ''
     heads = f'{spec.heads} query and {spec.kv_heads} key-value heads of {spec.head_dim}'
+    context = f'{spec.context:,} tokens' if spec.context else 'not stated'
     facts = (f'{spec.layers} layers of width {spec.hidden:,}; {heads}; '
-             f'vocabulary {spec.vocab:,}{tied}; context {spec.context:,} tokens')
+             f'vocabulary {spec.vocab:,}{tied}; context {context}')
     name = f'<b>{escape(spec.name)}</b> · {spec.architecture}'
     return f'{name} · <b>{spec.parameters:,}</b> parameters{active}<br>{facts}'
 
@@ -223,6 +224,7 @@ def _expert_facts(text, weights) -> dict:
 
 # %% ../../nbs/model/02_spec.ipynb #96f62948
 _QK_NORMS = 'q_norm', 'k_norm', 'q_layernorm', 'k_layernorm'
+_LENGTHS = 'max_position_embeddings', 'max_seq_len', 'n_positions', 'seq_length'
 
 def _facts(text, weights) -> dict:
     "What the configuration says and the shapes do not."
@@ -232,7 +234,7 @@ def _facts(text, weights) -> dict:
         intermediate=_first(text, 'intermediate_size', 'n_inner') or widest,
         vocab=text.vocab_size,
         activation=_first(text, 'hidden_activation', 'hidden_act', 'activation_function'),
-        context=_first(text, 'max_position_embeddings'),
+        context=_first(text, *_LENGTHS),
         qk_norm=any(weight.module in _QK_NORMS for weight in weights),
         softcap=bool(_first(text, 'final_logit_softcapping')),
         **_attention_facts(text),
@@ -280,7 +282,7 @@ def _build(raw, name, head, classes) -> ModelSpec:
     text = model.config.get_text_config(decoder=True)
     output = model.get_output_embeddings()
     units = _units(model, text)
-    has_experts = any(unit.experts for unit in units)
+    has_experts = any(weight.kind == 'expert' for unit in units for weight in unit.weights)
     return ModelSpec(
         name=name,
         kind=text.model_type,

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from ..config.document import Problem, RecipeError
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
-from ..model.adapters import add_adapters, set_magnitudes
+from ..model.adapters import add_adapters, check_targets, set_magnitudes
 from ..model.architecture import (
     check_attention, configuration, inventory, parsed_config, skeleton)
 from ..model import nf4
+from ..model.forward_check import check_forward
 from ..model.layout import check_packing
 from ..model.loss_head import LogitMap, check_logits, logit_map
 from ..model.quantize import load_base
@@ -413,6 +415,11 @@ def check_base(
     check_packing(model, method)
     if model.head == 'causal_lm' and recipe.batch.loss_head != 'full':
         _check_logits(model)
+    check_forward(model, recipe.batch.loss_head)
+    if recipe.sharding.strategy == 'fsdp2': _check_shared(model)
+    if method.kind != 'full':
+        _check_layers_of_images(model, method)
+        _check_renamed(model, method)
     place = resolve(model.source)
     if recipe.sharding.loading != 'sharded' or not isinstance(place, Path): return
     if model.head == 'causal_lm': _check_parts(place, model, method)
@@ -422,6 +429,7 @@ def _check_logits(base):
     name, fields = configuration(base.source, base.revision)
     if logit_map(parsed_config(fields, name)) != LogitMap(): check_logits(skeleton(fields, name))
 
+# %% ../../nbs/parallel/05_load.ipynb #97de3b7f
 def _check_parts(place, base, method):
     "Refuse a checkpoint of which a rank cannot read and pack a part."
     import torch
@@ -445,3 +453,51 @@ def _check_packs(model, storage):
             raise ValueError(f'{name} lies transposed on disk, so no part of it can be packed: '
                              "set sharding.loading to 'every_rank'")
         _payload_rows(name, weight.numel, storage)
+
+# %% ../../nbs/parallel/05_load.ipynb #01cfd4bb
+def _check_shared(base):
+    "Refuse a base with a parameter in several layers, which units of FSDP2 cannot share."
+    name, fields = configuration(base.source, base.revision)
+    places = {}
+    for path, parameter in skeleton(fields, name).named_parameters(remove_duplicate=False):
+        layer = [part for part in path.split('.') if part.isdigit()][:1]
+        first, before = places.setdefault(id(parameter), (path, layer))
+        if layer == before or not layer or not before: continue
+        reason = (f'{name} has {first} a second time as {path}, and a unit of FSDP2 has its '
+                  "parameters for itself: set sharding.strategy to 'zero3' and "
+                  "sharding.loading to 'every_rank'")
+        raise RecipeError([Problem('sharding.strategy', "'fsdp2'", reason)])
+
+# %% ../../nbs/parallel/05_load.ipynb #f94e685b
+def _check_layers_of_images(base, method):
+    "Refuse adapters in layers that take part only where a row has an image, as those of Mllama."
+    name, fields = configuration(base.source, base.revision)
+    text = parsed_config(fields, name).get_text_config(decoder=True)
+    layers = [f'.layers.{index}.' for index in getattr(text, 'cross_attention_layers', None) or []]
+    if not layers: return
+    found = check_targets(base.source, method.targets, base.revision)
+    wrong = [path for path in found if any(layer in path for layer in layers)]
+    if not wrong: return
+    ends = sorted({'.'.join(path.split('.')[-2:]) for path in found if '.self_attn.' in path})
+    reason = (f'mean {wrong[0]}, in a layer that text alone does not pass, so an adapter would '
+              f'not train: set method.targets to [{", ".join(ends)}]')
+    raise RecipeError([Problem('method.targets', repr(method.targets), reason)])
+
+# %% ../../nbs/parallel/05_load.ipynb #f70dbd67
+def _check_renamed(base, method):
+    "Refuse adapters that peft would look for under another name when it loads their file."
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    name, fields = configuration(base.source, base.revision)
+    if not conversion_mapping.get_checkpoint_conversion_mapping(fields['model_type']): return
+    steps = conversion_mapping.get_model_conversion_mapping(skeleton(fields, name))
+    steps = [step for step in steps if isinstance(step, WeightRenaming)]
+    found = check_targets(base.source, method.targets, base.revision)
+    renamed = {path: rename_source_key(f'{path}.lora_A.weight', steps, [])[0] for path in found}
+    wrong = {path: key for path, key in renamed.items() if path not in key}
+    if not wrong: return
+    path, key = next(iter(wrong.items()))
+    ends = {path.rpartition('.')[2] for path in found} - {path.rpartition('.')[2] for path in wrong}
+    reason = (f'mean {path}, and peft would look for the adapter in its file under {key}: '
+              f'set method.targets to [{", ".join(sorted(ends))}]')
+    raise RecipeError([Problem('method.targets', repr(method.targets), reason)])

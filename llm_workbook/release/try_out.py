@@ -324,7 +324,7 @@ def _check_resume(way):
 
 # %% ../../nbs/release/05_try_out.ipynb #7e330ab3
 _PLAIN = '''
-import json, sys, torch, transformers
+import json, sys, torch, transformers, warnings
 from torch.nn.functional import cross_entropy
 from transformers import BitsAndBytesConfig
 kind, base, adapters, packing, attention, dtype, rows = json.loads(sys.argv[1])
@@ -341,7 +341,11 @@ def losses():
 before = list(losses())
 if adapters:
     from peft import PeftModel
-    model = PeftModel.from_pretrained(model, adapters).eval()
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter('always')
+        model = PeftModel.from_pretrained(model, adapters).eval()
+    for note in notes:
+        if 'missing adapter keys' in str(note.message): sys.exit(f'{note.message!s:.250}')
 alone = not any(name.startswith('llm_workbook') for name in sys.modules)
 print(json.dumps({'before': before, 'after': list(losses()), 'alone': alone}))
 '''

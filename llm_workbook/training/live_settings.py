@@ -9,6 +9,7 @@ __all__ = ['NO_DECAY', 'Reading', 'read_settings']
 import os
 import re
 import socket
+from copy import deepcopy
 from functools import partial
 from math import isclose, prod, sqrt
 from typing import NamedTuple
@@ -60,9 +61,12 @@ class _Live:
     @property
     def frozen(self):
         codes = {id(m.weight) for m in self.packed}
-        return [p for name, p in self.bare.named_parameters()
-                if not p.requires_grad and id(p) not in codes and p.is_floating_point()
-                and not _stays_in_float32(name, self.bare)]
+        found = {name: p for name, p in self.bare.named_parameters()
+                 if not p.requires_grad and id(p) not in codes and p.is_floating_point()
+                 and not _stays_in_float32(name, self.bare)}
+        if len({p.dtype for p in found.values()}) < 2: return [*found.values()]
+        made = _made_in_float32(self.base)
+        return [p for name, p in found.items() if _plain(name) not in made]
 
 _ADDED = '', '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod', 'base_layer'
 
@@ -80,6 +84,14 @@ def _stays_in_float32(name, model):
     base = model.get_base_model() if hasattr(model, 'get_base_model') else model
     name = name.replace('.base_layer', '')  # Of an adapted router
     return in_modules(name, getattr(base, '_keep_in_fp32_modules_strict', None) or ())
+
+def _made_in_float32(base):
+    "Names of parameters that a class makes in float32 in a model of bfloat16, as some of Olmo's."
+    import torch
+    if not hasattr(base, '_from_config'): return set()
+    config = deepcopy(base.config)  # It gets the type that is asked for
+    with torch.device('meta'): model = type(base)._from_config(config, dtype=torch.bfloat16)
+    return {name for name, p in model.named_parameters() if p.dtype == torch.float32}
 
 # %% ../../nbs/training/08_live_settings.ipynb #e0ecb569
 def _is_packed(module):

@@ -10,26 +10,8 @@ from pathlib import Path
 
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe
-from ..model.architecture import auto_class, parsed_config, usual_attention
-from ..model.miniature import small_config
+from ..model.forward_check import live_miniature
 from .packed_rows import PackedCollator, joins_rows
-
-# %% ../../nbs/training/02b_packed_attention.ipynb #d6beb844
-def _small_model(source, attention, revision):
-    "A miniature of `source` in float32, with weights that let through what they are given."
-    import torch
-    from transformers import logging
-    small = small_config(source, revision=revision)
-    config = parsed_config(small.fields, small.name)
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try: model = auto_class(config).from_config(
-        config, dtype=torch.float32, attn_implementation=attention)
-    finally: logging.set_verbosity(level)
-    for parameter in model.parameters():
-        if parameter.ndim > 1: parameter.normal_(std=parameter.shape[-1] ** -.5)
-        elif not parameter.any(): parameter.normal_(std=.1)
-    return model.eval()
 
 # %% ../../nbs/training/02b_packed_attention.ipynb #42dddd03
 def packing_leak(
@@ -39,10 +21,9 @@ def packing_leak(
 ) -> float:  # In standard deviations of the logits; rounding is below `LEAK`
     "Measure how far logits of packed examples are from those of the examples alone, in miniature."
     import torch
-    if attention == 'flash': attention = usual_attention(source, revision)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = _small_model(source, attention, revision)
+        model = live_miniature(source, attention, revision)
         words = model.config.get_text_config(decoder=True).vocab_size
         examples = [torch.randint(min(words, 1000), (1, size)) for size in _SIZES]
         alone = [_logits(model, {'input_ids': ids}) for ids in examples]

@@ -266,7 +266,16 @@ def _router_loss(model):
     "Give 0 where TRL could not compute the loss of routers: Llama 4 has none of its own either."
     config = model.config.get_text_config()
     has_none = hasattr(config, 'output_router_logits') and not hasattr(config, 'num_experts')
-    return 0.0 if has_none else None
+    return 0.0 if has_none or not _records_routers(model) else None
+
+def _records_routers(model):
+    "Whether a layer has a router: those of Doge do not, unless `is_moe` is set."
+    marks = getattr(model, '_can_record_outputs', None) or {}
+    if 'router_logits' not in marks: return True  # A model with towers has it in a part
+    marks = marks['router_logits']
+    kinds = [getattr(mark, 'target_class', mark)
+             for mark in (marks if isinstance(marks, list) else [marks])]
+    return any(isinstance(module, kind) for module in model.modules() for kind in kinds)
 
 def _trainer_kind(recipe, keys):
     "TRL's trainer, or that of pairs."
