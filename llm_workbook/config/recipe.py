@@ -113,7 +113,7 @@ class Model(Part):
     attention: Literal['sdpa', 'eager', 'flash',
                        'segments'] = 'sdpa'  # flash: its package; segments: each example by itself
     kernels: Literal['plain', 'compile',
-                     'liger'] = 'plain'  # compile: torch.compile; liger: norms and gates of liger-kernel
+                     'liger'] = 'plain'  # compile: torch.compile; liger: its norms and gates
     head: Literal['causal_lm', 'classification'] = 'causal_lm'  # Next token, or a new head
     classes: Annotated[Count, Field(ge=2)] = 2  # Outputs of a classification head
 

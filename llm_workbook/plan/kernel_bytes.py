@@ -44,7 +44,8 @@ class _Bytes(NamedTuple):  # Moved per number of a 16-bit tensor, forward
     rope: int
     gate: int
 
-_LAYER = {'plain': _Bytes(30, 6, 22, 10), 'compile': _Bytes(4, 4, 4, 6), 'liger': _Bytes(4, 6, 22, 6)}
+_LAYER = {'plain': _Bytes(30, 6, 22, 10), 'compile': _Bytes(4, 4, 4, 6),
+          'liger': _Bytes(4, 6, 22, 6)}
 _LOGIT = {'single': 26, 'fused': 4}  # By how the loss is computed
 _ONE_PASS = 2 + (2 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 2) + (2 + 2)  # Forward and back
 _LOGIT['one_pass'] = _ONE_PASS / 3  # A step counts three passes

@@ -141,7 +141,7 @@ def _idle_layers(decoder):
         else: halves = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(Gate.apply(*halves))
 
-    for part in liger_layers._parts(decoder).values():
+    for part in liger_layers.norms_and_gates(decoder).values():
         idle = gated if hasattr(part, 'down_proj') else normed
         part.forward = MethodType(idle, part)
 

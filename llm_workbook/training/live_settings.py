@@ -514,7 +514,8 @@ def _attention(live):
 
 def _kernels(live):
     compiled, layers = count_blocks(live.model)
-    if compiled: return 'compile' if compiled == layers else f'{compiled} of {layers} layers compiled'
+    if compiled == layers > 0: return 'compile'
+    if compiled: return f'{compiled} of {layers} layers compiled'
     replaced, parts = count_liger_layers(live.bare)
     if not replaced: return 'plain'
     return 'liger' if replaced == parts else f"{replaced} of {parts} norms and gates are Liger's"

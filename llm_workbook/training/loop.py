@@ -164,6 +164,12 @@ def _fuse_head(model, recipe):
     if head == 'chunked': add_fused_lm_head(model, outputs=outputs)
     else: add_one_pass_head(model, outputs, fused=head == 'fused')
 
+def _adapt(model, recipe):
+    "Give the layers their adapters and kernels."
+    if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
+    if recipe.model.kernels == 'liger': use_liger_layers(model)
+    return model
+
 def _recompute(model, recipe):
     "Keep no activations of the layers, or some; under FSDP2 accelerate wraps them to keep none."
     sharding = recipe.sharding
@@ -203,8 +209,7 @@ class Loop:
         self.processing_class = class_tokenizer(recipe)
         run.scaler = attach_scaler(recipe, accelerator)
         if recipe.model.head == 'causal_lm': _fuse_head(model, recipe)
-        if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
-        if recipe.model.kernels == 'liger': use_liger_layers(model)
+        model = _adapt(model, recipe)
         _recompute(model, recipe)
         set_seed(recipe.seed)
         optimizer, scheduler = make_optimizer(recipe, model)

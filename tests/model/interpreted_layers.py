@@ -1,5 +1,5 @@
-"""What `test_liger_layers` runs in a process whose Triton interprets kernels: `python -m` this, with
-names of checks; their findings are printed as JSON."""
+"""What `test_liger_layers` runs in a process whose Triton interprets kernels: `python -m` this,
+with names of checks; their findings are printed as JSON."""
 import json
 import os
 import sys

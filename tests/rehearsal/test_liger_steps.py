@@ -86,9 +86,9 @@ def test_the_stand_ins_make_what_the_functions_of_liger_make(over):
             for name in vars(module):
                 if name.endswith(('_kernel', '_kernel_tiled')):
                     stack.enter_context(patch.object(module, name, _IdleKernel()))
-        theirs = instants(
-            lambda x, weight: rms_norm.LigerRMSNormFunction.apply(x, weight, 1e-6, 0., 'llama', over),
-            swiglu.LigerSiLUMulFunction.apply)
+        norm, more = rms_norm.LigerRMSNormFunction, (1e-6, 0., 'llama', over)
+        theirs = instants(lambda x, weight: norm.apply(x, weight, *more),
+                          swiglu.LigerSiLUMulFunction.apply)
     assert sum(ours) == pytest.approx(sum(theirs), abs=2048)
     assert max(accumulate(ours)) == pytest.approx(max(accumulate(theirs)), abs=2048)
     assert len(ours) >= 4
