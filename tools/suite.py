@@ -92,7 +92,7 @@ LONG_PAGES = ('02_run', '03_talk', 'audit', 'audit_cluster', 'museum', 'real_dat
               '40_two_nodes_full', '50_one_24gb_card', '60_eight_80gb_cards', '70_one_h200',
               '80_two_t4', '81_two_t4_sharded', '05_whole_way', '01_scores', '04_chat',
               '07_invariants', '06a_pair_relations', '15_compiled_blocks', '02_merge',
-              '07_background')
+              '07_background', '13a_fused_head', '13b_liger_layers')
 LONG = rf'^({"|".join(LONG_PAGES)})\.ipynb$'
 # Folders of the learner's pages: the book with its quickstart, and the answers to exercises.
 # `make test-workbook` runs them

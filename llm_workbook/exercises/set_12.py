@@ -550,6 +550,7 @@ def _drafted():
 # %% ../../nbs/answers/12_runs.ipynb #19be6c6f
 _CHEAP = {
     'sharding.strategy': 'zero3',
+    'sharding.loading': 'every_rank',
     'batch.micro': 4,
     'batch.accumulation': 1,
     'optimizer.kind': 'adamw_8bit',

@@ -184,8 +184,7 @@ def _turns_reentrant(base, settings) -> bool:
 
 def _completed(trial, settings, placement) -> dict:
     "Add to the settings of a combination what follows from them."
-    strategy, method = settings['sharding.strategy'], settings['method.kind']
-    in_parts = strategy in _FSDP or (strategy == 'zero3' and method != 'qlora')
+    in_parts = settings['sharding.strategy'] in _FSDP
     rows = settings['batch.micro'] * placement.ranks
     loading = {'sharding.loading': 'sharded' if in_parts else 'every_rank'}
     if _turns_reentrant(trial.base, settings): loading['sharding.reentrant'] = True

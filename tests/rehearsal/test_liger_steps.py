@@ -22,7 +22,7 @@ LORA = {'method.kind': 'lora'}
 
 @pytest.mark.parametrize('shape', ['layers', slow_case('head')])
 @pytest.mark.parametrize('changes', [
-    FULL, LORA, slow_case(FULL | AGAIN), slow_case(LORA | AGAIN),
+    FULL, slow_case(LORA), slow_case(FULL | AGAIN), slow_case(LORA | AGAIN),
     slow_case(LORA | {'sharding.activation_checkpointing': 'selective'}),
     slow_case({'method.kind': 'qlora'}), slow_case(FULL | {'batch.accumulation': 2}),
     slow_case(LORA | {'batch.loss_head': 'fused'})], ids=str)
@@ -31,7 +31,7 @@ def test_its_step_is_planned(tmp_path, shape, changes):
 
 
 @pytest.mark.parametrize('strategy, changes', [
-    ('fsdp2', FULL), slow_case('ddp', FULL), slow_case('zero3', FULL), slow_case('fsdp2', LORA)])
+    ('fsdp2', LORA), slow_case('ddp', FULL), slow_case('zero3', FULL), slow_case('fsdp2', FULL)])
 def test_so_it_is_of_two_ranks(tmp_path, strategy, changes):
     sharded = {'sharding.strategy': strategy}
     assert abs(apart_by(tmp_path, 'layers', False, LIGER | changes | sharded, ranks=2)) < 0.6
@@ -50,6 +50,7 @@ def test_so_it_is_of_families(tmp_path, kind, more):
     assert abs(100 * (planned_b / rehearse(made).peak_b - 1)) < 0.6
 
 
+@pytest.mark.slow
 def test_it_takes_less_than_plain_layers(tmp_path):
     "A norm keeps no copy in float32, and a gate not what its activation made."
     made = plain_recipe(recipe_folder(str(tmp_path), SHAPES['layers']), 1, LORA | {
