@@ -16,21 +16,9 @@ from ..config.recipe import Model
 from .architecture import (
     auto_class, configuration, parsed_config, usual_attention)
 from .loss_head import logit_map
-from .miniature import small_config
+from .miniature import small_config, with_few_words
 
 # %% ../../nbs/model/14a_forward_check.ipynb #64d1969d
-_WORDS = 1000  # With all words of a model, its head would take most of the time
-
-def _with_few_words(value, name=''):
-    "A configuration with fewer words, and the tokens that it names among them."
-    if isinstance(value, dict):
-        return {key: _with_few_words(part, key) for key, part in value.items()}
-    if isinstance(value, list): return [_with_few_words(part, name) for part in value]
-    if type(value) is not int or value < _WORDS: return value
-    if name == 'vocab_size': return _WORDS
-    is_token = name.endswith(('_token_id', '_token_index', '_token_ids'))
-    return 100 + value % (_WORDS - 100) if is_token else value
-
 def live_miniature(
     source: 'str | Path | dict',  # As for `configuration`
     attention: str = 'sdpa',  # As a recipe's `model.attention` says it; 'sdpa' stands for 'flash'
@@ -40,7 +28,7 @@ def live_miniature(
     import torch
     from transformers import logging
     small = small_config(source, revision=revision)
-    config = parsed_config(_with_few_words(small.fields), small.name)
+    config = parsed_config(with_few_words(small.fields), small.name)
     if attention == 'flash': attention = usual_attention(source, revision)
     level = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -12,29 +12,17 @@ from functools import cache
 from ..config.document import Problem, RecipeError
 from .architecture import (
     auto_class, configuration, parsed_config, usual_attention)
-from .miniature import small_config
+from .miniature import small_config, with_few_words
 from .segments import register_segments, unmet_need
 
 # %% ../../nbs/model/13_segment_check.ipynb #d3ac6ebb
 _LENGTHS = 29, 1, 19, 15
 _TOLERANCE = 1e-4  # Of the largest logit
 
-_WORDS = 1000  # With all words of a model, its head would take most of the time
-
-def _with_few_words(value, name=''):
-    "A configuration with fewer tokens; those that it names are still none of the examples'."
-    if isinstance(value, dict):
-        return {key: _with_few_words(part, key) for key, part in value.items()}
-    if isinstance(value, list): return [_with_few_words(part, name) for part in value]
-    if type(value) is not int or value < _WORDS: return value
-    if name == 'vocab_size': return _WORDS
-    is_token = name.endswith(('_token_id', '_token_index', '_token_ids'))
-    return 100 + value % (_WORDS - 100) if is_token else value
-
 def _small_model(source):
     "A miniature with random weights in float32; none of them is 0."
     import torch
-    config = parsed_config(_with_few_words(small_config(source).fields), 'its miniature')
+    config = parsed_config(with_few_words(small_config(source).fields), 'its miniature')
     attention = usual_attention(source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
