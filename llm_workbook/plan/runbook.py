@@ -262,7 +262,8 @@ def _passes(recipe, micro, passes) -> tuple[str, dict]:
 
 def _same_run(recipe) -> Iterator[tuple[str, dict]]:
     "Changes that keep what is trained, and the rows of a step."
-    yield 'the base read in parts', {'sharding.loading': 'sharded'}
+    if recipe.sharding.strategy == 'fsdp2':
+        yield 'the base read in parts', {'sharding.loading': 'sharded'}
     yield 'all layers recomputed', _recomputed(recipe)
     yield 'the loss in chunks', {'batch.loss_head': 'chunked'}
     yield 'weights gathered again for the backward pass', {'sharding.reshard_after_forward': True}
@@ -288,10 +289,9 @@ def _shared(recipe, strategy) -> dict:
     "Change the strategy, and what goes with it as a search has it."
     zero, adapts = strategy == 'zero3', recipe.method.kind != 'full'
     causal, again = recipe.model.head == 'causal_lm', recipe.sharding.activation_checkpointing
-    whole = not causal or zero and recipe.method.kind == 'qlora'
     changes = {
         'sharding.strategy': strategy,
-        'sharding.loading': 'every_rank' if whole else 'sharded',
+        'sharding.loading': 'sharded' if causal and not zero else 'every_rank',
         'sharding.reentrant': zero and adapts and causal and again == 'full'}
     only_fsdp2 = {'sharding.group': None, 'sharding.reshard_after_forward': True}
     return changes | only_fsdp2 if zero else changes

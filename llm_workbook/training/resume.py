@@ -92,7 +92,7 @@ class _Guarded:
     def training_step(self, model, inputs, *args, **options):
         self._rows.append(inputs.pop('row', None))
         self.run.metrics.note_batch(inputs)
-        self._tokens[1].append(_real_tokens(inputs))
+        self._tokens[1].append(_real_tokens(inputs, self._fills_up()))
         self.run.metrics.clock.mark('data')  # It goes to the device
         loss = super().training_step(model, inputs, *args, **options)
         last = self.accelerator.sync_gradients
@@ -119,6 +119,12 @@ class _Guarded:
         self._rows.clear()
         return norm
 
+    def _fills_up(self):
+        "Say whether TRL's count leaves rows out, or whether pairs have none."
+        step_rows = self.args.per_device_train_batch_size * self.args.world_size
+        pairs = getattr(self, 'objective', None) == 'dpo'
+        return pairs or len(self.train_dataset) % step_rows > 0
+
     def _count_tokens(self):
         "Count real tokens of all rows: TRL takes the width of packed ones, and leaves some out."
         before, counts = self._tokens
@@ -135,11 +141,11 @@ class _Guarded:
         half = bool(scale_values(self))
         check_finite(votes, self.state.global_step + 1, rows, updated, half, **values)
 
-def _real_tokens(inputs):
-    "Count the tokens of a batch that are no padding; None where nothing in it says that."
+def _real_tokens(inputs, counted):
+    "Count the tokens of a batch that are no padding; None where TRL's count will do."
     segments, mask = inputs.pop('segments', None), inputs.get('attention_mask')
     if segments is not None: return sum(segments)
-    return None if mask is None else mask.sum()
+    return mask.sum() if counted and mask is not None else None
 
 # %% ../../nbs/training/07_resume.ipynb #b9504198
 _HOOKS = ('_prepare_for_training', '_load_from_checkpoint', '_load_rng_state', '_save_checkpoint',
