@@ -122,20 +122,24 @@ def trained() -> dict:
 
 
 def losses(head: str) -> tuple:
-    "Four steps of one rank of two: which head computed them, and what it found."
-    from llm_workbook.config.recipe import Recipe
+    "Of four steps: which head computed them, and what it found."
     from llm_workbook.model.loss_head import loss_head_of
+    return four_steps({'batch.loss_head': head}, loss_head_of)
+
+
+def four_steps(changes: dict, look) -> tuple:
+    "Steps of one rank of two by TRL's trainer: what `look` finds in the model, and each loss."
+    from llm_workbook.config.recipe import Recipe
+    from llm_workbook.model.architecture import load_tokenizer
     from llm_workbook.model.quantize import load_base
     from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
     from llm_workbook.training.trainer import make_trainer
-    from llm_workbook.model.architecture import load_tokenizer
-    recipe = Recipe(
-        name='fused', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'},
+    plain = Recipe(
+        name='interpreted', model={'source': 'tiny-base'}, data={'source': 'sample-conversations'},
         method={'kind': 'full'}, cluster={'processes': 2}, precision={'compute': 'float32'},
-        batch={'length': 64, 'micro': 2, 'loss_head': head}, optimizer={'steps': 4},
-        intervals={'logging': 1})
+        batch={'length': 64, 'micro': 2}, optimizer={'steps': 4}, intervals={'logging': 1})
+    recipe = plain.changed(changes)
     os.environ.update(fsdp_env(recipe))
-    tokenizer = load_tokenizer('tiny-base')
     draw = torch.Generator().manual_seed(0)
     rows = []
     for size in range(20, 52):  # Tokens, of which the first ten do not train
@@ -143,11 +147,10 @@ def losses(head: str) -> tuple:
         rows.append({'input_ids': ids, 'labels': [-100] * 10 + ids[10:]})
     model = load_base('tiny-base', recipe.method, recipe.precision, device='cpu')
     with filled_in(), cpu_fsdp(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(recipe, folder, rows, model, tokenizer)
+        trainer = make_trainer(recipe, folder, rows, model, load_tokenizer('tiny-base'))
         trainer.train()
-        bare = trainer.accelerator.unwrap_model(trainer.model)
-        logs = trainer.state.log_history
-        return loss_head_of(bare), [line['loss'] for line in logs if 'loss' in line]
+        found = look(trainer.accelerator.unwrap_model(trainer.model))
+        return found, [line['loss'] for line in trainer.state.log_history if 'loss' in line]
 
 
 if __name__ == '__main__':

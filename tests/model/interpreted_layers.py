@@ -1,18 +1,16 @@
 """What `test_liger_layers` runs in a process whose Triton interprets kernels: `python -m` this,
 with names of checks; their findings are printed as JSON."""
 import json
-import os
 import sys
-import tempfile
 
 import torch
 
-from llm_workbook.config.recipe import Method, Precision, Recipe
+from llm_workbook.config.recipe import Method, Precision
 from llm_workbook.model.adapters import add_adapters
 from llm_workbook.model.liger_layers import count_liger_layers, use_liger_layers
 from llm_workbook.model.quantize import load_base
 from llm_workbook.model.recompute import recompute_selectively
-from tests.model.interpreted_head import filled_in, off
+from tests.model.interpreted_head import filled_in, four_steps, off
 
 KINDS = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma', 'gemma2', 'gemma3_text', 'phi3', 'granite',
          'smollm3', 'glm4', 'exaone4')
@@ -101,30 +99,10 @@ def trained() -> dict:
             for kernels in ('liger', 'plain')}
 
 
-def losses(kernels: str) -> list:
-    "Four steps of one rank of two by TRL's trainer, which confirms settings: losses and layers."
-    from llm_workbook.model.architecture import load_tokenizer
-    from llm_workbook.parallel.backends import cpu_fsdp, fsdp_env
-    from llm_workbook.training.trainer import make_trainer
-    recipe = Recipe(
-        name='layers', model={'source': 'tiny-base', 'kernels': kernels},
-        data={'source': 'sample-conversations'}, method={'kind': 'full'}, cluster={'processes': 2},
-        precision={'compute': 'float32'}, batch={'length': 64, 'micro': 2},
-        optimizer={'steps': 4}, intervals={'logging': 1},
-        sharding={'activation_checkpointing': 'full'})
-    os.environ.update(fsdp_env(recipe))
-    draw = torch.Generator().manual_seed(0)
-    rows = []
-    for size in range(20, 52):  # Tokens, of which the first ten do not train
-        ids = torch.randint(5, 1200, (size,), generator=draw).tolist()
-        rows.append({'input_ids': ids, 'labels': [-100] * 10 + ids[10:]})
-    model = load_base('tiny-base', recipe.method, recipe.precision, device='cpu')
-    with filled_in(), cpu_fsdp(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(recipe, folder, rows, model, load_tokenizer('tiny-base'))
-        trainer.train()
-        logs = trainer.state.log_history
-        replaced, parts = count_liger_layers(trainer.accelerator.unwrap_model(trainer.model))
-        return [f'{replaced} of {parts}', [each['loss'] for each in logs if 'loss' in each]]
+def losses(kernels: str) -> tuple:
+    "Of four checkpointed steps: how many modules are Liger's, and each loss."
+    return four_steps({'model.kernels': kernels, 'sharding.activation_checkpointing': 'full'},
+                      count_liger_layers)
 
 
 if __name__ == '__main__':
