@@ -131,7 +131,7 @@ class Data(Part):
     labels: _Labels = ()  # Label in the file -> word to answer; None drops the rows with that label
     template: Name | None = None  # 'chatml', 'plain' or a file; None: the tokenizer's own
     answers: Literal['all', 'last'] = 'all'  # Which answers of a conversation train
-    too_long: Literal['refuse', 'drop'] = 'refuse'  # What to do with answers past `batch.length`
+    too_long: Literal['refuse', 'drop'] = 'refuse'  # Answers past `batch.length`; texts are split
     mix: _Mix = None  # Several sources by weight, in place of `source`
 
     @property

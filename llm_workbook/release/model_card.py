@@ -91,7 +91,7 @@ def _data_text(recipe, shown):
     text = f'{", ".join(names)}: {len(rows):,} {kind} to train on, {len(held):,} held out.'
     if not recipe.data.mix: return text
     cells = []
-    for name, part in zip(names, mixture(recipe, rows).parts):
+    for name, part in zip(names, mixture(recipe).parts):
         cells.append((name, f'{part.rows:,}', f'{part.share:.1%}', f'{part.epochs:.2f}'))
     return f'{text}\n\n{_table(("source", "rows", "share", "times each was seen"), cells)}'
 

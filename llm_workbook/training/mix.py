@@ -100,6 +100,12 @@ def _wanted(recipe, rows, shares):
     average = sum(share * Fraction(mean(lengths[name])) for name, share in shares.items())
     return ceil(taken * recipe.batch.length / average)
 
+def _read(recipe):
+    "Read the rows to train on; one row for each sequence where a model learns to write."
+    rows = load_rows(recipe.data, recipe.seed)[0]
+    writes = recipe.model.head != 'classification' and recipe.method.objective == 'answers'
+    return _with_tokens(recipe, rows) if writes else rows
+
 def _with_tokens(recipe, rows):
     "Tokenise rows as a run does; one row for each sequence."
     base, data = recipe.model, recipe.data
@@ -111,12 +117,12 @@ def _with_tokens(recipe, rows):
 # %% ../../nbs/training/01a_mix.ipynb #20dd48f0
 def mixture(
     recipe: Recipe,  # With `data.mix`; its steps and batch are read
-    rows: list[dict] | None = None,  # Training rows of `load_rows`; None reads them
+    rows: list[dict] | None = None,  # To train on; None reads and tokenises them, as a run does
 ) -> Mixture:  # A table in a notebook
     "Count how many rows of each source train, and how often each is seen."
     if not recipe.data.mix:
         raise ValueError('data.mix is not set: list sources there, each with a weight')
-    if rows is None: rows = load_rows(recipe.data, recipe.seed)[0]
+    if rows is None: rows = _read(recipe)
     counts = _counted(recipe, rows)
     weights = [Fraction(part.weight) for part in recipe.data.mix]
     shares = [weight / sum(weights) for weight in weights]

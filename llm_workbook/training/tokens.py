@@ -13,6 +13,7 @@ from html import escape
 from typing import NamedTuple
 
 from .conversation import rows_error
+from .long_texts import text_pieces
 
 # %% ../../nbs/training/02_tokens.ipynb #1f11f9ab
 class Answer(NamedTuple):
@@ -33,6 +34,7 @@ class Tokens(NamedTuple):
     ids: list[int]  # Token ids
     mask: list[int]  # For each 1 where the loss looks, else 0
     ends: list[int]  # Positions of the tokens that end an answer; empty for a text
+    opening: int | None = None  # Tokens before a text that can be split; None: it cannot
 
 # %% ../../nbs/training/02_tokens.ipynb #611cb0b5
 _PLACEHOLDER = '\N{LEFT WHITE CURLY BRACKET}answer\N{RIGHT WHITE CURLY BRACKET}'
@@ -180,11 +182,14 @@ def _write(chat, turns, answers) -> list[Written]:
     return [Written(answer.turns, answer.text, [answer]) for answer in found]
 
 def _text_tokens(text, tokenizer):
-    "Tokenise a text; every token trains, and the end of the text with it."
-    ids = list(tokenizer(text, verbose=False)['input_ids'])
+    "Tokenise a text; every token trains that has one before it, and the end of the text."
+    coded = tokenizer(text, verbose=False, return_special_tokens_mask=True)
+    ids, special = list(coded['input_ids']), coded['special_tokens_mask']
+    opening = special.index(0) if 0 in special else 0
     end = tokenizer.eos_token_id
     if not ids or ids[-1] != end: ids.append(end)
-    return Tokens(ids, [1] * len(ids), [])
+    [(ids, mask)] = text_pieces(ids, len(ids), opening)
+    return Tokens(ids, mask, [], opening)
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c004
 def _tokenise(chat, conversations) -> list[Tokens]:
@@ -283,10 +288,11 @@ class TokenReport:
     tokens: int  # In all of them, before anything is cut
     trained: int  # Tokens that carry the loss
     longest: int  # Tokens of the longest
-    cut: int  # Texts longer than the length asked for, and conversations that lose an answer
+    cut: int  # Rows that lose something: conversations an answer, texts with a class their end
     lost: int = 0  # Tokens behind the cut
     dropped: int = 0  # Answers that do not fit, with `too_long='drop'`
-    sequences: int = 0  # What is trained: more than `rows` where templates rewrite earlier turns
+    sequences: int = 0  # What is trained: more than `rows` where a row becomes several
+    split: int = 0  # Texts that train as several sequences, being longer than the length asked for
     tokenised: list[list[Tokens]] = field(  # Of each row its sequences, cut
         default_factory=list, repr=False, compare=False)
 
@@ -316,21 +322,24 @@ def _fault(tokens) -> str:
     return ('has an answer whose end is not marked, so the model would not learn to stop; '
             'put it inside {% generation %}')
 
-def _fit(tokens, length):
-    "Cut tokens to a length, behind the last answer that ends in it; None where no answer does."
-    if len(tokens.ids) <= length: return tokens
-    if not tokens.ends: return Tokens(tokens.ids[:length], tokens.mask[:length], [])
+def _fit(tokens, length) -> list[Tokens]:
+    "Split a text, or cut behind the last answer that ends in the length; none where no one does."
+    if len(tokens.ids) <= length: return [tokens]
+    if tokens.opening is not None:
+        pieces = text_pieces(tokens.ids, length, tokens.opening)
+        return [Tokens(ids, mask, [], tokens.opening) for ids, mask in pieces]
+    if not tokens.ends: return [Tokens(tokens.ids[:length], tokens.mask[:length], [])]
     ends = [end for end in tokens.ends if end < length]
-    if not ends: return None
+    if not ends: return []
     if len(ends) == len(tokens.ends): last = length  # Only what the template writes behind it
     else: last = ends[-1] + 1
-    return Tokens(tokens.ids[:last], tokens.mask[:last], ends)
+    return [Tokens(tokens.ids[:last], tokens.mask[:last], ends)]
 
 # %% ../../nbs/training/02_tokens.ipynb #a2b8b312
 def check_rows(
     rows: list[dict],  # From `load_rows`
     tokenizer: 'PreTrainedTokenizerFast',  # With a chat template, if rows are conversations
-    length: int = 1024,  # Tokens an example is cut to: the recipe's `batch.length`
+    length: int = 1024,  # Tokens of a sequence at most: the recipe's `batch.length`
     answers: str = 'all',  # Or 'last': the recipe's `data.answers`
     too_long: str = 'refuse',  # Or 'drop' answers past `length`: the recipe's `data.too_long`
 ) -> TokenReport:  # Counts, and the tokens
@@ -344,8 +353,8 @@ def check_rows(
         if reason: problems.append((len(whole), row, reason))
     if problems: raise rows_error(problems)
     _warn_of_systems(rows, tokenizer)
-    cut = [[_fit(tokens, length) for tokens in found] for found in whole]
-    return _report(whole, cut)
+    fitted = [[_fit(tokens, length) for tokens in found] for found in whole]
+    return _report(whole, fitted)
 
 def _warn_of_systems(rows, tokenizer):
     "Count the rows whose turn of the system is in no token, since the template leaves it out."
@@ -402,7 +411,9 @@ def _read(row, chat, tokenizer, answers) -> 'list | str':
     special = _special_in(row, chat, tokenizer)
     if special:
         return f'has {special} in its text, which is read as a mark of its own; take it out'
-    if 'text' in row: return [_text_tokens(row['text'], tokenizer)]
+    if 'text' in row:
+        tokens = _text_tokens(row['text'], tokenizer)
+        return [tokens._replace(opening=None) if 'label' in row else tokens]
     try: return _write(chat, row['messages'], answers)
     except ValueError as error: return str(error)
 
@@ -415,26 +426,31 @@ def _bar(rows):
                      disable=rank not in (None, '0'))
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c020
-def _report(whole, cut):
+def _report(whole, fitted):
     "Count what there is and what the cut takes."
     before = [tokens for found in whole for tokens in found]
-    after = [tokens for found in cut for tokens in found]
-    kept = [tokens for tokens in after if tokens]
-    size = sum(len(tokens.ids) for tokens in before)
-    shortened = [any(_loses(one, other) for one, other in zip(found, left))
-                 for found, left in zip(whole, cut)]
+    tokenised = [[tokens for parts in found for tokens in parts] for found in fitted]
+    after = [tokens for found in tokenised for tokens in found]
+    pairs = [list(zip(*row, strict=True)) for row in zip(whole, fitted, strict=True)]
     return TokenReport(
         rows=len(whole),
-        tokens=size,
-        trained=sum(sum(tokens.mask) for tokens in kept),
+        tokens=sum(len(tokens.ids) for tokens in before),
+        trained=sum(sum(tokens.mask) for tokens in after),
         longest=max((len(tokens.ids) for tokens in before), default=0),
-        cut=sum(shortened),
-        lost=size - sum(len(tokens.ids) for tokens in kept),
-        dropped=sum(len(t.ends) for t in before) - sum(len(t.ends) for t in kept),
-        sequences=len(kept),
-        tokenised=[[tokens for tokens in found if tokens] for found in cut])
+        cut=sum(any(_loses(*pair) for pair in row) for row in pairs),
+        lost=sum(_lost(*pair) for row in pairs for pair in row),
+        dropped=sum(len(t.ends) for t in before) - sum(len(t.ends) for t in after),
+        sequences=len(after),
+        split=sum(any(len(parts) > 1 for parts in found) for found in fitted),
+        tokenised=tokenised)
 
-def _loses(whole, cut):
+def _lost(whole, parts):
+    "Count the tokens behind a cut."
+    if len(parts) > 1: return 0
+    return len(whole.ids) - sum(len(part.ids) for part in parts)
+
+def _loses(whole, parts):
     "Whether the cut takes more than what the template writes behind the last answer."
-    if cut is None: return True
-    return len(whole.ids) > len(cut.ids) and (not whole.ends or len(whole.ends) > len(cut.ends))
+    if not parts: return True
+    if not _lost(whole, parts): return False
+    return not whole.ends or len(whole.ends) > len(parts[0].ends)

@@ -384,7 +384,7 @@ def test_every_answer_ends_with_the_stop_token(tokenizer):
         other.chat_template = tokenizer.chat_template.replace(end, changed)
         report = check_rows([twice], other)
         assert (report.rows, report.sequences) == (1, 2)
-        for ids, mask, ends in report.tokenised[0]:
+        for ids, mask, ends, _ in report.tokenised[0]:
             assert ends == [len(ids) - 1]
             assert (ids[-1], mask[-1]) == (tokenizer.eos_token_id, 1)
 

@@ -62,13 +62,6 @@ def test_answers_that_fit_train_and_the_next_is_dropped(tokenizer):
     assert len(tokens.ids) < 32
 
 
-def test_a_text_is_cut_and_what_is_lost_is_said(recipe, tmp_path):
-    (tmp_path/'a.txt').write_text('\n'.join(['word ' * 40 + str(n) for n in range(9)]))
-    with pytest.warns(UserWarning, match='9 of 9 rows are longer than batch.length: [0-9,]+ of'):
-        rows, _ = check_recipe(recipe('a.txt'))
-    assert {len(row['input_ids']) for row in rows} == {32}
-
-
 def test_a_row_that_exactly_fits_is_whole(tokenizer):
     row = {'messages': [ASK, ANSWER]}
     size = len(answer_tokens(row, ChatFormat(tokenizer))[0].ids)
