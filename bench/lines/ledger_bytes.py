@@ -36,6 +36,8 @@ CASES = {
     'fsdp2-full-bf16': ('fsdp2', 4, 'full', 'odd-qwen3', {}),
     'fsdp2-full-even': ('fsdp2', 3, 'full', 'even-llama', _FLOAT32),
     'fsdp2-full-accumulated': ('fsdp2', 3, 'full', 'odd-llama', {'batch.accumulation': 2}),
+    'fsdp2-full-each-reduced': ('fsdp2', 3, 'full', 'odd-llama', {
+        'batch.accumulation': 2, 'sharding.sync_each_batch': True}),
     'fsdp2-full-checkpointed': ('fsdp2', 2, 'full', 'odd-gemma2',
                                 {'sharding.activation_checkpointing': 'full'}),
     'fsdp2-full-hybrid': ('fsdp2', 4, 'full', 'odd-llama', _FLOAT32 | {'sharding.group': 2}),

@@ -28,6 +28,7 @@ JOBS = [  # Shape, changes to a plain recipe
     ('large', QLORA | AGAIN),
     ('small', QLORA | SHORT | {'cluster.processes': 4}),
     ('small', FULL | SHORT | {'batch.accumulation': 2}),
+    ('small', FULL | SHORT | {'batch.accumulation': 2, 'sharding.sync_each_batch': True}),
     ('small', LORA | {'sharding.strategy': 'ddp'}),
     ('small', LORA | {'batch.packing': True, 'batch.length': 512}),
     ('small', FULL | {'batch.packing': True, 'batch.micro': 2}),

@@ -128,7 +128,8 @@ def step(model, optimizer, accelerator, vocab: int, recipe) -> None:
         count = torch.tensor(ids.numel() * batch.accumulation, device=device)
         last = i == batch.accumulation - 1
         inputs = {'input_ids': ids, 'labels': ids} | borders(recipe, device)
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+        syncs = last or recipe.sharding.sync_each_batch
+        with contextlib.nullcontext() if syncs else accelerator.no_sync(model):
             if recipe.method.objective == 'dpo': loss = loss_of_pairs(model, inputs, recipe)
             else: loss = model(**inputs, num_items_in_batch=count, **given).loss
             accelerator.backward(loss)

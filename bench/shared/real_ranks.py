@@ -254,7 +254,8 @@ class Torch:
     def micro(self, ids, last: bool, instant: list) -> None:
         "Run one forward and backward pass; ranks exchange gradients in the last."
         instant[0] = 'forward'
-        if self.fsdp: self.model.set_requires_gradient_sync(last)
+        syncs = last or self.recipe.sharding.sync_each_batch
+        if self.fsdp: self.model.set_requires_gradient_sync(syncs)
         with nullcontext() if self.fsdp or last else self.model.no_sync():
             with self.cast: loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
             instant[0] = 'backward'

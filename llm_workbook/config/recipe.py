@@ -236,6 +236,7 @@ class Sharding(Part):
     strategy: Literal['fsdp2', 'fsdp1', 'zero1', 'zero2', 'zero3', 'ddp',
                       'none'] = 'fsdp2'  # fsdp1 can be planned, not run
     reshard_after_forward: bool = True  # Drop gathered weights after the forward pass (fsdp)
+    sync_each_batch: bool = False  # Reduce gradients in every pass, not in the last (fsdp2)
     group: Count | None = None  # Ranks that share one copy of the weights (hybrid fsdp2); None: all
     offload_parameters: Literal['none', 'cpu', 'nvme'] = 'none'  # Where weights wait for their turn
     offload_optimizer: Literal['none', 'cpu', 'nvme'] = 'none'  # Where optimizer states live

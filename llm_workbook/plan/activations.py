@@ -33,6 +33,7 @@ class StepRun(NamedTuple):
     zero: Zero  # DeepSpeed's knobs
     on_host: tuple[str, ...]  # What lies in host memory: 'gradients', 'temporaries', 'away'
     in_backward: str  # Kind of the optimizer, if each weight steps as its gradient comes
+    syncs: bool  # Gradients of each of several passes are reduced by themselves
 
     @property
     def recomputes(self) -> bool:  # Some of the forward pass
@@ -150,6 +151,8 @@ def _run(recipe, spec=None) -> StepRun:
     shape = _Pass(recipe.pass_rows, recipe.pads, cuda, _inside(recipe))
     setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, shape)
     if in_backward: setting = setting._replace(fresh=False)  # No gradient stays
+    syncs = sharding.sync_each_batch and recipe.batch.accumulation > 1
+    if syncs: setting = setting._replace(fresh=True)  # It is reduced before the next pass
     if spec and spec.experts:
         pairs = coverage(spec, method).pairs
         setting = setting._replace(expert_ranks=tuple((pair.target, pair.a[0]) for pair in pairs))
@@ -168,7 +171,8 @@ def _run(recipe, spec=None) -> StepRun:
         cuda=cuda,
         zero=recipe.zero,
         on_host=_on_host(sharding),
-        in_backward=in_backward)
+        in_backward=in_backward,
+        syncs=syncs)
 
 # %% ../../nbs/plan/04_activations.ipynb #6b28273e
 class PartSizes(NamedTuple):

@@ -224,6 +224,7 @@ class _Sending(NamedTuple):  # What of a recipe decides its messages
     reshards: bool
     recomputes: bool
     passes: int  # Of one step
+    syncs: bool  # FSDP reduces gradients in each of them
     clips: bool
     logs: bool  # In every step
     in_tiles: bool  # TRL computes the loss, and counts what the head finds
@@ -241,6 +242,7 @@ def _sending(recipe) -> _Sending:
         reshards=sharding.reshard_after_forward,
         recomputes=sharding.activation_checkpointing != 'none',
         passes=recipe.batch.accumulation,
+        syncs=sharding.sync_each_batch,
         clips=recipe.optimizer.clip > 0,
         logs=recipe.intervals.logging == 1,
         in_tiles=recipe.batch.loss_head != 'full',
@@ -271,25 +273,26 @@ def _message(kind, instant, count, tensor_b, lane, node) -> Collective:
 
 # %% ../../nbs/plan/09_collectives.ipynb #a18b57f2
 def _fsdp_exchange(run, unit, lanes, node) -> Exchange:
-    "Give what FSDP sends for one unit: gathers in each pass, reductions once per step."
+    "Give what FSDP sends for one unit: gathers in each pass, reductions in the last or in each."
     shard, copies = lanes
     dropped = run.reshards and not unit.kept
     again = run.passes if dropped else 0
     whole_b = shard.ranks * unit.gather_b
     grads_b = shard.ranks * unit.reduce_b
+    times = run.passes if run.syncs else 1
     def messages(kind, instant, times, tensor_b, lane):
         if not times or not tensor_b or lane.ranks == 1: return ()
         return (_message(kind, instant, unit.count * times, tensor_b, lane, node),)
-    scattered = messages('reduce_scatter', 'backward', 1, grads_b, shard)
-    summed = messages('all_reduce', 'backward', 1, unit.reduce_b, copies)
+    scattered = messages('reduce_scatter', 'backward', times, grads_b, shard)
+    summed = messages('all_reduce', 'backward', times, unit.reduce_b, copies)
     return Exchange(
         part=unit.part,
         forward_gathers=messages('all_gather', 'forward', run.passes, whole_b, shard),
         backward_gathers=messages('all_gather', 'backward', again, whole_b, shard),
         reductions=scattered + summed,
-        every_pass=False,
+        every_pass=run.syncs,
         held_b=unit.count * unit.gather_b,
-        grads_b=unit.count * unit.reduce_b,
+        grads_b=unit.count * times * unit.reduce_b,
         trained=unit.count * unit.trained)
 
 # %% ../../nbs/plan/09_collectives.ipynb #6bb68806

@@ -118,6 +118,7 @@ class Rank(NamedTuple):
     group: int  # Ranks that share one copy of the weights
     position: int  # Position within that group, from 0
     accumulates: bool  # A step has several passes
+    syncs: bool  # Of FSDP2: each of them reduces its gradients
     method: Method  # How the base is packed, and what is trained
     cluster: Cluster  # Its device and ranks are read
     precision: Precision  # Of the recipe
@@ -195,6 +196,7 @@ def rank_of(
         group=group,
         position=rank % group,
         accumulates=recipe.batch.accumulation > 1,
+        syncs=recipe.batch.accumulation > 1 and sharding.sync_each_batch,
         method=recipe.method,
         cluster=recipe.cluster,
         precision=recipe.precision,
@@ -321,7 +323,8 @@ def _reduced(rank, instants) -> _Reduced:
     if rank.zero == 3:
         return _Reduced(number_b, n, m, ('',), name,
                         'DeepSpeed, stage3.py: grad_partitions_flat_buffer')
-    return _Reduced(number_b, n, m, ('optimizer',), name, source)
+    there = ('forward', 'optimizer') if rank.syncs else ('optimizer',)
+    return _Reduced(number_b, n, m, there, name, source)
 
 def _partitioned(rank, instants, number_b) -> _Reduced:
     "The gradients of a partition of ZeRO-1 or ZeRO-2."
@@ -344,7 +347,7 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
 def _gradients(rank, instants) -> Iterator[Line]:
     trained = rank.tensors.trained
     if rank.optimizer.in_backward: return  # Each goes as it comes: the step counts it
-    if rank.accumulates and rank.zero < 2:
+    if rank.accumulates and rank.zero < 2 and not rank.syncs:
         w, N = _waiting_b(rank), count_of(trained)
         why = 'w * N', {'w': w, 'N': N}, 'accelerate: no reduction before the last pass'
         yield _line(rank, 'gradients', w * N, why,

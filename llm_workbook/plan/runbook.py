@@ -258,7 +258,10 @@ def _passes(recipe, micro, passes) -> tuple[str, dict]:
     noun = 'row' if recipe.method.sequences == 1 else 'pair'
     rows = f'{micro} {noun}{"s" * (micro > 1)} in a pass'
     what = f'{rows}, {passes} pass{"es" * (passes > 1)}'
-    return what, {'batch.micro': micro, 'batch.accumulation': passes}
+    changes = {'batch.micro': micro, 'batch.accumulation': passes}
+    if passes == 1 or recipe.method.kind != 'full': return what, changes
+    if recipe.sharding.strategy != 'fsdp2': return what, changes
+    return f'{what}, each with its own reduction', changes | {'sharding.sync_each_batch': True}
 
 def _same_run(recipe) -> Iterator[tuple[str, dict]]:
     "Changes that keep what is trained, and the rows of a step."
@@ -273,6 +276,8 @@ def _same_run(recipe) -> Iterator[tuple[str, dict]]:
         yield f'weights shared by {group or ranks} ranks', {'sharding.group': group}
     micro, passes = recipe.batch.micro, recipe.batch.accumulation
     if passes > 1: yield _passes(recipe, micro * passes, 1)
+    if recipe.sharding.strategy == 'fsdp2':
+        yield 'gradients reduced in every pass', {'sharding.sync_each_batch': True}
     while micro > 1:
         factor = 2 if micro % 2 == 0 else micro
         micro, passes = micro // factor, passes * factor
@@ -293,7 +298,8 @@ def _shared(recipe, strategy) -> dict:
         'sharding.strategy': strategy,
         'sharding.loading': 'sharded' if causal and not zero else 'every_rank',
         'sharding.reentrant': zero and adapts and causal and again == 'full'}
-    only_fsdp2 = {'sharding.group': None, 'sharding.reshard_after_forward': True}
+    only_fsdp2 = {'sharding.group': None, 'sharding.reshard_after_forward': True,
+                  'sharding.sync_each_batch': False}
     return changes | only_fsdp2 if zero else changes
 
 def _less(recipe) -> Iterator[tuple[str, dict]]:

@@ -490,6 +490,12 @@ def _defer(shards, instants) -> None:
         sizes['whole'] = sizes.get('whole', 0) + waiting_b.get(name, total_b)
 
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377df9
+def _add_up(shards, instants) -> None:
+    "Let this rank's part of all gradients be there: what a pass reduces is added to it."
+    trained = (part.trained for part in (shards.step.layers, shards.embedding, shards.tail))
+    there_b = shards.mine_b(sum(trained))
+    for sizes in instants.values(): sizes['gradients'] = there_b
+
 def _shard(run, step, instants) -> None:
     "Add gradients and gathered weights where each rank has a part."
     shards = _shards(run, step)
@@ -498,6 +504,7 @@ def _shard(run, step, instants) -> None:
     _forward_shards(shards, instants)
     if run.strategy == 'fsdp1': _fsdp1(run, step, instants)
     if run.accumulates: _defer(shards, instants)
+    if run.syncs: _add_up(shards, instants)
 
 def _has(run, name) -> bool:
     "Whether an instant differs from the others under a strategy."

@@ -339,6 +339,11 @@ def _accumulation(live):
     if live.trainer: return live.trainer.args.gradient_accumulation_steps
     return live.accelerator.gradient_accumulation_steps
 
+def _sync_each_batch(live):
+    "Whether gradients are reduced in every pass; an engine decides by itself."
+    if live.engine: return None
+    return bool(live.accelerator.gradient_state.plugin_kwargs.get('sync_each_batch'))
+
 # %% ../../nbs/training/08_live_settings.ipynb #0751ac8b
 def _rows_per_step(live):
     factors = _micro(live), _accumulation(live), _parts(live)
@@ -580,6 +585,7 @@ _READERS |= {
     'sharding.share': ('parameters', _share),
     'sharding.group': ('device mesh', _group),
     'sharding.reshard_after_forward': ('FSDP units', _reshard),
+    'sharding.sync_each_batch': ('accelerator', _sync_each_batch),
     'sharding.offload_parameters': ('FSDP units, engine or weights',
                                     partial(_offloaded, part='param')),
     'sharding.offload_optimizer': ('FSDP units, engine or weights',

@@ -46,7 +46,7 @@ def make_accelerator(
     "Make the accelerator of this rank, and refuse one that would train alone."
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import PartialState
-    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin
     skip_compiler(recipe)
     # First, as above; `set_up_device` may have made it by now
     PartialState(cpu=recipe.cluster.device == 'cpu')
@@ -54,8 +54,10 @@ def make_accelerator(
     if recipe.sharding.strategy.startswith('zero'):
         plugin = DeepSpeedPlugin(hf_ds_config=zero_config(recipe))
     sampler = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed)
+    passes = GradientAccumulationPlugin(
+        recipe.batch.accumulation, sync_each_batch=recipe.sharding.sync_each_batch)
     accelerator = Accelerator(
-        deepspeed_plugin=plugin, gradient_accumulation_steps=recipe.batch.accumulation,
+        deepspeed_plugin=plugin, gradient_accumulation_plugin=passes,
         step_scheduler_with_optimizer=False, dataloader_config=sampler)
     set_fsdp(accelerator, recipe)
     if accelerator.num_processes != recipe.cluster.ranks:
@@ -276,11 +278,12 @@ def _backward(loop, window, scale):
     accelerator, zero = loop.accelerator, loop.is_deepspeed_enabled
     model, total = loop.model_wrapped, 0.0
     clock = loop.run.metrics.clock
+    syncs = zero or loop.recipe.sharding.sync_each_batch
     for batch in window:
         last = batch is window[-1]
         accelerator.sync_gradients = last
         with (
-            nullcontext() if zero or last else accelerator.no_sync(model),
+            nullcontext() if syncs or last else accelerator.no_sync(model),
             accelerator.maybe_activation_offload_context,
         ):
             clock.mark('forward')

@@ -364,6 +364,7 @@ CHANGEABLE = {
     'batch.micro': _PRODUCT,
     'batch.accumulation': _PRODUCT,
     'sharding.group': 'how many ranks share one copy of the weights',
+    'sharding.sync_each_batch': 'in which passes of a step gradients are reduced',
     'batch.padded': 'what a plan counts with',
     'sharding.loading': 'how the base is read',
     'intervals.logging': 'at which steps a loss is written',

@@ -48,6 +48,7 @@ def sft_config(
     zero = zero_config(recipe) if sharding.strategy.startswith('zero') else None
     schedule, warmup_steps = rate_schedule(recipe)
     recompute = sharding.activation_checkpointing == 'full' and sharding.strategy != 'fsdp2'
+    passes = {'sync_each_batch': sharding.sync_each_batch}
     return SFTConfig(
         output_dir=str(directory),
         seed=recipe.seed, data_seed=recipe.seed,
@@ -60,6 +61,7 @@ def sft_config(
 
         per_device_train_batch_size=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
+        accelerator_config={'gradient_accumulation_kwargs': passes},
         max_length=batch.length,
         pad_to_multiple_of=math.gcd(batch.length, 8) if on_gpu and batch.micro > 1 else None,
         average_tokens_across_devices=True,

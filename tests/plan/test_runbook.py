@@ -133,14 +133,27 @@ def test_more_ranks_share_the_weights_before_anything_else_changes():
     assert not any('shared' in rung.what for rung in others)
 
 
-def test_fewer_rows_in_a_step_are_the_last_way_to_spare_whole_gradients():
+def test_reductions_in_every_pass_spare_whole_gradients():
     long = QWEN.changed({'batch.length': 16384, 'batch.accumulation': 64,
                          'precision.master': 'bfloat16'})  # So zero3 does not run it
-    fewer = [rung for rung in memory_ladder(long) if 'fewer rows in a step' in rung.what]
-    assert [rung.changes['batch.accumulation'] for rung in fewer] == [1]
-    adapters = Recipe.named('70b-2x24gb-qlora').changed({'batch.length': 2**16})
-    assert estimate(adapters).answer == 'does not fit'  # Eight passes keep 0.8 GiB of gradients
-    assert memory_ladder(adapters)[0].what == 'rows of 32,768 tokens'
+    first = memory_ladder(long)[0]
+    assert (first.what, first.answer) == ('gradients reduced in every pass', 'fits')
+    assert first.saved_b > 100 * 2**30
+    rows = QWEN.changed({'batch.accumulation': 1, 'batch.micro': 32, 'batch.length': 8192})
+    less = [rung for rung in memory_ladder(rows) if 'reduction' in rung.what]
+    assert less[0].what == '16 rows in a pass, 2 passes, each with its own reduction'
+    assert all(rung.changes['sharding.sync_each_batch'] for rung in less)
+
+
+def test_fewer_rows_in_a_step_are_the_last_way_to_spare_gradients_of_earlier_passes():
+    alone = QWEN.changed({
+        'model.source': 'qwen2.5-3b', 'cluster': {
+            'hardware': '1x-rtx-4090', 'processes': 1, 'device': 'cuda'},
+        'sharding.strategy': 'none', 'sharding.loading': 'every_rank',
+        'precision.master': 'bfloat16', 'precision.reduce': None})
+    assert estimate(alone).answer == 'probably does not fit'
+    [rung] = memory_ladder(alone)
+    assert rung.what == '1 row in a pass, 1 pass: fewer rows in a step'
 
 
 def test_a_host_that_is_too_small_already_hides_no_rung():

@@ -51,6 +51,7 @@ def two_rows(o):
 def long_rows(o): o.loader.dataset[3]['input_ids'] = [1] * 65
 def source(o): o.model.config._name_or_path = 'tiny-base'
 def kept_whole(o): o.model.set_reshard_after_forward(False)
+def each(o): o.accelerator.gradient_state.plugin_kwargs['sync_each_batch'] = True
 def frozen(o): next(o.model.parameters()).requires_grad_(False)
 def reduced(o):
     import torch
@@ -71,6 +72,7 @@ SPOILT = {
     world: 'accelerate.ranks', whole_rows: 'batch.global batch.parts',
     two_rows: 'batch.micro batch.parts', long_rows: 'batch.length', source: 'model.source',
     frozen: 'method.kind', kept_whole: 'sharding.reshard_after_forward',
+    each: 'sharding.sync_each_batch',
     reduced: 'precision.compute', stowaway: 'sharding.share'}
 
 
