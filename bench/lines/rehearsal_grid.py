@@ -13,11 +13,13 @@ RECIPES = {  # Name -> changes to a plain full fine-tune with checkpointing unde
     'full': {}, 'full, nothing recomputed': _KEPT,
     'full, whole logits': {'batch.loss_head': 'full'},
     'full, bf16 weights': {'precision.master': 'bfloat16'},
-    'full, in copies of 8': {'sharding.group': 8},
+    'full, in copies of 8': {'sharding.group': 8}, 'full, in copies of 2': {'sharding.group': 2},
     'full, weights kept gathered': {'sharding.reshard_after_forward': False},
     'full, 4 micro-batches': {'batch.accumulation': 4},
     'full, 4 micro-batches, each reduced': {
         'batch.accumulation': 4, 'sharding.sync_each_batch': True},
+    'full, 4 micro-batches, float32 sums': {
+        'batch.accumulation': 4, 'precision.reduce': 'float32'},
     'full, packed for flash': {'batch.packing': True, 'model.attention': 'flash'},
     'full, eager attention': {'model.attention': 'eager', 'batch.length': 1024} | _KEPT,
     'full, offloaded': _OFFLOADED,
@@ -50,7 +52,8 @@ GRID = {  # Preset -> nodes, processes on each, rows of a forward pass, recipes
         'full, liger, nothing recomputed', 'qlora, liger', 'full, cpu', 'qlora, cpu')),
     'llama-3.1-8b': (1, 8, 2, (
         *_BOTH, 'full, whole logits', 'full, weights kept gathered', 'full, 4 micro-batches',
-        'full, 4 micro-batches, each reduced',
+        'full, 4 micro-batches, each reduced', 'full, 4 micro-batches, float32 sums',
+        'full, in copies of 2',
         'full, bf16 weights', 'full, packed for flash', 'full, offloaded',
         'full, eager attention', 'lora, whole logits', 'qlora, whole logits',
         'full, liger', 'lora, liger, nothing recomputed',

@@ -34,6 +34,7 @@ FSDP, DDP = ({'sharding.strategy': strategy, 'cluster.processes': 2}
              for strategy in ('fsdp2', 'ddp'))
 SEGMENTS = {'model.attention': 'segments'}  # `borders` in bench.shared.models: three examples
 COMPILE = {'model.kernels': 'compile'}
+HYBRID = {'cluster.processes': 4, 'sharding.group': 2}
 SYNC = {'sharding.sync_each_batch': True}  # Each of several passes reduces its gradients
 LORA, QLORA = {'method.kind': 'lora'} | BF16, {'method.kind': 'qlora'} | BF16
 PACKED = {'batch.packing': True}
@@ -67,6 +68,8 @@ JOBS = [
     ('wide', size(1, 512) | FSDP | BF16, False),
     ('llama', size(1, 128, 2) | FSDP, False), ('llama', size(1, 128, 2) | FSDP | SYNC, False),
     ('wide', size(1, 256, 3) | FSDP | PURE | SYNC, False),
+    ('words', size(1, 64) | FSDP | BF16 | HYBRID, False),
+    ('words', size(1, 64, 2) | FSDP | BF16 | HYBRID | SYNC, False),
     ('wide', size(1, 1024) | FSDP | QLORA, False),
     ('wide', size(1, 256, 2) | BF16 | FULL, False), ('words', size(1, 64, 2), False),
     ('llama', size(1, 256, 2) | BF16 | CHUNKED, False),

@@ -24,6 +24,7 @@ class StepRun(NamedTuple):
     setting: Setting  # What decides the operations
     checkpointing: str  # none, selective or full
     ranks: int  # Those that share one copy of weights or gradients
+    hybrid: bool  # There are several such copies, whose gradients are summed (FSDP2)
     strategy: str  # Of sharding
     payload_b: int  # Of an element of packed weights
     master_b: int  # Of a trained number
@@ -33,7 +34,8 @@ class StepRun(NamedTuple):
     zero: Zero  # DeepSpeed's knobs
     on_host: tuple[str, ...]  # What lies in host memory: 'gradients', 'temporaries', 'away'
     in_backward: str  # Kind of the optimizer, if each weight steps as its gradient comes
-    syncs: bool  # Gradients of each of several passes are reduced by themselves
+    several: bool  # Passes
+    syncs: bool  # Each of several passes reduces its gradients
 
     @property
     def recomputes(self) -> bool:  # Some of the forward pass
@@ -42,8 +44,8 @@ class StepRun(NamedTuple):
 
     @property
     def accumulates(self) -> bool:  # In more than one pass
-        "Say whether gradients are there when the last forward pass begins."
-        return not self.setting.fresh and not self.in_backward
+        "Say whether whole gradients are there when the last forward pass begins."
+        return self.several and not self.syncs and not self.in_backward
 
     @property
     def offloads(self) -> bool:  # Activations
@@ -151,18 +153,21 @@ def _run(recipe, spec=None) -> StepRun:
     shape = _Pass(recipe.pass_rows, recipe.pads, cuda, _inside(recipe))
     setting = _setting(method, precision, sharding.strategy, recipe.batch, recipe.model, shape)
     if in_backward: setting = setting._replace(fresh=False)  # No gradient stays
-    syncs = sharding.sync_each_batch and recipe.batch.accumulation > 1
-    if syncs: setting = setting._replace(fresh=True)  # It is reduced before the next pass
+    several = recipe.batch.accumulation > 1
+    syncs = several and sharding.sync_each_batch
     if spec and spec.experts:
         pairs = coverage(spec, method).pairs
         setting = setting._replace(expert_ranks=tuple((pair.target, pair.a[0]) for pair in pairs))
     master_b = NUMBER_B[precision.master]
     reduce_b = setting.compute_b if setting.trains else master_b
     if precision.reduce: reduce_b = NUMBER_B[precision.reduce]
+    apart = sharding.strategy == 'fsdp2' and setting.trains and reduce_b != setting.grad_b
+    if syncs or several and apart: setting = setting._replace(fresh=True)  # Others lie elsewhere
     return StepRun(
         setting=setting,
         checkpointing=sharding.activation_checkpointing,
         ranks=_sharing_ranks(recipe),
+        hybrid=(sharding.group or recipe.cluster.ranks) < recipe.cluster.ranks,
         strategy=sharding.strategy,
         payload_b=number_sizes(method, precision, sharding.strategy).payload,
         master_b=master_b,
@@ -172,6 +177,7 @@ def _run(recipe, spec=None) -> StepRun:
         zero=recipe.zero,
         on_host=_on_host(sharding),
         in_backward=in_backward,
+        several=several,
         syncs=syncs)
 
 # %% ../../nbs/plan/04_activations.ipynb #6b28273e

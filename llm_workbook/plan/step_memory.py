@@ -77,6 +77,9 @@ _KINDS |= {
     'reduced': StepKind(
         'collective', 'output of a reduce-scatter',
         'trained numbers of the unit × bytes / ranks', _FSDP),
+    'summed': StepKind(
+        'collective', 'sums over the copies of the model, kept until the pass ends',
+        'numbers reduced so far × bytes / ranks', _FSDP),
     'twice': StepKind(
         'collective', 'copy that gloo makes for an all-gather', 'numbers of the unit × bytes',
         'torch, ProcessGroupGloo'),
@@ -370,8 +373,8 @@ def _backward_shards(shards, instants) -> None:
         gathered=unit_b if run.reshards else unit_b + embedding.gathered_b,
         ahead=embedding.gathered_b if run.reshards else 0,
         reduce=wire_b, gradients=before_first_b)
-    last = {'reduce': wire_b} if shards.root_b else _reduction(run, embedding.grads_b)
-    instants['embedding'].update(gradients=shards.mine_b(total, -embedding.trained), **last)
+    instants['embedding'].update(
+        reduce=wire_b, gradients=shards.mine_b(total, -embedding.trained))
     instants['optimizer'].update(gradients=shards.mine_b(total))
 
 def _middle_layers(shards, instants, before_first_b) -> None:
@@ -418,6 +421,14 @@ def _tie(shards, instants) -> None:
         if phase != 'backward' or part == 'head': continue
         sizes['gathered'] = sizes.get('gathered', 0) + shards.root_b
         sizes['whole'] = sizes.get('whole', 0) + shards.step.tied_b
+
+def _reduce_last(shards, instants) -> None:
+    "The embedding's gradient is there, beside that of earlier passes, and then it is reduced."
+    run, grads_b, there = shards.run, shards.embedding.grads_b, instants['embedding']
+    earlier_b = _wire_b(run, grads_b) if run.accumulates else 0
+    there['whole'] = there.get('whole', 0) + earlier_b
+    reduced = there | {'gathered': 0, 'whole': max(grads_b, earlier_b)} | _reduction(run, grads_b)
+    if sum(reduced.values()) > sum(there.values()): instants['embedding'] = reduced
 
 # %% ../../nbs/plan/05_step_memory.ipynb #d1508ec5
 def _flat_gather(run, new_b, before_b, gathered_b) -> dict[str, int]:
@@ -470,14 +481,14 @@ def _fsdp1(run, step, instants) -> None:
 # %% ../../nbs/plan/05_step_memory.ipynb #270e5dbb
 def _defer(shards, instants) -> None:
     "Add gradients that wait whole for the last backward pass of a step."
-    embedding_b, tail_b = shards.embedding.grads_b, shards.tail.grads_b
-    layer_b = shards.step.big.part.grads_b
-    total_b = shards.step.layers.grads_b + embedding_b + tail_b
+    parts = shards.embedding, shards.tail, shards.step.big.part, shards.step.layers
+    embedding_b, tail_b, layer_b, layers_b = (_wire_b(shards.run, part.grads_b) for part in parts)
+    total_b = layers_b + embedding_b + tail_b
     after_head_b = total_b - tail_b
     waiting_b = {
-        'head reduced': after_head_b,
+        'head reduced': total_b - shards.tail.grads_b,
         'last layer': after_head_b,
-        'layer reduced': after_head_b - layer_b,
+        'layer reduced': after_head_b - shards.step.big.part.grads_b,
         'second layer gathers': after_head_b - layer_b,
         'second layer': after_head_b - layer_b,
         'layer above the first': embedding_b + 2 * layer_b,
@@ -490,6 +501,13 @@ def _defer(shards, instants) -> None:
         sizes['whole'] = sizes.get('whole', 0) + waiting_b.get(name, total_b)
 
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377df9
+def _keep_sums(run, instants) -> None:
+    "Add what the copies of the model have summed; a gradient of the same type is that sum itself."
+    if run.reduce_b == run.master_b and not run.syncs: return
+    for name, sizes in instants.items():
+        if INSTANTS[name].phase != 'backward': continue
+        sizes['summed'] = sizes.get('gradients', 0) * run.reduce_b // run.master_b
+
 def _add_up(shards, instants) -> None:
     "Let this rank's part of all gradients be there: what a pass reduces is added to it."
     trained = (part.trained for part in (shards.step.layers, shards.embedding, shards.tail))
@@ -501,8 +519,10 @@ def _shard(run, step, instants) -> None:
     shards = _shards(run, step)
     _backward_shards(shards, instants)
     if shards.root_b: _tie(shards, instants)
+    _reduce_last(shards, instants)
     _forward_shards(shards, instants)
     if run.strategy == 'fsdp1': _fsdp1(run, step, instants)
+    if run.hybrid: _keep_sums(run, instants)
     if run.accumulates: _defer(shards, instants)
     if run.syncs: _add_up(shards, instants)
 

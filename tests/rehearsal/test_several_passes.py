@@ -48,6 +48,24 @@ def test_so_they_are_of_two_ranks(tmp_path, shape, strategy):
     assert abs(apart_by(tmp_path, shape, True, changes, ranks=2)) < 0.15
 
 
+ADAM, SUMS = {'optimizer.kind': 'adamw'}, {'precision.reduce': 'float32'}
+SYNC, ONE = {'sharding.sync_each_batch': True}, {'batch.accumulation': 1}
+COPIES = {'sharding.group': 2, 'cluster.processes': 4}
+
+
+@pytest.mark.parametrize('shape, tied, changes', [
+    ('head', True, SUMS), ('head', False, SUMS | SYNC), slow_case('layers', False, SUMS),
+    ('head', True, COPIES | ONE), ('layers', False, COPIES | SYNC),
+    *[slow_case(shape, tied, COPIES | changes) for shape, tied, changes in product(
+        SHAPES, (True, False), (ONE | SUMS, {}, SUMS, SYNC | SUMS, ONE | {'method.kind': 'lora'}))]
+], ids=str)
+def test_gradients_in_the_type_of_the_sum_and_sums_over_copies_are_planned(
+        tmp_path, shape, tied, changes):
+    ranks = changes.get('cluster.processes', 2)
+    made = FULL | ADAM | AGAIN | {'precision.master': 'float32'} | changes
+    assert abs(apart_by(tmp_path, shape, tied, made, ranks)) < 0.15
+
+
 @pytest.mark.parametrize('changes', [
     {}, {'method.dropout': 0.1}, slow_case({'method.kind': 'qlora'}),
     slow_case({'method.kind': 'qlora', 'method.dropout': 0.1})], ids=str)
