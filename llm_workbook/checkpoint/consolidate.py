@@ -7,7 +7,10 @@ __all__ = ['export_full']
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050003
 import json
+import warnings
+from copy import deepcopy
 from pathlib import Path
+from typing import NamedTuple
 
 from .manifest import check_checkpoint
 from .sharded_files import (
@@ -16,51 +19,152 @@ from ..files import resolve
 from ..model.architecture import auto_class, load_tokenizer
 from ..parallel.agreement import on_every_rank, rank_and_world
 
-# %% ../../nbs/checkpoint/05_consolidate.ipynb #a6a9eeb3
-def _assemble(folder, path, tensors, dtype):
-    "Write one file: whole `tensors` (name -> shape and type) from all slices, cast to `dtype`."
-    import torch
-    filled = {name: torch.empty(shape, dtype=stored) for name, (shape, stored) in tensors.items()}
-    fill_slices(folder, filled)
-    slices = []
-    for name, tensor in filled.items():
-        if dtype and tensor.is_floating_point(): tensor = tensor.to(dtype)
-        slices.append((name, tensor, (0,) * tensor.ndim))
-    return write_slices(path, slices)
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f01
+class _Unit(NamedTuple):
+    "Parameters that are written together, and the tensors that a published file has of them."
+    parameters: dict  # Name -> shape and type
+    published: dict  # Likewise
+    converts: bool  # Whether numbers change their places; if not, one tensor changes its name
 
-def _write_files(folder, directory, files, dtype):
-    "Write this rank's files; rank 0 shows how many of its own are done."
+def _groups(model, names):
+    "Group the names of parameters by the conversion that takes them."
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, apply_converters
+    used = getattr(model, '_weight_conversions', None)  # Of a model that was loaded
+    if used is None: used = get_model_conversion_mapping(model, add_legacy=False)
+    steps = [step.reverse_transform() for step in reversed(used)
+             if isinstance(step, WeightConverter)]
+    groups = {}
+    for name in names: groups.setdefault(apply_converters(name, steps)[0], []).append(name)
+    return list(groups.values())
+
+def _described(tensors): return {name: (t.shape, t.dtype) for name, t in tensors.items()}
+
+def _shapes(entries): return {name: tuple(shape) for name, (shape, _) in entries.items()}
+
+def _converted_units(model, tensors):
+    "Group `tensors` into units by what transformers' reverse conversion does to empty ones."
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+    empty = {name: torch.empty(shape, dtype=dtype, device='meta')
+             for name, (shape, dtype) in tensors.items()}
+    names = {id(tensor): name for name, tensor in empty.items()}
+    whole = revert_weight_conversion(model, empty)
+    renamed = {names[id(tensor)]: name for name, tensor in whole.items() if id(tensor) in names}
+    units = [_Unit({old: tensors[old]}, {new: tensors[old]}, False)
+             for old, new in renamed.items()]
+    for group in _groups(model, sorted(tensors.keys() - renamed.keys())):
+        published = revert_weight_conversion(model, {name: empty[name] for name in group})
+        units.append(_Unit({name: tensors[name] for name in group}, _described(published), True))
+    merged = {name: entry for unit in units for name, entry in unit.published.items()}
+    if merged != _described(whole):
+        raise ValueError('the whole model has other tensors than its parts')
+    return units
+
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f03
+def _units(model, tensors):
+    "Group `tensors` (name -> shape and type) into units; warn where names cannot be turned back."
+    try: units = _converted_units(model, tensors)
+    except Exception as error:
+        warnings.warn(f'{type(model).__name__}: its names cannot be turned back into those that it '
+                      f'is published with ({type(error).__name__}: {error}). The files have the '
+                      'names of its parameters, which transformers reads and other programs may not')
+        units = [_Unit({name: entry}, {name: entry}, False) for name, entry in tensors.items()]
+    return sorted(units, key=lambda unit: min(unit.parameters))
+
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #a6a9eeb3
+class _FilePart(NamedTuple):
+    "What one rank has in memory at a time."
+    units: list  # Of `_Unit`
+    files: dict  # Name of a file -> its tensors, with shape and type
+
+def _packed(sizes_b, limit_b):
+    "Divide the keys of `sizes_b` into groups of at most `limit_b` bytes, or of one key."
+    groups, left_b = [], 0
+    for key, size_b in sizes_b.items():
+        if not groups or size_b > left_b:
+            groups.append([])
+            left_b = limit_b
+        groups[-1].append(key)
+        left_b -= size_b
+    return groups
+
+def _size_b(entries): return sum(shape.numel() * dtype.itemsize for shape, dtype in entries)
+
+def _plan_parts(units, limit_b):
+    "Divide `units` into parts, and the tensors of each part into files of at most `limit_b` bytes."
+    sizes_b = {number: _size_b(unit.published.values()) for number, unit in enumerate(units)}
+    parts = []
+    for group in _packed(sizes_b, limit_b):
+        own = [units[number] for number in group]
+        tensors = dict(sorted(item for unit in own for item in unit.published.items()))
+        each_b = {name: _size_b([entry]) for name, entry in tensors.items()}
+        files = [{name: tensors[name] for name in names} for names in _packed(each_b, limit_b)]
+        parts.append((own, files))
+    count = sum(len(files) for _, files in parts)
+    numbers = iter(range(1, count + 1))
+    return [_FilePart(own, {f'model-{next(numbers):05}-of-{count:05}.safetensors': tensors
+                            for tensors in files}) for own, files in parts]
+
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f09
+def _assemble(folder, directory, part, model, dtype):
+    "Write the files of one part from all slices, cast to `dtype`."
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+    filled = {name: torch.empty(shape, dtype=stored) for unit in part.units
+              for name, (shape, stored) in unit.parameters.items()}
+    fill_slices(folder, filled)
+    published = {}
+    for unit in part.units:
+        own = {name: filled.pop(name) for name in unit.parameters}
+        for name, tensor in own.items():
+            if dtype and tensor.is_floating_point(): own[name] = tensor.to(dtype)
+        if unit.converts: published |= revert_weight_conversion(model, own)
+        else: published |= dict(zip(unit.published, own.values()))
+    for file, tensors in part.files.items():
+        slices = [(name, published.pop(name), (0,) * len(tensors[name][0])) for name in tensors]
+        write_slices(directory / file, slices)
+
+def _write_files(folder, directory, parts, source, dtype):
+    "Write this rank's parts; rank 0 shows how many of its own are done."
     from tqdm import tqdm  # Plain: a rank is a fork, and a widget would ask the kernel
     rank, ranks = rank_and_world()
-    own = [*files][rank::ranks]
-    for name in tqdm(own, 'writing', unit='file', delay=3, leave=False, disable=rank != 0):
-        _assemble(folder, directory / name, files[name], dtype)
-
-def _plan_files(tensors, limit_b):
-    "File name -> its tensors: files of at most `limit_b` bytes, or of one tensor."
-    groups, left_b = [], 0
-    for name, (shape, dtype) in sorted(tensors.items()):
-        size_b = shape.numel() * dtype.itemsize
-        if size_b > left_b:
-            groups.append({})
-            left_b = limit_b
-        groups[-1][name] = shape, dtype
-        left_b -= size_b
-    return {f'model-{number:05}-of-{len(groups):05}.safetensors': group
-            for number, group in enumerate(groups, 1)}
+    model = _model_of(source)
+    own = parts[rank::ranks]
+    for part in tqdm(own, 'writing', unit='part', delay=3, leave=False, disable=rank != 0):
+        _assemble(folder, directory, part, model, dtype)
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #5a35fe92
-def _write_index(directory, files, source, dtype):
-    "Write what stands beside the weights: index, configuration, tokenizer."
+def _is_model(source): return not isinstance(source, (str, Path))
+
+def _config_of(source):
+    "Give a configuration that may be changed."
     from transformers import AutoConfig
+    if _is_model(source): return deepcopy(source.config)
+    return AutoConfig.from_pretrained(resolve(source), trust_remote_code=False)
+
+def _loading_class(config):
+    "Find the class by which a checkpoint with `config` is loaded."
+    classifies = config.architectures[0].endswith('ForSequenceClassification')
+    return auto_class(config, 'classification' if classifies else 'causal_lm')
+
+def _model_of(source):
+    "Give the model itself, or an empty one of the class that `source` means."
+    import torch
+    if _is_model(source): return source
+    config = _config_of(source)
+    with torch.device('meta'): return _loading_class(config).from_config(config)
+
+def _write_index(directory, files, source, dtype):
+    "Write what stands beside the weights: index, configuration, and the tokenizer of a `source`."
     total_b = sum((directory / file).stat().st_size for file in files)
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     index = {'metadata': {'total_size': total_b}, 'weight_map': weight_map}
     (directory / 'model.safetensors.index.json').write_text(json.dumps(index, indent=1))
-    config = AutoConfig.from_pretrained(resolve(source), trust_remote_code=False)
+    config = _config_of(source)
     config.dtype = dtype
     config.save_pretrained(directory)
-    load_tokenizer(source).save_pretrained(directory)
+    if not _is_model(source): load_tokenizer(source).save_pretrained(directory)
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6c24ef8
 def _compare_headers(directory, tensors, dtype):
@@ -80,8 +184,7 @@ def _verify(directory, shapes, dtype):
     import torch
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(directory)
-    classifies = config.architectures[0].endswith('ForSequenceClassification')
-    kind = auto_class(config, 'classification' if classifies else 'causal_lm')
+    kind = _loading_class(config)
     model, info = kind.from_pretrained(directory, dtype='auto', output_loading_info=True)
     parameters = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
@@ -100,7 +203,7 @@ def _verify(directory, shapes, dtype):
 def export_full(
     folder: 'str | Path',  # A committed checkpoint of a full fine-tune, its weights in `model`
     directory: 'str | Path',  # Where a plain transformers model goes; holds none yet
-    source: str,  # Fine-tuned model, for configuration and tokenizer: name, directory or hub id
+    source: 'str | Path | PreTrainedModel',  # Fine-tuned model: name, directory, hub id; or itself
     dtype: str | None = None,  # Of the weights in the files, as in 'bfloat16'; None keeps them
     shard_b: int = 2 * 10**9,  # Most bytes of a file, as trained: what a rank holds at once
     load: bool = True,  # Whether rank 0 loads the result for one forward, which reads every byte
@@ -116,19 +219,22 @@ def export_full(
     if any(directory.glob('*.safetensors')):
         raise FileExistsError(f'{directory.name!r} holds a model: name another directory')
     tensors = stored_tensors(folder / 'model')
-    shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
+    plans = on_every_rank(
+        lambda: None if rank else _plan_parts(_units(_model_of(source), tensors), shard_b))
+    parts = plans[0]
+    files = {file: entries for part in parts for file, entries in part.files.items()}
+    published = {name: entry for entries in files.values() for name, entry in entries.items()}
     floats = [stored for _, stored in tensors.values() if stored.is_floating_point]
     cast = getattr(torch, dtype) if dtype else None
     model_dtype = cast or max(floats, key=floats.count)
-    files = _plan_files(tensors, shard_b)
 
     def finish():
         if rank: return
         _write_index(directory, files, source, model_dtype)
-        _compare_headers(directory, tensors, cast)
-        if load: _verify(directory, shapes, model_dtype)
+        _compare_headers(directory, published, cast)
+        if load: _verify(directory, _shapes(tensors), model_dtype)
 
     on_every_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
-    on_every_rank(lambda: _write_files(folder / 'model', directory, files, cast))
+    on_every_rank(lambda: _write_files(folder / 'model', directory, parts, source, cast))
     on_every_rank(finish)
-    return shapes
+    return _shapes(published)

@@ -72,6 +72,8 @@ class _Arrival:
 def _note(arrival, weights, model, state_dict, files, config):
     "Stand in for transformers' reading: note where all comes from, and read buffers alone."
     planned, info = origins(model, weights, config)
+    steps = config.weight_mapping or ()
+    model._weight_conversions = [step for step in steps if step.was_used()]  # For its result
     for origin in planned:
         path, _, leaf = origin.name.rpartition('.')
         module, tensor = model.get_submodule(path), model.get_parameter_or_buffer(origin.name)

@@ -35,12 +35,21 @@ def _exported(rank, size_b, first) -> Iterator[Line]:
     "Each rank puts some files of the result together, from the parts that are on the disk."
     if size_b <= _FILE_B and not first: return
     symbols = {'s': size_b, 'f': _FILE_B}
-    why = 'min(s, f)', symbols, 'llm-workbook: export_full'
-    file_b = min(size_b, _FILE_B)
+    formula, file_b, experts_b = 'min(s, f)', min(size_b, _FILE_B), _experts_b(rank)
+    if experts_b:
+        formula, symbols['e'] = 'max(min(s, f), e) + e', experts_b
+        file_b = max(file_b, experts_b) + experts_b
+    why = formula, symbols, 'llm-workbook: export_full'
     yield _saving_line(
         'weights', 'export', 'host', file_b, why,
         name='a file of the result',
         every_rank=size_b > _FILE_B)
+
+def _experts_b(rank) -> int:
+    "Bytes of the largest parameter that holds all experts of a layer; 0 where none does."
+    shapes = [tensor.shape for tensor in rank.tensors.trained]
+    experts = [prod(shape) for shape in shapes if len(shape) == 3 and shape[1] > 1]  # No convolution
+    return rank.number_b('weights', True) * max(experts, default=0)
 
 def _gathered(rank, instant) -> Iterator[Line]:
     "The largest trained tensor, put together where each rank has a part."

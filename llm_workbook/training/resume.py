@@ -278,7 +278,7 @@ def _save_model(trainer, files, step):
     "Write the whole model; every rank gets the shape of each tensor."
     folder = files.directory / '.whole'
     first = trainer.run.rank == 0
-    on_every_rank(lambda: _make_folder(trainer, folder) if first else None)
+    on_every_rank(lambda: _make_folder(folder) if first else None)
     if trainer.is_deepspeed_enabled:
         shapes = _write_gathered(trainer, folder)
     else:
@@ -286,11 +286,9 @@ def _save_model(trainer, files, step):
     on_every_rank(lambda: _publish(trainer, files, folder) if first else None)
     return shapes
 
-def _make_folder(trainer, folder):
+def _make_folder(folder):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for part in (trainer.model.config, trainer.processing_class):
-        part.save_pretrained(folder / 'source')
 
 # %% ../../nbs/training/07_resume.ipynb #63d2be8c
 def _write_from_slices(trainer, checkpoint, folder):
@@ -299,15 +297,13 @@ def _write_from_slices(trainer, checkpoint, folder):
         checkpoint = folder / checkpoint.name
         save_checkpoint(checkpoint, trainer.model_wrapped, facts=trainer.run.facts)
     size_b = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    source = str(folder / 'source')
-    return export_full(checkpoint, folder / 'model', source, load=size_b <= 2 * 10**9)
+    return export_full(checkpoint, folder / 'model', trainer.model, load=size_b <= 2 * 10**9)
 
 def _write_gathered(trainer, folder):
     "Gather the model on rank 0."
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.run.rank == 0:
         trainer.model.save_pretrained(folder / 'model', state_dict=state)
-        trainer.processing_class.save_pretrained(folder / 'model')
     on_every_rank(lambda: None)  # Until rank 0 has written
     shapes = on_every_rank(lambda: {
         name: tuple(shape) for name, (shape, _) in stored_tensors(folder / 'model').items()})
@@ -316,6 +312,7 @@ def _write_gathered(trainer, folder):
 def _publish(trainer, files, folder):
     "Give the written model its name, as transformers names its files."
     model = folder / 'model'
+    trainer.processing_class.save_pretrained(model)
     if trainer.model.can_generate():
         trainer.model.generation_config.save_pretrained(model)
     only = model / 'model-00001-of-00001.safetensors'
