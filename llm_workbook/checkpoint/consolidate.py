@@ -38,6 +38,7 @@ def _groups(model, names):
     for name in names: groups.setdefault(apply_converters(name, steps)[0], []).append(name)
     return list(groups.values())
 
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f12
 def _described(tensors): return {name: (t.shape, t.dtype) for name, t in tensors.items()}
 
 def _shapes(entries): return {name: tuple(shape) for name, (shape, _) in entries.items()}
@@ -67,17 +68,13 @@ def _units(model, tensors):
     try: units = _converted_units(model, tensors)
     except Exception as error:
         warnings.warn(f'{type(model).__name__}: its names cannot be turned back into those that it '
-                      f'is published with ({type(error).__name__}: {error}). The files have the '
-                      'names of its parameters, which transformers reads and other programs may not')
+                      f'is published with ({type(error).__name__}: {error}). The files '
+                      'have the names of its parameters, which transformers reads and other '
+                      'programs may not')
         units = [_Unit({name: entry}, {name: entry}, False) for name, entry in tensors.items()]
     return sorted(units, key=lambda unit: min(unit.parameters))
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6a9eeb3
-class _FilePart(NamedTuple):
-    "What one rank has in memory at a time."
-    units: list  # Of `_Unit`
-    files: dict  # Name of a file -> its tensors, with shape and type
-
 def _packed(sizes_b, limit_b):
     "Divide the keys of `sizes_b` into groups of at most `limit_b` bytes, or of one key."
     groups, left_b = [], 0
@@ -88,6 +85,12 @@ def _packed(sizes_b, limit_b):
         groups[-1].append(key)
         left_b -= size_b
     return groups
+
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f16
+class _FilePart(NamedTuple):
+    "What one rank has in memory at a time."
+    units: list  # Of `_Unit`
+    files: dict  # Name of a file -> its tensors, with shape and type
 
 def _size_b(entries): return sum(shape.numel() * dtype.itemsize for shape, dtype in entries)
 
@@ -155,6 +158,7 @@ def _model_of(source):
     config = _config_of(source)
     with torch.device('meta'): return _loading_class(config).from_config(config)
 
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f19
 def _write_index(directory, files, source, dtype):
     "Write what stands beside the weights: index, configuration, and the tokenizer of a `source`."
     total_b = sum((directory / file).stat().st_size for file in files)

@@ -48,7 +48,8 @@ def _exported(rank, size_b, first) -> Iterator[Line]:
 def _experts_b(rank) -> int:
     "Bytes of the largest parameter that holds all experts of a layer; 0 where none does."
     shapes = [tensor.shape for tensor in rank.tensors.trained]
-    experts = [prod(shape) for shape in shapes if len(shape) == 3 and shape[1] > 1]  # No convolution
+    # A convolution with one channel has three dimensions too
+    experts = [prod(shape) for shape in shapes if len(shape) == 3 and shape[1] > 1]
     return rank.number_b('weights', True) * max(experts, default=0)
 
 def _gathered(rank, instant) -> Iterator[Line]:

@@ -308,7 +308,8 @@ def _stored_type(merge, name):
     "The type in which a weight that is not packed is stored."
     dtype = merge.weights.tensors[name].dtype
     is_float = dtype.startswith(('float', 'bfloat'))
-    if not is_float or in_modules(name, merge.float32_modules): return dtype
+    if not is_float: return dtype
+    if in_modules(name, merge.float32_modules): return 'float32'  # As transformers loads it
     return str(merge.dtype).removeprefix('torch.')
 
 def _dequantised(weight, method):
