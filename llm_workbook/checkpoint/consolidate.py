@@ -16,7 +16,7 @@ from .manifest import check_checkpoint
 from .sharded_files import (
     CheckpointError, fill_slices, stored_tensors, write_slices)
 from ..files import resolve
-from ..model.architecture import auto_class, load_tokenizer
+from ..model.architecture import auto_class, in_modules, load_tokenizer
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f01
@@ -110,32 +110,42 @@ def _plan_parts(units, limit_b):
                             for tensors in files}) for own, files in parts]
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f09
-def _assemble(folder, directory, part, model, dtype):
-    "Write the files of one part from all slices, cast to `dtype`."
+def _assemble(folder, directory, part, model):
+    "Write the files of one part from all slices."
     import torch
     from transformers.core_model_loading import revert_weight_conversion
-    filled = {name: torch.empty(shape, dtype=stored) for unit in part.units
-              for name, (shape, stored) in unit.parameters.items()}
+    filled = {name: torch.empty(shape, dtype=dtype) for unit in part.units
+              for name, (shape, dtype) in unit.parameters.items()}
     fill_slices(folder, filled)
     published = {}
     for unit in part.units:
         own = {name: filled.pop(name) for name in unit.parameters}
-        for name, tensor in own.items():
-            if dtype and tensor.is_floating_point(): own[name] = tensor.to(dtype)
         if unit.converts: published |= revert_weight_conversion(model, own)
         else: published |= dict(zip(unit.published, own.values()))
     for file, tensors in part.files.items():
         slices = [(name, published.pop(name), (0,) * len(tensors[name][0])) for name in tensors]
         write_slices(directory / file, slices)
 
-def _write_files(folder, directory, parts, source, dtype):
+def _write_files(folder, directory, parts, source):
     "Write this rank's parts; rank 0 shows how many of its own are done."
     from tqdm import tqdm  # Plain: a rank is a fork, and a widget would ask the kernel
     rank, ranks = rank_and_world()
     model = _model_of(source)
     own = parts[rank::ranks]
     for part in tqdm(own, 'writing', unit='part', delay=3, leave=False, disable=rank != 0):
-        _assemble(folder, directory, part, model, dtype)
+        _assemble(folder, directory, part, model)
+
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f26
+def _typed(model, tensors, dtype):
+    "Give `tensors` the type `dtype`, where transformers does when it loads `model` in that type."
+    import torch
+    if dtype is None: return tensors
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    if dtype == torch.float16: kept |= {*(model._keep_in_fp32_modules or ())}
+    def type_of(name, stored):
+        if not stored.is_floating_point: return stored
+        return torch.float32 if in_modules(name, kept) else dtype
+    return {name: (shape, type_of(name, stored)) for name, (shape, stored) in tensors.items()}
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #5a35fe92
 def _is_model(source): return not isinstance(source, (str, Path))
@@ -148,7 +158,7 @@ def _config_of(source):
 
 def _loading_class(config):
     "Find the class by which a checkpoint with `config` is loaded."
-    classifies = config.architectures[0].endswith('ForSequenceClassification')
+    classifies = str(config.architectures).endswith("ForSequenceClassification']")
     return auto_class(config, 'classification' if classifies else 'causal_lm')
 
 def _model_of(source):
@@ -171,10 +181,8 @@ def _write_index(directory, files, source, dtype):
     if not _is_model(source): load_tokenizer(source).save_pretrained(directory)
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6c24ef8
-def _compare_headers(directory, tensors, dtype):
-    "Refuse an export whose headers differ from `tensors`, with the type that was asked for."
-    wanted = {name: (shape, dtype if dtype and stored.is_floating_point else stored)
-              for name, (shape, stored) in tensors.items()}
+def _compare_headers(directory, wanted):
+    "Refuse an export whose headers differ from `wanted`: name -> shape and type."
     exported = stored_tensors(directory)
     names = wanted.keys() | exported.keys()
     odd = sorted(name for name in names if wanted.get(name) != exported.get(name))
@@ -183,8 +191,8 @@ def _compare_headers(directory, tensors, dtype):
                               f'{len(odd)} tensors differ, first {odd[0]}')
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #08e7cb59
-def _verify(directory, shapes, dtype):
-    "Load an export as anyone would; compare names, shapes and type, and run one forward."
+def _verify(directory, tensors):
+    "Load an export as anyone would; compare names, shapes and types, and run one forward."
     import torch
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(directory)
@@ -194,7 +202,7 @@ def _verify(directory, shapes, dtype):
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
     unmatched = {*info['missing_keys'], *info['unexpected_keys'], *info['mismatched_keys']}
     odd = {name for name, p in parameters.items()
-           if (tuple(p.shape), p.dtype) != (tuple(shapes.get(name, ())), dtype)}
+           if (p.shape, p.dtype) != tensors.get(name)}
     wrong = sorted(unmatched - tied | odd)[:3]
     if wrong:
         raise CheckpointError(f'{directory.name!r} is not what {type(model).__name__} loads: '
@@ -209,7 +217,7 @@ def export_full(
     directory: 'str | Path',  # Where a plain transformers model goes; holds none yet
     source: 'str | Path | PreTrainedModel',  # Fine-tuned model: name, directory, hub id; or itself
     dtype: str | None = None,  # Of the weights in the files, as in 'bfloat16'; None keeps them
-    shard_b: int = 2 * 10**9,  # Most bytes of a file, as trained: what a rank holds at once
+    shard_b: int = 2 * 10**9,  # Most bytes of a file: what a rank holds at once, or one unit
     load: bool = True,  # Whether rank 0 loads the result for one forward, which reads every byte
 ) -> dict[str, tuple]:  # Name -> shape of each tensor written
     "Assemble whole tensors, each rank its files; then compare, load and try the result."
@@ -222,23 +230,25 @@ def export_full(
                          'only a whole model can be exported')
     if any(directory.glob('*.safetensors')):
         raise FileExistsError(f'{directory.name!r} holds a model: name another directory')
-    tensors = stored_tensors(folder / 'model')
-    plans = on_every_rank(
-        lambda: None if rank else _plan_parts(_units(_model_of(source), tensors), shard_b))
-    parts = plans[0]
+    dtype = getattr(torch, dtype) if dtype else None
+
+    def plan():
+        model = _model_of(source)
+        tensors = _typed(model, stored_tensors(folder / 'model'), dtype)
+        return tensors, _plan_parts(_units(model, tensors), shard_b)
+
+    tensors, parts = on_every_rank(lambda: None if rank else plan())[0]
     files = {file: entries for part in parts for file, entries in part.files.items()}
     published = {name: entry for entries in files.values() for name, entry in entries.items()}
-    floats = [stored for _, stored in tensors.values() if stored.is_floating_point]
-    cast = getattr(torch, dtype) if dtype else None
-    model_dtype = cast or max(floats, key=floats.count)
 
     def finish():
         if rank: return
-        _write_index(directory, files, source, model_dtype)
-        _compare_headers(directory, published, cast)
-        if load: _verify(directory, _shapes(tensors), model_dtype)
+        floats = [own for _, own in tensors.values() if own.is_floating_point]
+        _write_index(directory, files, source, dtype or max(floats, key=floats.count))
+        _compare_headers(directory, published)
+        if load: _verify(directory, tensors)
 
     on_every_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
-    on_every_rank(lambda: _write_files(folder / 'model', directory, parts, source, cast))
+    on_every_rank(lambda: _write_files(folder / 'model', directory, parts, source))
     on_every_rank(finish)
     return _shapes(published)

@@ -151,6 +151,19 @@ def test_a_checkpoint_is_exported_later_by_the_name_of_its_base(kind, tmp_path):
     assert (tmp_path/'ours'/'tokenizer.json').is_file()
 
 
+@pytest.mark.parametrize('kind', ['deepseek_v3', slow_case('deepseek_v4')])
+def test_an_export_in_half_the_bytes_keeps_in_float32_what_transformers_keeps(kind, tmp_path):
+    made(kind).save_pretrained(tmp_path/'base')
+    model = loaded(tmp_path/'base')
+    model.save_pretrained(tmp_path/'full')
+    halved = type(model).from_pretrained(tmp_path/'full', dtype=torch.bfloat16)
+    halved.save_pretrained(tmp_path/'theirs')
+    export_full(checkpoint_of(model, tmp_path), tmp_path/'ours', model, dtype='bfloat16')
+    assert_same(tmp_path/'ours', tmp_path/'theirs')
+    types = {tensor.dtype for tensor in tensors_of(tmp_path/'ours').values()}
+    assert {torch.float32, torch.bfloat16} <= types
+
+
 def test_a_base_under_other_names_keeps_them_as_in_transformers(tmp_path):
     "Files with the names of parameters, and a text model from files of a larger one."
     made('qwen3_moe').save_pretrained(tmp_path/'fused', save_original_format=False)
