@@ -45,7 +45,8 @@ def test_every_shape_and_type_is_read_as_it_was_packed(shape, dtype):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     packed, state = quantize_4bit(weight, blocksize=64, quant_type='nf4')
     by_hand = nf4.unpack(packed, state.absmax, torch.float32)[:weight.numel()].reshape(shape)
-    read = dequantize_4bit(packed, state)
+    with torch.compiler.set_stance('force_eager'):  # bitsandbytes would build a program for these
+        read = dequantize_4bit(packed, state)
     assert read.shape == shape
     torch.testing.assert_close(read, by_hand.to(dtype), rtol=0, atol=0)
 
