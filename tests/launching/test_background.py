@@ -72,7 +72,7 @@ def test_a_run_gives_what_fine_tune_gives(done, recipe, tmp_path):
     assert run.ranks[0].keys() == plain.ranks[0].keys()
 
 
-def test_it_tells_how_it_stands(done, endless):
+def test_it_tells_how_it_stands_and_takes_no_second_run(done, endless, recipe, tmp_path):
     assert done.state == 'finished'
     assert '2 of 2 steps' in repr(done)
     assert endless.state == 'running'
@@ -82,6 +82,8 @@ def test_it_tells_how_it_stands(done, endless):
         assert '<script' not in run._repr_html_()
     with pytest.raises(TimeoutError, match="'run' is still running after 0.01 s"):
         endless.wait(0.01)
+    with pytest.raises(RuntimeError, match="busy with 'run'"):
+        launch(recipe, tmp_path/'other', endless.workers)
 
 
 def test_logs_stay_in_the_directory_and_are_read_from_their_end(done):
@@ -174,11 +176,6 @@ def test_what_only_the_directory_knows_is_raised_by_wait(done, recipe, workers):
         launch(recipe, done.directory, workers).wait(60)
     # It had finished
     assert launch(recipe, done.directory, workers, resume=True).wait(60).ranks == []
-
-
-def test_busy_workers_take_no_second_run(endless, recipe, tmp_path):
-    with pytest.raises(RuntimeError, match="busy with 'run'"):
-        launch(recipe, tmp_path/'other', endless.workers)
 
 
 def test_the_error_of_a_rank_arrives_as_it_is(recipe, workers, tmp_path):
