@@ -114,6 +114,24 @@ def rows() -> list:
     return [[sum(parts), max(parts)] for parts in seen]
 
 
+def scores() -> dict:
+    "Of one head by the kernel and by this library's tiles: log-probabilities, hits, gradients."
+    from llm_workbook.model.loss_head import fused_scores, token_scores
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(words, 32, generator=draw) for words in (60, 321)]
+    found = []
+    for score in fused_scores, token_scores:
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in drawn)
+        made = score(hidden, weight, torch.arange(60), outputs=('log_probs', 'entropy', 'is_top1'))
+        made.log_probs.mean().backward()
+        found.append((made, {'hidden': hidden.grad, 'weight': weight.grad}))
+    (ours, gradients), (theirs, expected) = found
+    return {'log_probs_off': float((ours.log_probs - theirs.log_probs).abs().max()),
+            'gradients_off': off(gradients, expected),
+            'hits_equal': torch.equal(ours.is_top1, theirs.is_top1),
+            'entropy_unknown': bool(ours.entropy.isnan().all())}
+
+
 def trained() -> dict:
     from llm_workbook import run_ranks
     found = {head: run_ranks(losses, 2, (head,), timeout_s=240)[0] for head in ('fused', 'chunked')}

@@ -30,7 +30,7 @@ def interpreted(*checks: str, module='interpreted_head', timeout_s=300) -> dict:
 
 
 @pytest.fixture(scope='module')
-def found() -> dict: return interpreted('forgotten', 'rows')
+def found() -> dict: return interpreted('forgotten', 'rows', 'scores')
 
 
 @pytest.mark.slow
@@ -65,6 +65,13 @@ def test_two_ranks_train_by_trl_what_tiles_train():
     assert found['heads'] == ['fused', 'chunked']
     assert found['fused'] == pytest.approx(found['chunked'], rel=1e-5)
     assert found['fused'][-1] < found['fused'][0]
+
+
+def test_a_head_has_the_scores_and_gradients_of_tiles(found):
+    scores = found['scores']
+    assert scores['log_probs_off'] < 1e-5
+    assert scores['gradients_off'] < 1e-5
+    assert scores['hits_equal'] and scores['entropy_unknown']
 
 
 def test_the_tiles_are_those_of_liger(found):
