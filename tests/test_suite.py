@@ -1,4 +1,5 @@
 """The program behind `make test`: pages and tests run side by side, and no failure is lost."""
+import os
 import sys
 import time
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import suite
+from libraries import join_pages
 from suite import Done
 
 PYTHON = sys.executable, '-c'
@@ -151,3 +153,22 @@ def test_every_page_and_every_file_of_tests_is_run(pages_of):
     assert '00_quickstart' in [page.stem for page in learning]
     assert 'tests' not in ' '.join(suite.pytest_command(2))
     assert suite.pytest_command(2, '-m', 'slow')[-2:] == ('-m', 'slow')
+
+
+def test_a_part_that_fails_ends_the_collection_beside_it(monkeypatch):
+    def fail(): sys.exit('differs')
+    monkeypatch.setattr(suite, 'COLLECT', (*PYTHON, 'import time; time.sleep(60)'))
+    monkeypatch.setattr(suite, 'diff_free', fail)
+    before = psutil.Process().children()
+    with pytest.raises(SystemExit, match='differs'): suite.test()
+    assert psutil.Process().children() == before
+
+
+def test_memory_in_large_pages_is_what_it_was():
+    held = os.urandom(2**23)
+    copy = bytearray(held)
+    join_pages()
+    assert copy == held
+    pid = os.fork()
+    if pid == 0: os._exit(copy != held)
+    assert os.waitpid(pid, 0)[1] == 0
