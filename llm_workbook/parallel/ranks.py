@@ -8,7 +8,7 @@ __all__ = ['ERROR_REPORTS', 'LOST_CONNECTION', 'ASKS_GPU', 'RankError', 'RankTim
 
 # %% ../../nbs/parallel/01_ranks.ipynb #80506722
 import datetime, faulthandler, gc, linecache, logging, os, pickle, random, re
-import shutil, signal, socket, sys, tempfile, threading, time, traceback
+import signal, socket, subprocess, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -94,19 +94,16 @@ def _hidden_garbage():
 def _janitor(folder):
     "Keep a process beside the kernel that removes `folder` when the kernel is killed."
     end, start = os.pipe()
-    janitor = os.fork()
-    if janitor == 0:
-        try:
-            os.setpgid(0, 0)
-            os.close(start)
-            os.read(end, 1)  # Returns when kernel and ranks are gone: they hold the other end
-            shutil.rmtree(folder, ignore_errors=True)
-        finally: os._exit(0)
+    # `read` returns when kernel and ranks are gone: they hold the other end
+    words = '/bin/sh', '-c', 'read -r nothing; rm -rf -- "$1"', 'janitor', folder
+    silent = subprocess.DEVNULL
+    janitor = subprocess.Popen(
+        words, stdin=end, stdout=silent, stderr=silent, process_group=0)
+    os.close(end)
     try: yield
     finally:
-        os.kill(janitor, signal.SIGKILL)
-        os.waitpid(janitor, 0)
-        os.close(end)
+        janitor.kill()
+        janitor.wait()
         os.close(start)
 
 # %% ../../nbs/parallel/01_ranks.ipynb #d3891766
