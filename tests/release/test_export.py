@@ -143,7 +143,7 @@ def test_the_card_says_what_is_known_and_no_path(published, adapters, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fresh_process_says_the_same_also_of_a_relative_directory(adapters, tmp_path, monkeypatch):
+def test_a_fresh_process_says_the_same_of_a_relative_directory(adapters, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(adapters, tmp_path / 'run' / 'adapters').parent)
     out = export(RECIPE, 'adapters', 'out', facts=NO)
     assert out.directory == tmp_path / 'run' / 'out'
