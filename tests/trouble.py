@@ -66,6 +66,17 @@ def small_base(folder: Path) -> Path:
     return folder
 
 
+def wide_base(folder: Path) -> Path:
+    "The shape of three layers as wide as those of Llama 3.2 1B, for plan and rehearsal alone."
+    config = {
+        'model_type': 'llama', 'architectures': ['LlamaForCausalLM'], 'vocab_size': 32_000,
+        'hidden_size': 2048, 'intermediate_size': 8192, 'num_hidden_layers': 3,
+        'num_attention_heads': 32, 'num_key_value_heads': 8, 'head_dim': 64,
+        'max_position_embeddings': 8192, 'tie_word_embeddings': True, 'dtype': 'bfloat16'}
+    (folder/'config.json').write_text(json.dumps(config))
+    return folder
+
+
 def some_rows(folder: Path, train: int, test: int | None = None) -> Path:
     "Write the first conversations of the sample into `folder`; as many of each split, if not said."
     folder.mkdir(parents=True, exist_ok=True)

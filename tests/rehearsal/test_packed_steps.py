@@ -6,7 +6,7 @@ are joined to one, without a mask.
 from functools import cache
 
 import pytest
-from trouble import slow_case
+from trouble import slow_case, wide_base
 
 from llm_workbook import Recipe, draft, estimate, memory, rehearse
 
@@ -36,8 +36,8 @@ def test_plan_and_rehearsal_agree_on_packed_rows(attention, changes):
     assert abs(planned_b(recipe) / rehearsed_b(recipe) - 1) < .01
 
 
-def test_the_mask_is_in_both():
-    recipe = packed_rows(LORA)
+def test_the_mask_is_in_both(tmp_path):
+    recipe = packed_rows(LORA | {'model.source': str(wide_base(tmp_path))})
     plain = recipe.changed({'batch.packing': False})
     more_b = planned_b(recipe) - planned_b(plain)
     assert more_b > .02 * planned_b(plain)
