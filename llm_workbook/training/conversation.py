@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..config.recipe import Data
 from ..display import nearest
+from .tool_calls import read_calls, with_tools
 
 # %% ../../nbs/training/00_conversation.ipynb #daa11447
 class DatasetError(ValueError):
@@ -181,8 +182,8 @@ def _no_column(role, row):
 # %% ../../nbs/training/00_conversation.ipynb #124fedc1
 _ROLES = {
     'system': 'system', 'user': 'user', 'human': 'user', 'prompter': 'user',
-    'assistant': 'assistant', 'gpt': 'assistant'}
-_TOOL_ROLES = 'tool', 'function', 'function_call', 'observation', 'ipython'
+    'assistant': 'assistant', 'gpt': 'assistant', 'function_call': 'assistant',
+    'tool': 'tool', 'function': 'tool', 'observation': 'tool', 'ipython': 'tool'}
 
 def _checked_text(value, subject):
     "Give `value` back if it is text with something in it; an error names the `subject`."
@@ -212,17 +213,27 @@ def _message(turn, number):
         raise ValueError(f'turn {number} is {kind}, not role and content')
     speaker = turn.get('role', turn.get('from'))
     content = turn.get('content', turn.get('value'))
-    calls_tool = turn.get('tool_calls') or turn.get('function_call')
-    if calls_tool or (isinstance(speaker, str) and speaker in _TOOL_ROLES):
-        raise ValueError(f'turn {number} calls a tool or answers for one, '
-                         'which this library does not train')
     if not isinstance(speaker, str) or speaker not in _ROLES:
         hint = nearest(str(speaker), list(_ROLES))
         raise ValueError(f'turn {number} has the unknown role {speaker!r:.40}; {hint}')
+    calls = read_calls(turn, number)
+    if speaker == 'function_call': content = ''
     if isinstance(content, list): content = _join_parts(content, number)
-    content = _checked_text(content, f'turn {number} ({speaker})')
-    message = {'role': _ROLES[speaker], 'content': content}
+    may_be_empty = calls or _ROLES[speaker] == 'tool'
+    if may_be_empty and not str(content or '').strip(): content = ''
+    else: content = _checked_text(content, f'turn {number} ({speaker})')
+    message = {'role': _ROLES[speaker], 'content': content} | _of_tools(turn, number, calls)
     return message if _trains(turn, number, message['role']) else message | {'train': False}
+
+def _of_tools(turn, number, calls):
+    "The fields of a turn that calls tools, or that answers for one."
+    role = _ROLES[turn.get('role', turn.get('from'))]
+    if calls and role != 'assistant':
+        raise ValueError(f'turn {number} of the {role} calls a tool: only the assistant calls')
+    if calls: return {'tool_calls': calls}
+    if role != 'tool': return {}
+    fields = {name: turn.get(name) for name in ('tool_call_id', 'name')}
+    return {name: str(value) for name, value in fields.items() if value not in (None, '')}
 
 _THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 
@@ -244,9 +255,16 @@ def _trains(turn, number, role):
     return trains or role != 'assistant'
 
 def _messages(turns, column='messages'):
+    turns = _from_json(turns)
     if not isinstance(turns, list) or not turns:
         raise ValueError(f'{column!r} is not a list of turns')
-    return [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    return [_message(_from_json(turn), number) for number, turn in enumerate(turns, 1)]
+
+def _from_json(value):
+    "Read turns that a table holds as JSON; all else stays as it is."
+    if not isinstance(value, str) or not value.startswith(('[', '{')): return value
+    try: return json.loads(value)
+    except (ValueError, RecursionError): return value
 
 # %% ../../nbs/training/00_conversation.ipynb #7d3d2650
 def _turn(role, content, subject):
@@ -304,7 +322,7 @@ def _stripped(turns):
     pairs = []
     for turn in turns:
         text = turn['content'].strip()
-        pairs.append((turn['role'], text))
+        pairs.append((turn['role'], text, turn.get('tool_calls')))
     return pairs
 
 def _from_alpaca(row, data):
@@ -409,11 +427,16 @@ def _two_texts(chosen, rejected):
 def conversation(
     row: dict,  # One row of a file
     data: Data,  # Its format, its column names, and for classification the question and the words
-) -> dict | None:  # {'messages'} or {'text'}, and {'rejected'} of a pair; None for a dropped label
+) -> dict | None:  # 'messages' or 'text', 'rejected', 'tools', 'family'; None: a dropped label
     "Turn one row into what the trainer reads."
     if not isinstance(row, dict):
         raise ValueError(f'is {type(row).__name__}, not an object with named fields')
     _check_meaning(row)
+    made = _made(row, data)
+    return made and with_tools(made, row)
+
+def _made(row, data):
+    "Read a row in its format."
     row_format = data.format
     if row_format == 'auto': row_format = detect_format(row, data)
     if row_format not in _TEXT_FORMATS: _check_judgement(row.get('label'))
@@ -441,7 +464,6 @@ _WEIGHTS = 'weight', 'loss_weight', 'train'
 
 def _check_meaning(row):
     "Refuse a row with a column that would change what is trained."
-    if row.get('tools'): raise ValueError('offers tools, which this library does not train')
     for name in _MEDIA:
         if row.get(name): raise ValueError(f'has {name}; only text is trained here')
     for name in _WEIGHTS:

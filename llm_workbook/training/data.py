@@ -19,6 +19,7 @@ from ..files import resolve
 from llm_workbook.training.conversation import (
     DatasetError, DataRow, RowPlace, conversation, detect_format, find_columns, read_columns,
     recipe_columns, rows_error)
+from .tool_calls import without_ids
 
 # %% ../../nbs/training/01_data.ipynb #c2d60148
 def _source_error(source, reason):
@@ -249,7 +250,7 @@ def _ending(path):
 def _prompt(row):
     "What two rows must not share across the split: all turns but the last, or the text."
     if 'text' in row: return row.get('prompt', row['text'])  # Two texts have a prompt
-    return json.dumps(row['messages'][:-1])
+    return json.dumps(without_ids(row['messages'][:-1]))
 
 def split_rows(
     rows: list[dict],  # Conversations

@@ -9,11 +9,16 @@ __all__ = ['Answer', 'Written', 'Tokens', 'ChatFormat', 'end_tokens', 'answer_to
 # %% ../../nbs/training/02_tokens.ipynb #7a0c1d04
 import os, re, warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
 from .conversation import rows_error
 from .long_texts import text_pieces
+from .tool_calls import (
+    PROBE_TOOL, ToolForm, around_calls, check_template, check_written, end_of_calls, probe_turns,
+    tool_form, tool_texts, written_calls)
 
 # %% ../../nbs/training/02_tokens.ipynb #1f11f9ab
 class Answer(NamedTuple):
@@ -28,6 +33,7 @@ class Written(NamedTuple):
     turns: list[dict]  # Each with `role` and `content`
     text: str  # The same as text
     answers: list[Answer]  # Those that train
+    tools: list[dict] | None = None  # That the conversation offers
 
 class Tokens(NamedTuple):
     "What the model reads of one conversation or text."
@@ -84,29 +90,40 @@ class ChatFormat:
     def text(self,
         turns: list[dict],  # Each with `role` and `content`
         prompt: bool = False,  # Whether the assistant's mark follows
+        tools: list[dict] | None = None,  # That the conversation offers
+        arguments: str = '',  # Of calls, 'object' or 'text'; '' tries what the template reads
     ) -> str:  # As the chat template writes it
         "Write a conversation."
         from jinja2 import TemplateError
         try:
             return self.tokenizer.apply_chat_template(
-                self._messages(turns), tokenize=False, add_generation_prompt=prompt)
+                self._messages(turns, arguments), tokenize=False, tools=tools,
+                add_generation_prompt=prompt)
         except (TemplateError, TypeError, OverflowError) as error:
             raise ValueError(f'the chat template refuses this conversation: {error}') from None
 
-    def _messages(self, turns):
+    @cached_property
+    def tool_form(self) -> ToolForm:  # Of its template
+        "Try what the template writes of tools."
+        return tool_form(self)
+
+    def _messages(self, turns, arguments=''):
+        calls = any('tool_calls' in turn for turn in turns)
+        if calls and not arguments: arguments = self.tool_form.arguments
         messages = []
         for turn in turns:
             content = turn['content']
             if self.in_parts: content = [{'type': 'text', 'text': content}]
-            messages.append({'role': turn['role'], 'content': content})
+            fields = written_calls(turn, arguments or 'object')
+            messages.append({'role': turn['role'], 'content': content} | fields)
         return messages
 
 # %% ../../nbs/training/02_tokens.ipynb #a1755e71
-def _find_answer(chat, turns) -> Answer:
+def _find_answer(chat, turns, tools=None) -> Answer:
     "Find the last turn of `turns`, which is the assistant's, in what the template writes."
-    text = chat.text(turns)
-    head, tail = _around(chat, turns, text)
-    try: before = chat.text(turns[:-1], prompt=True)
+    text = chat.text(turns, tools=tools)
+    head, tail = _around(chat, turns, text, tools)
+    try: before = chat.text(turns[:-1], prompt=True, tools=tools)
     except ValueError: before = None  # Some templates begin with a question or not at all
     if before is not None and text.startswith(before): start = len(before)
     elif text.startswith(head): start = _mark_end(chat, head)
@@ -115,12 +132,16 @@ def _find_answer(chat, turns) -> Answer:
                          'when the answer changes: set data.template')
     stop = chat.special.search(text, len(text) - len(tail))
     if stop: return Answer(turns, text, start, stop.end())
-    end_token = chat.tokenizer.eos_token
+    end_token = _end_behind(chat, turns, text, tools) or chat.tokenizer.eos_token
     if tail.strip() or not end_token:
         raise ValueError(f'the chat template ends an answer with {tail.strip()!r}, which is no '
                          "special token of this tokenizer: set data.template, as to 'plain'")
     text = text[:len(text) - len(tail)] + end_token
     return Answer(turns, text, start, len(text))
+
+def _end_behind(chat, turns, text, tools):
+    "The token that ends calls where the template writes it with the answer to them alone."
+    return end_of_calls(chat, turns, text, tools) if 'tool_calls' in turns[-1] else ''
 
 def _mark_end(chat, head):
     "Where the assistant's mark ends at the end of `head`; a space behind it belongs to the answer."
@@ -130,16 +151,19 @@ def _mark_end(chat, head):
     before, found, space = head.rpartition(mark) if mark else ('', '', head)
     return len(before + found) if found and not space.strip() else len(head)
 
-def _around(chat, turns, text):
+def _around(chat, turns, text, tools):
     "Give what the template writes before and after the last turn."
+    calls = 'tool_calls' in turns[-1]
     answer = turns[-1]['content'].strip()
-    if chat.tail is not None and text.endswith(answer + chat.tail):  # As after the last row
+    as_before = not calls and chat.tail is not None  # As after the last row
+    if as_before and text.endswith(answer + chat.tail):
         return text[:len(text) - len(chat.tail) - len(answer)], chat.tail
-    placeholder = turns[-1] | {'content': _PLACEHOLDER}
-    parts = chat.text([*turns[:-1], placeholder]).split(_PLACEHOLDER)
+    placeholder = {'role': turns[-1]['role'], 'content': _PLACEHOLDER}
+    parts = chat.text([*turns[:-1], placeholder], tools=tools).split(_PLACEHOLDER)
     if len(parts) != 2:
         raise ValueError(f'the chat template writes an answer {len(parts) - 1} times: '
                          'set data.template')
+    if calls: return around_calls(chat, text, *parts)
     chat.tail = parts[1]
     return parts
 
@@ -150,10 +174,15 @@ def end_tokens(
     "List the tokens that end an answer: the `eos_token`, and what the chat template writes."
     ends = {tokenizer.eos_token_id} - {None}
     if tokenizer.chat_template:
+        chat = ChatFormat(tokenizer)
         probe = [{'role': role, 'content': role} for role in ('user', 'assistant')]
-        answer = _find_answer(ChatFormat(tokenizer), probe)
-        written = tokenizer(answer.text[:answer.end], add_special_tokens=False, verbose=False)
-        ends.add(written['input_ids'][-1])
+        answers = [_find_answer(chat, probe)]
+        if chat.tool_form.arguments:
+            tools = [PROBE_TOOL] if chat.tool_form.offers else None
+            answers.append(_find_answer(chat, probe_turns()[:2], tools))
+        for answer in answers:
+            written = tokenizer(answer.text[:answer.end], add_special_tokens=False, verbose=False)
+            ends.add(written['input_ids'][-1])
     return sorted(ends)
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c002
@@ -165,21 +194,24 @@ def answer_tokens(
 ) -> list[Tokens]:  # One; more where the template rewrites earlier turns
     "Tokenise `row` as the trainer reads it."
     if 'text' in row: return [_text_tokens(row['text'], tokenizer or chat.tokenizer)]
-    return _tokenise(chat, _write(chat, row['messages'], answers))
+    return _tokenise(chat, _write(chat, row, answers))
 
-def _write(chat, turns, answers) -> list[Written]:
+def _write(chat, row, answers) -> list[Written]:
     "Write a conversation; once for each answer where the template rewrites earlier turns."
     if answers not in ('all', 'last'):
         raise ValueError(f"answers {answers!r} must be 'all' or 'last'")
+    turns, tools = row['messages'], row.get('tools')
+    check_template(chat, turns, tools)
     trained = [number for number, turn in enumerate(turns, 1)
                if turn['role'] == 'assistant' and turn.get('train', True)]
     if not trained: raise ValueError('has no answer that is to be trained')
-    found = [_find_answer(chat, turns[:number]) for number in trained]
+    found = [_find_answer(chat, turns[:number], tools) for number in trained]
+    for answer in found: check_written(answer, tools)
     if answers == 'last': found = found[-1:]
-    whole = found[-1].text if trained[-1] == len(turns) else chat.text(turns)
+    whole = found[-1].text if trained[-1] == len(turns) else chat.text(turns, tools=tools)
     if all(whole.startswith(answer.text[:answer.end]) for answer in found):
-        return [Written(turns, whole, found)]
-    return [Written(answer.turns, answer.text, [answer]) for answer in found]
+        return [Written(turns, whole, found, tools)]
+    return [Written(answer.turns, answer.text, [answer], tools) for answer in found]
 
 def _text_tokens(text, tokenizer):
     "Tokenise a text; every token trains that has one before it, and the end of the text."
@@ -215,17 +247,20 @@ def _answers_alone(written, ids, offsets, marks) -> Tokens:
 
 def _marked(chat, group) -> dict:
     "Tokenise with the marks of the template; an end that is added behind them counts as marked."
-    coded = chat.tokenizer.apply_chat_template(
-        [chat._messages(written.turns) for written in group], return_dict=True,
-        return_assistant_tokens_mask=True, tokenizer_kwargs={'return_offsets_mapping': True})
-    columns = coded['input_ids'], coded['assistant_masks'], coded['offset_mapping']
-    for written, ids, marks, offsets in zip(group, *columns, strict=True):
+    columns = {'input_ids': [], 'assistant_masks': [], 'offset_mapping': []}
+    for tools, some in groupby(group, lambda written: written.tools):
+        coded = chat.tokenizer.apply_chat_template(
+            [chat._messages(written.turns) for written in some], tools=tools, return_dict=True,
+            return_assistant_tokens_mask=True, tokenizer_kwargs={'return_offsets_mapping': True})
+        for name in columns: columns[name] += coded[name]
+    for written, ids, marks, offsets in zip(group, *columns.values(), strict=True):
         size = len(written.text)
         if offsets[-1][1] == size: continue
-        ids.append(chat.tokenizer.eos_token_id)
+        [*_, end] = chat.special.finditer(written.text)
+        ids.append(chat.tokenizer.convert_tokens_to_ids(end.group()))
         marks.append(1)
         offsets.append((size - 1, size))
-    return coded
+    return columns
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c006
 def assistant_mask(
@@ -306,7 +341,7 @@ class TokenReport:
 def _special_in(row, chat, tokenizer):
     "A special token that stands in the text of a row; '' when none does."
     texts = [row['text']] if 'text' in row else [turn['content'] for turn in row['messages']]
-    text = ' '.join(texts)
+    text = ' '.join(texts + tool_texts(row))
     if chat:
         found = chat.special.search(text)
         return found.group() if found else ''
@@ -414,7 +449,7 @@ def _read(row, chat, tokenizer, answers) -> 'list | str':
     if 'text' in row:
         tokens = _text_tokens(row['text'], tokenizer)
         return [tokens._replace(opening=None) if 'label' in row else tokens]
-    try: return _write(chat, row['messages'], answers)
+    try: return _write(chat, row, answers)
     except ValueError as error: return str(error)
 
 def _bar(rows):

@@ -7,6 +7,7 @@ __all__ = ['TOKEN_KEYS', 'PAIR_KEYS', 'ROW_KINDS', 'row_kind', 'trainer_table', 
 
 # %% ../../nbs/training/11a_trainer_rows.ipynb #b19ae196
 from .packed_rows import PackedCollator, joins_rows, pack_rows
+from .tool_calls import tool_texts
 
 # %% ../../nbs/training/11a_trainer_rows.ipynb #6673ffa7
 TOKEN_KEYS = 'input_ids', 'labels'  # Of a row of tokens
@@ -22,7 +23,10 @@ def row_kind(
     firsts = [group[0] for group in (rows, held) if group]
     kinds = (TOKEN_KEYS,) if packs else ROW_KINDS
     for keys in kinds if rows else ():
-        if all(set(keys) <= row.keys() for row in firsts): return keys
+        if not all(set(keys) <= row.keys() for row in firsts): continue
+        if keys != ('messages',) or not any(map(tool_texts, [*rows, *held])): return keys
+        raise ValueError('rows that offer or call tools train from their tokens: '
+                         'pass those of `check_recipe`')
     if packs and rows:
         raise ValueError('only rows with input_ids and labels are packed: pass those of '
                          '`check_recipe`, or set batch.packing to false')

@@ -202,13 +202,15 @@ DAMAGE = [
     ('a.jsonl', '{"messages": [{"role": "user", "content": "a"}]}', {}, [1], 'no answer to learn'),
     ('a.jsonl', '{"messages": [{"role": "user", "content": 5}]}', {}, [1], 'is int, not text'),
     ('a.jsonl', '{"messages": ["a"]}', {}, [1], 'turn 1 is str'),
-    ('a.jsonl', '{"messages": [{"role": "tool", "content": "a"}]}', {}, [1], 'calls a tool'),
+    (
+        'a.jsonl', '{"messages": [{"from": "tool", "value": "a"}, {"from": "gpt", "value": "b"}]}',
+        {}, [1], 'turn 1 answers a call'),
     (
         'a.jsonl', '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', {}, [1],
         'not text'),
     (
-        'a.jsonl', '{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', {}, [1],
-        'offers tools'),
+        'a.jsonl', '{"messages": [{"role": "gpt", "content": "a"}], "tools": [{}]}', {}, [1],
+        'tool 1 has no name'),
     ('a.jsonl', '{"text": "\\ud800"}', {}, [1], 'half a character'),
     ('a.jsonl', '{"text": "a"}\n{"text": "b', {}, [2], 'cut off'),
     ('a.jsonl', '{"text": "a"}\n7\n"b"\nnull', {}, [2, 3, 4], 'not an object'),
