@@ -15,6 +15,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -206,6 +207,11 @@ def _prove(merge, recipe, adapters, folder, question):
             'difference': (logits - wanted).abs().max().item()}
 
 # %% ../../nbs/release/03_export.ipynb #86b136fa
+def _question(rows):
+    "What the proof asks: the turns before the first answer that calls a tool, or before the last."
+    if not rows or 'messages' not in rows[0]: return 'Hello'
+    return [*takewhile(lambda turn: 'tool_calls' not in turn, rows[0]['messages'][:-1])]
+
 def _license(place):
     "Give the license on the base's own card, or None."
     from huggingface_hub import ModelCard
@@ -357,7 +363,7 @@ def export(
         raise ValueError(f'model.head {base.head!r} is not exported here: take a causal_lm recipe')
     merge = Merge(base.source, adapters, into, recipe.method, recipe.precision, base.revision)
     rows, held_out, data = _data(recipe)
-    question = rows[0]['messages'][:-1] if rows and 'messages' in rows[0] else 'Hello'
+    question = _question(rows)
     with _published(directory, merge.weights.total_b) as folder, merge.weights:
         if 'gate' not in facts and held_out:
             facts['gate'] = judge(recipe, adapters, held_out[:_JUDGED_ROWS], into)

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from .scores import expected, question
-from ..training.tokens import end_tokens
+from ..training.tokens import ChatFormat, end_tokens
 
 # %% ../../nbs/release/01a_harness.ipynb #e7b5d423
 _TASK = 'held_out'  # Its name in the harness
@@ -28,18 +28,17 @@ def write_task(
     if not rows: raise ValueError('there is no question to ask: hold rows out')
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    asked = folder/'rows.jsonl'
+    asked, chat = folder/'rows.jsonl', ChatFormat(tokenizer)
     with asked.open('w', encoding='utf-8') as file:
-        for row in rows: file.write(_line(row, tokenizer))
+        for row in rows: file.write(_line(row, chat))
     task = folder/f'{_TASK}.yaml'
     said = _task(asked, tokenizer, longest)
     task.write_text(yaml.safe_dump(said, sort_keys=False), encoding='utf-8')
     return task
 
-def _line(row, tokenizer):
+def _line(row, chat):
     "A prompt and its answer, as a line of JSON."
-    prompt = tokenizer.apply_chat_template(question(row), tokenize=False,
-                                           add_generation_prompt=True)
+    prompt = chat.text(question(row), True, row.get('tools'))
     return json.dumps({'prompt': prompt, 'answer': expected(row).strip()}) + '\n'
 
 def _task(asked, tokenizer, longest):

@@ -25,6 +25,7 @@ from .small_case import LeftOut
 from ..training.fine_tune import check_recipe
 from ..training.packed_rows import PackedCollator, joins_rows, pack_rows
 from ..training.tokens import end_tokens
+from ..training.tool_calls import tool_texts
 from ..training.trainer import make_trainer
 
 # %% ../../nbs/release/06_relations.ipynb #26c2b598
@@ -262,8 +263,13 @@ def _squeezed(text): return ''.join(text.split())
 
 def _words(row, answers):
     "What the answers of a row say, or all other turns, without spaces and thoughts."
-    return [_squeezed(turn['content'].rpartition('</think>')[2])
+    return [_squeezed(turn['content'].rpartition('</think>')[2] or _called(turn))
             for turn in row['messages'] if (turn['role'] == 'assistant') == answers]
+
+def _called(turn):
+    "The name of the first tool that a turn calls."
+    names = [call['function']['name'] for call in turn.get('tool_calls', ())]
+    return names[0] if names else ''
 
 # %% ../../nbs/release/06_relations.ipynb #db209ffe
 def _only_conversations(specimen):
@@ -296,7 +302,7 @@ def no_question(
     _only_conversations(specimen)
     count, broken = 0, 0
     for row, stretches in _stretches(specimen):
-        answers = ' '.join(_words(row, answers=True))
+        answers = ' '.join(_words(row, answers=True) + [*map(_squeezed, tool_texts(row))])
         trained = ' '.join(_squeezed(specimen.tokenizer.decode(ids)) for ids in stretches)
         for question in _words(row, answers=False):
             if not question or question in answers: continue

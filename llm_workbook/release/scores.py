@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..display import html_table
-from ..training.tokens import end_tokens
+from ..training.tokens import ChatFormat, end_tokens
 
 # %% ../../nbs/release/01_scores.ipynb #519ed49c
 def question(
@@ -27,7 +27,10 @@ def expected(
     row: dict,  # A conversation
 ) -> str:  # The text of its last answer
     "Take from `row` what a model should answer."
-    return _messages(row)[-1]['content']
+    last = _messages(row)[-1]
+    if 'tool_calls' not in last: return last['content']
+    raise ValueError('the last turn calls a tool, and only texts are compared: '
+                     'score rows that end with a text')
 
 def _messages(row):
     if isinstance(row, dict) and 'messages' in row: return row['messages']
@@ -84,11 +87,10 @@ def answers(
     settings = GenerationConfig(max_new_tokens=longest, do_sample=False,
                                 eos_token_id=end_tokens(tokenizer),
                                 pad_token_id=tokenizer.pad_token_id)
-    given = []
+    chat, given = ChatFormat(tokenizer), []
     for first in trange(0, len(rows), batch, unit='batch', leave=False):
-        conversations = [question(row) for row in rows[first:first + batch]]
-        texts = tokenizer.apply_chat_template(conversations, tokenize=False,
-                                              add_generation_prompt=True)
+        texts = [chat.text(question(row), True, row.get('tools'))
+                 for row in rows[first:first + batch]]
         prompts = tokenizer(texts, return_tensors='pt', padding=True, padding_side='left',
                             add_special_tokens=False, return_token_type_ids=False)
         given += completions(model, tokenizer, prompts, settings)

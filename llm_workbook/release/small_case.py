@@ -19,6 +19,7 @@ from ..training.data import load_rows
 from ..training.mix import mix_rows
 from ..training.preferences import tokenise_pairs
 from ..training.tokens import check_rows
+from ..training.tool_calls import without_ids
 
 # %% ../../nbs/release/04a_small_case.ipynb #a3168207
 FIRST_ROWS = 64  # Rows of a recipe that are checked
@@ -26,7 +27,7 @@ FIRST_ROWS = 64  # Rows of a recipe that are checked
 def first_rows(
     recipe: Recipe,  # Its rows, template and length are read
     base: Path,  # The miniature of its model, whose tokenizer reads the rows
-) -> list[dict]:  # `messages` or `text`; with `label` of classes, or `rejected` of pairs
+) -> list[dict]:  # `messages`, `text`; `label` of classes, `rejected` of pairs, `tools`
     "Read and check the first rows of a recipe."
     own = recipe.changed({
         'model.source': str(base), 'model.revision': None, 'batch.packing': False})
@@ -40,7 +41,7 @@ def first_rows(
     length = own.batch.length
     if own.method.objective == 'dpo': rows = tokenise_pairs(rows, tokenizer, length, data.too_long)
     else: check_rows(rows, tokenizer, length, data.answers, data.too_long)
-    keys = 'messages', 'text', 'rejected'
+    keys = 'messages', 'text', 'rejected', 'tools'
     return [{key: row[key] for key in keys if key in row} for row in rows]
 
 # %% ../../nbs/release/04a_small_case.ipynb #29028bd2
@@ -63,7 +64,7 @@ def distinct_rows(
 
 def _question(row):
     "What makes two rows the same to a check of held-out rows."
-    return row['text'] if 'text' in row else json.dumps(row['messages'][:-1])
+    return row['text'] if 'text' in row else json.dumps(without_ids(row['messages'][:-1]))
 
 # %% ../../nbs/release/04a_small_case.ipynb #e71dedb2
 def small_recipe(
@@ -101,7 +102,8 @@ def _write_rows(file, rows) -> str:
 def _written(row):
     "A row as it stands in a file: a pair is two conversations, or two texts, that begin alike."
     if 'rejected' not in row: return row
-    return {'chosen': row.get('messages') or row['text'], 'rejected': row['rejected']}
+    written = {'chosen': row.get('messages') or row['text'], 'rejected': row['rejected']}
+    return written | {'tools': row['tools']} if 'tools' in row else written
 
 # %% ../../nbs/release/04a_small_case.ipynb #baa46cf1
 def alone_recipe(

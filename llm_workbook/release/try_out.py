@@ -165,7 +165,8 @@ def _check_mask(way):
     if not rows: raise LeftOut('no conversation: every token of a text trains, none of a review')
     data, answers = way.recipe.data, way.recipe.data.answers
     if way.is_dpo:
-        rows = [{'messages': row[side]} for row in rows for side in ('messages', 'rejected')]
+        sides = 'messages', 'rejected'
+        rows = [row | {'messages': row[side]} for row in rows for side in sides]
         answers = 'last'
     tokenizer = load_tokenizer(str(way.base), template=data.template)
     chat, count = ChatFormat(tokenizer), 0
@@ -184,7 +185,7 @@ def _asked_otherwise(row):
     for turn in row['messages']:
         is_answer = turn['role'] == 'assistant'
         turns.append(turn if is_answer else turn | {'content': _OTHER})
-    return {'messages': turns}
+    return row | {'messages': turns}
 
 # %% ../../nbs/release/05_try_out.ipynb #7e1c0ab1
 def _trained_ids(row, chat, answers):
