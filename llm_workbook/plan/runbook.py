@@ -259,9 +259,15 @@ def _passes(recipe, micro, passes) -> tuple[str, dict]:
     rows = f'{micro} {noun}{"s" * (micro > 1)} in a pass'
     what = f'{rows}, {passes} pass{"es" * (passes > 1)}'
     changes = {'batch.micro': micro, 'batch.accumulation': passes}
-    if passes == 1 or recipe.method.kind != 'full': return what, changes
-    if recipe.sharding.strategy != 'fsdp2': return what, changes
-    return f'{what}, each with its own reduction', changes | {'sharding.sync_each_batch': True}
+    if passes > 1 and _has_large_gradients(recipe):
+        what += ', each with its own reduction'
+        changes['sharding.sync_each_batch'] = True
+    return what, changes
+
+def _has_large_gradients(recipe):
+    "Whether gradients that are not reduced would be as large as the model."
+    full = recipe.method.kind == 'full'
+    return full and recipe.sharding.strategy == 'fsdp2'
 
 def _same_run(recipe) -> Iterator[tuple[str, dict]]:
     "Changes that keep what is trained, and the rows of a step."

@@ -9,14 +9,14 @@ __all__ = ['passing_lines', 'temporary_lines', 'instant_lines', 'working_lines']
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ..config.recipe import Recipe
 from ..display import nearest
 from ..model.spec import ModelSpec
 from .activations import (
-    PartSizes, StepRun, StepSizes, layers_at_the_end, live_numbers, step_sizes)
+    StepRun, StepSizes, layers_at_the_end, live_numbers, step_sizes)
 from .lines import INSTANTS, Line, StepKind
+from .sharded_step import TILED_HEADS, shard_instants
 
 # %% ../../nbs/plan/05_step_memory.ipynb #07d84784
 _TORCH, _FSDP = 'torch, saved tensors of autograd', 'torch, fully_shard'
@@ -128,13 +128,12 @@ def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
     return {**step.tables, 'kept': max(0, kept_b - freed_b), 'alive': instant.saved_b + freed_b,
             'flow': instant.flow_b, work: instant.work_b, 'whole': instant.grads_b}
 
-_TILED = 'chunked', 'one_pass', 'fused'  # Heads that nobody calls as a module
 
 def _forward_alive(run, step) -> dict[str, dict]:
     kept_b, beside_b = _waiting(run, step)
     stream_b = step.big.stream_b
     last_b = 0  # The last hidden state: a variable names it, whoever keeps one
-    if not run.setting.trains or run.setting.head in _TILED:
+    if not run.setting.trains or run.setting.head in TILED_HEADS:
         last_b = stream_b
     copies_b = _copies_b(run, step)
     instants = {
@@ -167,7 +166,7 @@ def _backward_alive(run, step) -> dict[str, dict]:
     work = 'unpacked' if run.setting.packed else 'work'
     first_kept_b = big.kept_b if run.recomputes else 0
     loss_b = step.loss.total_b - step.final_b - step.loss.grads_b
-    in_place = run.setting.head in _TILED or run.setting.autocast  # Where nobody else has it
+    in_place = run.setting.head in TILED_HEADS or run.setting.autocast  # Where nobody else has it
     tied = 1 if in_place else 2  # Gradients of a tied embedding, beside the head's
     flow = step.tables | {'flow': big.stream_b}
     return {
@@ -314,7 +313,7 @@ def _fetched(run, step, instants) -> None:
 
 def _fetched_last(run, step) -> tuple[int, dict[str, int]]:
     "Layers that are left when the embedding is fetched, and bytes gathered at instants after it."
-    part, tiled = step.big.part, run.setting.head in _TILED
+    part, tiled = step.big.part, run.setting.head in TILED_HEADS
     stays = step.tail.split if tiled else 0
     layers = layers_at_the_end(run.zero, part.split, stays) if part.split else 1
     layers = min(layers, sum(sort.count for sort in step.sorts))
@@ -324,208 +323,7 @@ def _fetched_last(run, step) -> tuple[int, dict[str, int]]:
     first_b = stays_b + (embedding_b + layers * part.split_b if layers else part.split_b)
     return layers, {'first layer': first_b, 'embedding': stays_b + embedding_b}
 
-# %% ../../nbs/plan/05_step_memory.ipynb #c0a66aca
-class _Shards(NamedTuple):  # A step under FSDP
-    run: StepRun
-    step: StepSizes
-    embedding: PartSizes
-    tail: PartSizes
-    root_b: int  # Gathered from the first unit to the last: embedding and head, where they are one
-    stay_b: int  # Gathered weights that are not dropped after the forward pass
-
-    @property
-    def unit_b(self) -> int: return self.step.big.part.gathered_b  # A layer, gathered
-
-    def mine_b(self, *numbers) -> int:
-        "Bytes of a rank's gradients of so many numbers."
-        if self.run.in_backward: return 0
-        return sum(numbers) * self.run.master_b
-
-def _shards(run, step) -> _Shards:
-    embedding, tail, root_b = step.embedding, step.tail, 0
-    if not embedding.gathered_b:
-        embedding, root_b = tail._replace(gathered_b=0), tail.gathered_b
-        tail = tail._replace(grads_b=0, trained=0)
-    stay_b = 0 if run.reshards else step.layers.gathered_b + embedding.gathered_b
-    return _Shards(run, step, embedding, tail, root_b, stay_b)
-
-# %% ../../nbs/plan/05_step_memory.ipynb #d6495184
-def _backward_shards(shards, instants) -> None:
-    "Add gathered weights and gradients of the backward pass."
-    run, big = shards.run, shards.step.big.part
-    embedding, tail, unit_b, stay_b = shards.embedding, shards.tail, shards.unit_b, shards.stay_b
-    total = shards.step.layers.trained + embedding.trained + tail.trained
-    before_first_b = shards.mine_b(total, -embedding.trained, -big.trained)
-    tail_b, wire_b = shards.mine_b(tail.trained), _wire_b(run, big.grads_b)
-    ahead_b = unit_b if run.reshards else 0
-    layer_b = unit_b if run.reshards else stay_b
-    instants['loss'].update(gathered=tail.gathered_b + stay_b)
-    instants['head'].update(gathered=tail.gathered_b + stay_b, ahead=ahead_b)
-    instants['head reduced'].update(
-        gathered=stay_b + shards.root_b, ahead=ahead_b, **_reduction(run, tail.grads_b))
-    instants['last layer'].update(
-        gathered=layer_b, ahead=ahead_b, reduce=_wire_b(run, tail.grads_b), gradients=tail_b)
-    instants['layer reduced'].update(
-        gathered=0 if run.reshards else stay_b - unit_b, ahead=ahead_b, gradients=tail_b,
-        **_reduction(run, big.grads_b))
-    if run.reshards: _middle_layers(shards, instants, before_first_b)
-    instants['first layer'].update(
-        gathered=unit_b if run.reshards else unit_b + embedding.gathered_b,
-        ahead=embedding.gathered_b if run.reshards else 0,
-        reduce=wire_b, gradients=before_first_b)
-    instants['embedding'].update(
-        reduce=wire_b, gradients=shards.mine_b(total, -embedding.trained))
-    instants['optimizer'].update(gradients=shards.mine_b(total))
-
-def _middle_layers(shards, instants, before_first_b) -> None:
-    "Between the last layer and the first one a unit is gathered while another is reduced."
-    run, big, unit_b = shards.run, shards.step.big.part, shards.unit_b
-    common = {'gathered': unit_b, 'reduce': _wire_b(run, big.grads_b)}
-    second = common | {'gradients': shards.mine_b(shards.tail.trained, big.trained)}
-    next_b = shards.embedding.gathered_b
-    instants['second layer gathers'].update(second | _gather(run, unit_b, 'ahead'))
-    instants['second layer'].update(second | {'ahead': unit_b})
-    if sum(sort.count for sort in shards.step.sorts) > 2:  # Else it is the last one, or none
-        above_b = before_first_b - shards.mine_b(big.trained)
-        instants['layer above the first'].update(common | {'ahead': unit_b, 'gradients': above_b})
-    instants['first layer gathers'].update(
-        common | _gather(run, next_b, 'ahead') | {'gradients': before_first_b})
-
-# %% ../../nbs/plan/05_step_memory.ipynb #b7b0ae34
-def _wire_b(run, grads_b) -> int:
-    "Gradients in the type in which they are reduced."
-    setting = run.setting
-    return grads_b * run.reduce_b // (setting.grad_b if setting.trains else setting.adapter_b)
-
-def _reduction(run, grads_b) -> dict[str, int]:
-    "The buffers of a reduce-scatter. On a CPU gloo's copy has gone when the result is cast."
-    flat_b = _wire_b(run, grads_b)
-    part_b = flat_b // run.ranks
-    if not run.cuda: return {'reduce': flat_b, 'reduced': part_b, 'copy': flat_b}
-    cast_b = part_b * run.master_b // run.reduce_b if run.master_b != run.reduce_b else 0
-    return {'reduce': flat_b, 'reduced': part_b + cast_b}
-
-def _gather(run, size_b, key, before_b=0) -> dict[str, int]:
-    "Another flat buffer for `key`, gloo's copy of it, and what is cast before it is sent."
-    cast = run.setting.trains and run.master_b > run.setting.compute_b
-    return {
-        key: before_b + size_b,
-        'twice': 0 if run.cuda else size_b,
-        'input': size_b // run.ranks if cast else 0,
-    }
-
-def _tie(shards, instants) -> None:
-    "Embedding and head are one tensor: it stays gathered, and its gradient waits."
-    for name, sizes in instants.items():
-        phase, part, _ = INSTANTS[name]
-        if phase != 'backward' or part == 'head': continue
-        sizes['gathered'] = sizes.get('gathered', 0) + shards.root_b
-        sizes['whole'] = sizes.get('whole', 0) + shards.step.tied_b
-
-def _reduce_last(shards, instants) -> None:
-    "The embedding's gradient is there, beside that of earlier passes, and then it is reduced."
-    run, grads_b, there = shards.run, shards.embedding.grads_b, instants['embedding']
-    earlier_b = _wire_b(run, grads_b) if run.accumulates else 0
-    there['whole'] = there.get('whole', 0) + earlier_b
-    reduced = there | {'gathered': 0, 'whole': max(grads_b, earlier_b)} | _reduction(run, grads_b)
-    if sum(reduced.values()) > sum(there.values()): instants['embedding'] = reduced
-
-# %% ../../nbs/plan/05_step_memory.ipynb #d1508ec5
-def _flat_gather(run, new_b, before_b, gathered_b) -> dict[str, int]:
-    "A unit is gathered, beside the flat buffer before it and what stays gathered."
-    if run.cuda: return {'flat': before_b + new_b, 'gathered': gathered_b + new_b}
-    return _gather(run, new_b, 'flat', before_b) | {'gathered': gathered_b}
-
-def _forward_shards(shards, instants) -> None:
-    "Add flat buffers and gathered weights of the forward pass."
-    run, unit_b, root_b = shards.run, shards.unit_b, shards.root_b
-    embedding_b, tail_b = shards.step.embedding.gathered_b, shards.step.tail.gathered_b
-    first_b = embedding_b or tail_b
-    stay_b = root_b + shards.stay_b
-    head_apart = not run.setting.trains and run.setting.head in _TILED  # It is gathered by itself
-    no_flat = root_b or head_apart
-    starts = [
-        _flat_gather(run, first_b, 0, 0),
-        _flat_gather(run, unit_b, first_b, root_b if run.reshards else first_b)]
-    instants['embedding gathers'].update(max(starts, key=lambda sizes: sum(sizes.values())))
-    before_b = stay_b if run.reshards else stay_b - unit_b
-    instants['last layer gathers'].update(_flat_gather(run, unit_b, unit_b, before_b))
-    if no_flat: head = _flat_gather(run, 0, unit_b, stay_b + tail_b - root_b)
-    else: head = _flat_gather(run, tail_b, unit_b, stay_b)
-    if head_apart and not run.cuda: head['twice'] = tail_b - root_b  # gloo's copy
-    instants['head gathers'].update(head)
-    if not run.recomputes:
-        gathered_b = stay_b + unit_b if run.reshards else stay_b
-        instants['last layer forward'].update(gathered=gathered_b, flat=unit_b)
-    instants['forward'].update(
-        gathered=stay_b + tail_b - root_b, flat=unit_b if no_flat else tail_b)
-
-# %% ../../nbs/plan/05_step_memory.ipynb #d71a6c3a
-def _fsdp1(run, step, instants) -> None:
-    "Replace what FSDP2 gathers by what FSDP1 gathers."
-    unit_b = step.big.part.gathered_b
-    root_b = step.embedding.gathered_b + step.tail.gathered_b
-    outputs_b = 0
-    if run.setting.head == 'full': outputs_b = 4 * step.symbols['tokens'] * step.symbols['vocab']
-    for name, sizes in instants.items():
-        phase, part, action = INSTANTS[name]
-        if name in ('embedding', 'optimizer'): continue
-        at_work = part == 'layers' and action != 'reduces'
-        layers_b = step.layers.gathered_b
-        if run.reshards: layers_b = unit_b if at_work else 0
-        fetches = run.reshards and name not in ('first layer', 'first layer gathers')
-        sizes.update(flat=0, twice=0, input=0, gathered=root_b + layers_b,
-                     ahead=unit_b if fetches else 0)
-        if name not in ('forward', 'last layer forward'): sizes['outputs'] = outputs_b
-
-# %% ../../nbs/plan/05_step_memory.ipynb #270e5dbb
-def _defer(shards, instants) -> None:
-    "Add gradients that wait whole for the last backward pass of a step."
-    parts = shards.embedding, shards.tail, shards.step.big.part, shards.step.layers
-    embedding_b, tail_b, layer_b, layers_b = (_wire_b(shards.run, part.grads_b) for part in parts)
-    total_b = layers_b + embedding_b + tail_b
-    after_head_b = total_b - tail_b
-    waiting_b = {
-        'head reduced': total_b - shards.tail.grads_b,
-        'last layer': after_head_b,
-        'layer reduced': after_head_b - shards.step.big.part.grads_b,
-        'second layer gathers': after_head_b - layer_b,
-        'second layer': after_head_b - layer_b,
-        'layer above the first': embedding_b + 2 * layer_b,
-        'first layer gathers': embedding_b + layer_b,
-        'first layer': embedding_b + layer_b,
-        'embedding': 0,
-        'optimizer': 0,
-    }
-    for name, sizes in instants.items():
-        sizes['whole'] = sizes.get('whole', 0) + waiting_b.get(name, total_b)
-
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377df9
-def _keep_sums(run, instants) -> None:
-    "Add what the copies of the model have summed; a gradient of the same type is that sum itself."
-    if run.reduce_b == run.master_b and not run.syncs: return
-    for name, sizes in instants.items():
-        if INSTANTS[name].phase != 'backward': continue
-        sizes['summed'] = sizes.get('gradients', 0) * run.reduce_b // run.master_b
-
-def _add_up(shards, instants) -> None:
-    "Let this rank's part of all gradients be there: what a pass reduces is added to it."
-    trained = (part.trained for part in (shards.step.layers, shards.embedding, shards.tail))
-    there_b = shards.mine_b(sum(trained))
-    for sizes in instants.values(): sizes['gradients'] = there_b
-
-def _shard(run, step, instants) -> None:
-    "Add gradients and gathered weights where each rank has a part."
-    shards = _shards(run, step)
-    _backward_shards(shards, instants)
-    if shards.root_b: _tie(shards, instants)
-    _reduce_last(shards, instants)
-    _forward_shards(shards, instants)
-    if run.strategy == 'fsdp1': _fsdp1(run, step, instants)
-    if run.hybrid: _keep_sums(run, instants)
-    if run.accumulates: _defer(shards, instants)
-    if run.syncs: _add_up(shards, instants)
-
 def _has(run, name) -> bool:
     "Whether an instant differs from the others under a strategy."
     between = 'second layer', 'layer above the first'
@@ -541,7 +339,7 @@ def passing_lines(
     sizes_at = _forward_alive(run, step) | _backward_alive(run, step)
     if _by_hook(run): _come_back(run, step, sizes_at)
     sizes_at = {name: sizes_at[name] for name in INSTANTS if name in sizes_at and _has(run, name)}
-    if run.sharded: _shard(run, step, sizes_at)
+    if run.sharded: shard_instants(run, step, sizes_at)
     else: _unsharded(run, step, sizes_at)
     if run.in_backward: _step_within(run, step, sizes_at)
     return MappingProxyType({name: _lines_at(run, step, name, sizes)

@@ -33,10 +33,18 @@ from .trainer_rows import (
     PAIR_KEYS, held_tokens, packed_collator, row_kind, trainer_table)
 from .watchdog import Votes
 
-# %% ../../nbs/training/12a_trainer.ipynb #c6f8a257
+# %% ../../nbs/training/12a_trainer.ipynb #c6f8a256
 _OPTIM = {'adamw': 'adamw_torch', 'adamw_fused': 'adamw_torch_fused', 'sgd': 'sgd',
           'adafactor': 'adafactor', 'adamw_8bit': 'adamw_bnb_8bit'}
 
+def _passes(recipe):
+    "How many passes make a step, and whether each of them reduces its gradients."
+    passes = {'sync_each_batch': recipe.sharding.sync_each_batch}
+    return {
+        'gradient_accumulation_steps': recipe.batch.accumulation,
+        'accelerator_config': {'gradient_accumulation_kwargs': passes}}
+
+# %% ../../nbs/training/12a_trainer.ipynb #c6f8a257
 def sft_config(
     recipe: 'Recipe',  # What to run
     directory: 'str | Path',  # Where it may write
@@ -48,7 +56,6 @@ def sft_config(
     zero = zero_config(recipe) if sharding.strategy.startswith('zero') else None
     schedule, warmup_steps = rate_schedule(recipe)
     recompute = sharding.activation_checkpointing == 'full' and sharding.strategy != 'fsdp2'
-    passes = {'sync_each_batch': sharding.sync_each_batch}
     return SFTConfig(
         output_dir=str(directory),
         seed=recipe.seed, data_seed=recipe.seed,
@@ -60,8 +67,7 @@ def sft_config(
         activation_offloading=on_gpu and sharding.offload_activations == 'cpu',
 
         per_device_train_batch_size=batch.micro,
-        gradient_accumulation_steps=batch.accumulation,
-        accelerator_config={'gradient_accumulation_kwargs': passes},
+        **_passes(recipe),
         max_length=batch.length,
         pad_to_multiple_of=math.gcd(batch.length, 8) if on_gpu and batch.micro > 1 else None,
         average_tokens_across_devices=True,
