@@ -30,6 +30,7 @@ class _Shards(NamedTuple):  # A step under FSDP
         if self.run.in_backward: return 0
         return sum(numbers) * self.run.master_b
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #90873b11
 def _shards(run, step) -> _Shards:
     embedding, tail, root_b = step.embedding, step.tail, 0
     if not embedding.gathered_b:
@@ -45,40 +46,73 @@ def _backward_shards(shards, instants) -> None:
     embedding, tail, unit_b, stay_b = shards.embedding, shards.tail, shards.unit_b, shards.stay_b
     total = shards.step.layers.trained + embedding.trained + tail.trained
     before_first_b = shards.mine_b(total, -embedding.trained, -big.trained)
-    tail_b, wire_b = shards.mine_b(tail.trained), _wire_b(run, big.grads_b)
+    tail_b = shards.mine_b(tail.trained)
     ahead_b = unit_b if run.reshards else 0
     layer_b = unit_b if run.reshards else stay_b
-    instants['loss'].update(gathered=tail.gathered_b + stay_b)
-    instants['head'].update(gathered=tail.gathered_b + stay_b, ahead=ahead_b)
+    head_b = tail.gathered_b + stay_b
+    instants['loss'].update(gathered=head_b)
+    instants['head'].update(
+        gathered=head_b,
+        ahead=ahead_b)
     instants['head reduced'].update(
-        gathered=stay_b + shards.root_b, ahead=ahead_b, **_reduction(run, tail.grads_b))
+        gathered=stay_b + shards.root_b,
+        ahead=ahead_b,
+        **_reduction(run, tail.grads_b))
     instants['last layer'].update(
-        gathered=layer_b, ahead=ahead_b, reduce=_wire_b(run, tail.grads_b), gradients=tail_b)
+        gathered=layer_b,
+        ahead=ahead_b,
+        reduce=_wire_b(run, tail.grads_b),
+        gradients=tail_b)
     instants['layer reduced'].update(
-        gathered=0 if run.reshards else stay_b - unit_b, ahead=ahead_b, gradients=tail_b,
+        gathered=0 if run.reshards else stay_b - unit_b,
+        ahead=ahead_b,
+        gradients=tail_b,
         **_reduction(run, big.grads_b))
     if run.reshards: _middle_layers(shards, instants, before_first_b)
-    instants['first layer'].update(
-        gathered=unit_b if run.reshards else unit_b + embedding.gathered_b,
-        ahead=embedding.gathered_b if run.reshards else 0,
-        reduce=wire_b, gradients=before_first_b)
-    instants['embedding'].update(
-        reduce=wire_b, gradients=shards.mine_b(total, -embedding.trained))
-    instants['optimizer'].update(gradients=shards.mine_b(total))
+    _first_unit(shards, instants, before_first_b)
+    instants['optimizer'].update(
+        gradients=shards.mine_b(total))
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #e27e51c1
+def _first_unit(shards, instants, before_first_b) -> None:
+    "The first layer and the embedding before it come last."
+    run, embedding, unit_b = shards.run, shards.embedding, shards.unit_b
+    whole_b = unit_b + embedding.gathered_b
+    wire_b = _wire_b(run, shards.step.big.part.grads_b)
+    instants['first layer'].update(
+        gathered=unit_b if run.reshards else whole_b,
+        ahead=embedding.gathered_b if run.reshards else 0,
+        reduce=wire_b,
+        gradients=before_first_b)
+    first_layer_b = shards.mine_b(shards.step.big.part.trained)
+    instants['embedding'].update(
+        reduce=wire_b,
+        gradients=before_first_b + first_layer_b)
+
+# %% ../../nbs/plan/04a_sharded_step.ipynb #0520d9a7
 def _middle_layers(shards, instants, before_first_b) -> None:
     "Between the last layer and the first one a unit is gathered while another is reduced."
     run, big, unit_b = shards.run, shards.step.big.part, shards.unit_b
-    common = {'gathered': unit_b, 'reduce': _wire_b(run, big.grads_b)}
-    second = common | {'gradients': shards.mine_b(shards.tail.trained, big.trained)}
-    next_b = shards.embedding.gathered_b
-    instants['second layer gathers'].update(second | _gather(run, unit_b, 'ahead'))
-    instants['second layer'].update(second | {'ahead': unit_b})
-    if sum(sort.count for sort in shards.step.sorts) > 2:  # Else it is the last one, or none
+    common = {
+        'gathered': unit_b,
+        'reduce': _wire_b(run, big.grads_b)}
+    reduced_b = shards.mine_b(shards.tail.trained, big.trained)
+    second = common | {'gradients': reduced_b}
+    instants['second layer gathers'].update(
+        second | _gather(run, unit_b, 'ahead'))
+    instants['second layer'].update(
+        second | {'ahead': unit_b})
+    layers = sum(sort.count for sort in shards.step.sorts)
+    if layers > 2:  # Else it is the last one, or none
         above_b = before_first_b - shards.mine_b(big.trained)
-        instants['layer above the first'].update(common | {'ahead': unit_b, 'gradients': above_b})
+        instants['layer above the first'].update(
+            common,
+            ahead=unit_b,
+            gradients=above_b)
+    next_b = shards.embedding.gathered_b
     instants['first layer gathers'].update(
-        common | _gather(run, next_b, 'ahead') | {'gradients': before_first_b})
+        common | _gather(run, next_b, 'ahead'),
+        gradients=before_first_b)
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #b7b0ae34
 def _wire_b(run, grads_b) -> int:
@@ -86,6 +120,7 @@ def _wire_b(run, grads_b) -> int:
     setting = run.setting
     return grads_b * run.reduce_b // (setting.grad_b if setting.trains else setting.adapter_b)
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #b88f06f6
 def _reduction(run, grads_b) -> dict[str, int]:
     "The buffers of a reduce-scatter. On a CPU gloo's copy has gone when the result is cast."
     flat_b = _wire_b(run, grads_b)
@@ -94,6 +129,7 @@ def _reduction(run, grads_b) -> dict[str, int]:
     cast_b = part_b * run.master_b // run.reduce_b if run.master_b != run.reduce_b else 0
     return {'reduce': flat_b, 'reduced': part_b + cast_b}
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #6b489723
 def _gather(run, size_b, key, before_b=0) -> dict[str, int]:
     "Another flat buffer for `key`, gloo's copy of it, and what is cast before it is sent."
     cast = run.setting.trains and run.master_b > run.setting.compute_b
@@ -103,6 +139,7 @@ def _gather(run, size_b, key, before_b=0) -> dict[str, int]:
         'input': size_b // run.ranks if cast else 0,
     }
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #c5bd144a
 def _tie(shards, instants) -> None:
     "Embedding and head are one tensor: it stays gathered, and its gradient waits."
     for name, sizes in instants.items():
@@ -111,6 +148,7 @@ def _tie(shards, instants) -> None:
         sizes['gathered'] = sizes.get('gathered', 0) + shards.root_b
         sizes['whole'] = sizes.get('whole', 0) + shards.step.tied_b
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #a91e82aa
 def _reduce_last(shards, instants) -> None:
     "The embedding's gradient is there, beside that of earlier passes, and then it is reduced."
     run, grads_b, there = shards.run, shards.embedding.grads_b, instants['embedding']
@@ -125,6 +163,7 @@ def _flat_gather(run, new_b, before_b, gathered_b) -> dict[str, int]:
     if run.cuda: return {'flat': before_b + new_b, 'gathered': gathered_b + new_b}
     return _gather(run, new_b, 'flat', before_b) | {'gathered': gathered_b}
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #948d8ef4
 def _forward_shards(shards, instants) -> None:
     "Add flat buffers and gathered weights of the forward pass."
     run, unit_b, root_b = shards.run, shards.unit_b, shards.root_b
@@ -170,14 +209,16 @@ def _fsdp1(run, step, instants) -> None:
 # %% ../../nbs/plan/04a_sharded_step.ipynb #270e5dbb
 def _defer(shards, instants) -> None:
     "Add gradients that wait whole for the last backward pass of a step."
-    parts = shards.embedding, shards.tail, shards.step.big.part, shards.step.layers
-    embedding_b, tail_b, layer_b, layers_b = (_wire_b(shards.run, part.grads_b) for part in parts)
-    total_b = layers_b + embedding_b + tail_b
+    run, step = shards.run, shards.step
+    embedding_b = _wire_b(run, shards.embedding.grads_b)
+    tail_b = _wire_b(run, shards.tail.grads_b)
+    layer_b = _wire_b(run, step.big.part.grads_b)
+    total_b = _wire_b(run, step.layers.grads_b) + embedding_b + tail_b
     after_head_b = total_b - tail_b
     waiting_b = {
         'head reduced': total_b - shards.tail.grads_b,
         'last layer': after_head_b,
-        'layer reduced': after_head_b - shards.step.big.part.grads_b,
+        'layer reduced': after_head_b - step.big.part.grads_b,
         'second layer gathers': after_head_b - layer_b,
         'second layer': after_head_b - layer_b,
         'layer above the first': embedding_b + 2 * layer_b,
@@ -197,11 +238,15 @@ def _keep_sums(run, instants) -> None:
         if INSTANTS[name].phase != 'backward': continue
         sizes['summed'] = sizes.get('gradients', 0) * run.reduce_b // run.master_b
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #dbd615aa
 def _add_up(shards, instants) -> None:
     "Let this rank's part of all gradients be there: what a pass reduces is added to it."
-    trained = (part.trained for part in (shards.step.layers, shards.embedding, shards.tail))
-    there_b = shards.mine_b(sum(trained))
-    for sizes in instants.values(): sizes['gradients'] = there_b
+    there_b = shards.mine_b(
+        shards.step.layers.trained,
+        shards.embedding.trained,
+        shards.tail.trained)
+    for sizes in instants.values():
+        sizes['gradients'] = there_b
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #d0377de0
 def shard_instants(
