@@ -363,9 +363,12 @@ class _CheckedRows(threading.Thread):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter('always', UserWarning)
             try: rows, _ = check_recipe(self.recipe)
-            except (ValueError, ImportError, OSError) as error:
+            except Exception as error:  # Else the thread would end, and nobody would know why
                 fix = 'Correct the recipe or the rows; check_recipe says the same'
-                findings.append(PreflightFinding('rows', self.host, str(error), fix))
+                what = str(error)
+                if not isinstance(error, (ValueError, ImportError, OSError)):
+                    what = f'{type(error).__name__}: {what}'
+                findings.append(PreflightFinding('rows', self.host, what, fix))
             else:
                 self.first_row = _row_text(self.recipe, rows[0])
                 self.seen = f'{len(rows):,} to train on, read as the run will read them'

@@ -121,7 +121,8 @@ def plan_facts(
         'plan.segments': 'segments' in spec.attentions,
         'plan.unpacked': unpacked_share(spec, recipe.method),
         'plan.context': spec.context,
-        'plan.vocab': spec.vocab}
+        'plan.vocab': spec.vocab,
+        'plan.towers': any(unit.text != unit for unit in spec.units)}
 
 def _longest_patience(recipe):
     "The most patience that can end a run before its last step; None where nobody can know."

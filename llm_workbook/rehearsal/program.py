@@ -26,7 +26,7 @@ from ..model.liger_layers import use_liger_layers
 from ..model.quantize import keep_payload, nf4_config
 from ..model.recompute import recompute_selectively
 from ..model.spec import spec as find_spec
-from ..parallel.backends import cpu_fsdp, fsdp_env
+from ..parallel.backends import cpu_fsdp, fsdp_env, set_fsdp
 from ..parallel.shard import assert_sharding
 from .ddp_buckets import refill_buckets, without_ddp_peers
 from .gpu_kernels import gpu_kernels
@@ -455,6 +455,7 @@ def _plain_trainer(recipe, folder, row, model):
     if recipe.model.kernels == 'liger': use_liger_layers(model)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = Trainer(model, sft_config(recipe, folder), train_dataset=[row])
+    set_fsdp(trainer.accelerator, recipe)
     attach_scaler(recipe, trainer.accelerator)
     if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)

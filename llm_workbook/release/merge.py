@@ -309,7 +309,8 @@ def _stored_type(merge, name):
     dtype = merge.weights.tensors[name].dtype
     is_float = dtype.startswith(('float', 'bfloat'))
     if not is_float: return dtype
-    if in_modules(name, merge.float32_modules): return 'float32'  # As transformers loads it
+    parameter = merge.places[name][0] if name in merge.places else name
+    if in_modules(parameter, merge.float32_modules): return 'float32'  # As transformers loads it
     return str(merge.dtype).removeprefix('torch.')
 
 def _dequantised(weight, method):

@@ -19,7 +19,7 @@ from ..files import resolve
 from llm_workbook.training.conversation import (
     DatasetError, DataRow, RowPlace, conversation, detect_format, find_columns, read_columns,
     recipe_columns, rows_error)
-from .tool_calls import without_ids
+from .tool_calls import FilledRow, without_ids
 
 # %% ../../nbs/training/01_data.ipynb #c2d60148
 def _source_error(source, reason):
@@ -220,20 +220,24 @@ def _rejoin_text(cells, position, width):
 
 
 # %% ../../nbs/training/01_data.ipynb #7b8748ab
+def _filled(rows):
+    "Number rows of Arrow, and say that they are."
+    return [(number, FilledRow(row)) for number, row in enumerate(rows, 1)]
+
 def _read_parquet(path, data):
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
     try:
         with ParquetFile(path) as file:
             _check_once(path, None, file.schema_arrow.names)
-            return list(enumerate(file.read().to_pylist(), 1))
+            return _filled(file.read().to_pylist())
     except DatasetError: raise
     except (ArrowException, OSError, ValueError) as error:
         raise _source_error(path.name, f'is no Parquet file that can be read ({error})') from None
 
 def _read_saved(folder):
     from datasets import load_from_disk
-    try: return list(enumerate(load_from_disk(str(folder)).with_format(None), 1))
+    try: return _filled(load_from_disk(str(folder)).with_format(None))
     except Exception as error:
         fault = f'{type(error).__name__}: {error}'
         raise _source_error(_name(folder), f'cannot be read as a saved set ({fault})') from None
@@ -364,8 +368,7 @@ def _numbered_rows(place, split, data):
 def _read_hub(name, split):
     from datasets import load_dataset
     try:
-        rows = load_dataset(name, split=split)
-        return list(enumerate(rows, 1))
+        return _filled(load_dataset(name, split=split))
     except Exception as error:
         fault = f'{type(error).__name__}: {error}'
         raise _source_error(name, f'split {split!r} cannot be loaded ({fault})') from None

@@ -16,16 +16,18 @@ def text_pieces(
 ) -> list[tuple[list[int], list[int]]]:  # Of each piece the tokens, and for each 1 if it trains
     "Split a text into pieces that each begin with the opening and the token before."
     _check_pieces(ids, length, opening)
+    if not len(ids): return []
     read, first = ids[:opening], ids[:length]
     nothing = max(opening, 1)  # Tokens of the first piece that nothing predicts
     pieces = [(list(first), [0] * nothing + [1] * (len(first) - nothing))]
-    for start in range(length, len(ids), length - opening - 1):
+    for start in range(length, len(ids), max(1, length - opening - 1)):
         before = [*read, ids[start - 1]]
         new = ids[start:start + length - len(before)]
         pieces.append(([*before, *new], [0] * len(before) + [1] * len(new)))
     return pieces
 
 def _check_pieces(ids, length, opening):
+    if type(length) is not int: raise ValueError(f'length {length!r} must be a whole number')
     if not 0 <= opening < max(len(ids), 1):
         raise ValueError(f'opening {opening!r} must be at least 0 and less than the '
                          f'{len(ids)} tokens of the text')

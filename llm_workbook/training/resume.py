@@ -13,7 +13,7 @@ import tempfile
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-from ..checkpoint.consolidate import export_full
+from ..checkpoint.consolidate import export_full, without_unpacking
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save_load import random_state, save_checkpoint, set_random_state
 from ..checkpoint.sharded_files import stored_tensors
@@ -303,7 +303,8 @@ def _write_gathered(trainer, folder):
     "Gather the model on rank 0."
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.run.rank == 0:
-        trainer.model.save_pretrained(folder / 'model', state_dict=state)
+        with without_unpacking(trainer.model):
+            trainer.model.save_pretrained(folder / 'model', state_dict=state)
     on_every_rank(lambda: None)  # Until rank 0 has written
     shapes = on_every_rank(lambda: {
         name: tuple(shape) for name, (shape, _) in stored_tensors(folder / 'model').items()})

@@ -219,6 +219,9 @@ def _text_tokens(text, tokenizer):
     ids, special = list(coded['input_ids']), coded['special_tokens_mask']
     opening = special.index(0) if 0 in special else 0
     end = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError('is a text, and this tokenizer has no end for it: '
+                         'set eos_token in tokenizer_config.json')
     if not ids or ids[-1] != end: ids.append(end)
     [(ids, mask)] = text_pieces(ids, len(ids), opening)
     return Tokens(ids, mask, [], opening)
@@ -446,10 +449,10 @@ def _read(row, chat, tokenizer, answers) -> 'list | str':
     special = _special_in(row, chat, tokenizer)
     if special:
         return f'has {special} in its text, which is read as a mark of its own; take it out'
-    if 'text' in row:
+    try:
+        if 'text' not in row: return _write(chat, row, answers)
         tokens = _text_tokens(row['text'], tokenizer)
         return [tokens._replace(opening=None) if 'label' in row else tokens]
-    try: return _write(chat, row, answers)
     except ValueError as error: return str(error)
 
 def _bar(rows):

@@ -304,3 +304,41 @@ def test_an_export_holds_a_layer_of_experts_twice_and_not_the_model(tmp_path):
     assert total_b > 12 * layer_b
     assert layer_b < parts_b < 3 * layer_b + 2**24 < total_b / 2  # Pages of the files count too
     assert whole_b > total_b
+
+
+def test_a_base_that_was_published_packed_is_saved_whole(tmp_path):
+    "Its loading unpacked it; a reverse of that would write whole numbers under packed names."
+    from transformers.core_model_loading import WeightConverter
+    from transformers.integrations.mxfp4 import Mxfp4Deserialize
+    model = load_base(
+        base_of('gpt_oss', tmp_path/'base'), Method(kind='full'),
+        Precision(compute='float32'), 'cpu')
+    for name in 'gate_up_proj', 'down_proj':
+        sources = [f'{name}_blocks', f'{name}_scales']
+        model._weight_conversions = [
+            *(model._weight_conversions or ()),
+            WeightConverter(sources, name, [Mxfp4Deserialize(None)])]
+    model.config.quantization_config = {'quant_method': 'mxfp4'}
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        names = export_full(checkpoint_of(model, tmp_path), tmp_path/'out', model, load=False)
+    assert not any(name.endswith(('_blocks', '_scales')) for name in names)
+    assert any(name.endswith('experts.gate_up_proj') for name in names)
+    assert 'quantization_config' not in (tmp_path/'out'/'config.json').read_text()
+
+
+def test_an_export_that_could_not_be_written_can_be_repeated(tmp_path, monkeypatch):
+    from llm_workbook.checkpoint import consolidate
+    model = loaded(base_of('qwen3', tmp_path/'base'))
+    step, write, done = checkpoint_of(model, tmp_path), consolidate.write_slices, []
+
+    def fails_once(file, slices):
+        done.append(file)
+        if len(done) == 2: raise OSError('disk full')
+        return write(file, slices)
+
+    monkeypatch.setattr(consolidate, 'write_slices', fails_once)
+    out = tmp_path/'out'
+    with pytest.raises(OSError, match='disk full'): export_full(step, out, model, shard_b=10**5)
+    assert not [*out.glob('*.safetensors')]
+    assert export_full(step, out, model, shard_b=10**5).keys() == model.state_dict().keys()

@@ -13,7 +13,7 @@ from llm_workbook.config.recipe import Data, Recipe, shrink
 from llm_workbook.files import asset
 from llm_workbook.model.architecture import load_tokenizer
 from llm_workbook.release.invariants import check_invariants
-from llm_workbook.training.data import load_rows
+from llm_workbook.training.data import DatasetError, load_rows
 from llm_workbook.training.fine_tune import check_recipe, fine_tune
 from llm_workbook.training.long_texts import text_pieces
 from llm_workbook.training.mix import mixture
@@ -162,3 +162,9 @@ def test_texts_train_in_packed_pieces_over_two_ranks(recipe, tmp_path):
     run = fine_tune(asked, tmp_path/'run')
     first, *_, last = read_metrics(RunFiles(run.directory).evaluations)
     assert last['step'] == 12 and last['loss'] < first['loss']
+
+
+def test_a_text_that_nothing_can_end_is_named(tokenizer):
+    tokenizer.eos_token = None
+    with pytest.raises(DatasetError, match='2 problems(.|\n)*row 1: is a text, and this tokenizer'):
+        check_rows(TEXTS[:2], tokenizer, 64)

@@ -136,7 +136,7 @@ def test_every_usual_form_becomes_the_same_row():
     ([ASK, calls('weather_of')], TOOLS, "turn 2: call 1 'weather_of' must be an object"),
     ([ASK, calls({'name': 'clock'})], TOOLS, r'\(clock\) has no arguments: write {} where'),
     ([ASK, calls({'name': 'clock', 'arguments': '{"zone": '})], TOOLS, 'cannot be read as JSON'),
-    ([ASK, calls({'name': 'clock', 'arguments': '"{}"'})], TOOLS, 'must be a JSON object'),
+    ([ASK, calls({'name': 'clock', 'arguments': '"{}"'})], TOOLS, 'written as JSON again'),
     ([ASK, calls({'name': 'clock', 'arguments': ['CET']})], TOOLS, 'must be a JSON object'),
     ([ASK, calls({'name': 'clok', 'arguments': {}})], TOOLS, "not offer; did you mean 'clock'"),
     ([ASK, {'role': 'function_call', 'content': ''}], TOOLS, 'turn 2: the call cannot be read'),
@@ -633,3 +633,36 @@ def test_the_miniature_reads_pairs_with_the_tools_that_they_offer(recipe, tmp_pa
     written = small_recipe(pairs, tmp_path/'base', first)
     assert load_rows(written.data)[0] == first
     assert all(row['tools'] == first[0]['tools'] for row in first) and len(first) == 8
+
+
+def test_nulls_that_a_file_has_are_taken_as_they_are(tmp_path):
+    "Those of a struct in Parquet are Arrow's; in JSON somebody has written them."
+    arguments = {'town': 'Bremen', 'days': None}
+    tool = {'name': 'weather_of', 'parameters': {'type': 'object', 'properties': {
+        'town': {'type': 'string'}, 'days': {'type': ['integer', 'null'], 'default': None}}}}
+    spoken = json.dumps({'name': 'weather_of', 'arguments': arguments})
+    for turns in (
+        [ASK, calls({'name': 'weather_of', 'arguments': arguments})],
+        [{'from': 'human', 'value': 'Hi'}, {'from': 'function_call', 'value': spoken}]):
+        for tools in [tool], json.dumps([tool]):
+            row = row_of(turns, tools)
+            found = row['messages'][1]['tool_calls'][0]['function']
+            assert found['arguments'] == arguments
+            assert row['tools'][0]['function'] == tool
+
+
+def test_calls_in_turns_of_their_own_are_answered_in_their_order():
+    turns = [ASK, *({'from': 'function_call', 'value': json.dumps({'name': name, 'arguments': {}})}
+                    for name in ('clock', 'weather_of')),
+             *({'from': 'observation', 'value': text} for text in ('12:05', 'sunny')),
+             {'from': 'gpt', 'value': 'Noon.'}]
+    named = [turn['name'] for turn in row_of(turns, None)['messages'] if turn['role'] == 'tool']
+    assert named == ['clock', 'weather_of']
+
+
+@pytest.mark.parametrize('arguments, said', [
+    ('{"zone": NaN}', 'cannot be written as JSON'), ('{"zone": 1e999}', 'cannot be written'),
+    ('{"zone": "CET", "zone": "UTC"}', "the key 'zone' stands there twice")])
+def test_arguments_that_no_json_has_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        row_of([ASK, calls({'name': 'clock', 'arguments': arguments})])
