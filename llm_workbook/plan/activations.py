@@ -34,7 +34,7 @@ class StepRun(NamedTuple):
     zero: Zero  # DeepSpeed's knobs
     on_host: tuple[str, ...]  # What lies in host memory: 'gradients', 'temporaries', 'away'
     in_backward: str  # Kind of the optimizer, if each weight steps as its gradient comes
-    several: bool  # Passes
+    passes: int  # Of one step
     syncs: bool  # Each of several passes reduces its gradients
 
     @property
@@ -45,7 +45,7 @@ class StepRun(NamedTuple):
     @property
     def accumulates(self) -> bool:  # In more than one pass
         "Say whether whole gradients are there when the last forward pass begins."
-        return self.several and not self.syncs and not self.in_backward
+        return self.passes > 1 and not self.syncs and not self.in_backward
 
     @property
     def offloads(self) -> bool:  # Activations
@@ -177,7 +177,7 @@ def _run(recipe, spec=None) -> StepRun:
         zero=recipe.zero,
         on_host=_on_host(sharding),
         in_backward=in_backward,
-        several=several,
+        passes=recipe.batch.accumulation,
         syncs=syncs)
 
 # %% ../../nbs/plan/04_activations.ipynb #6b28273e

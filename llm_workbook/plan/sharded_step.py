@@ -148,14 +148,27 @@ def _tie(shards, instants) -> None:
         sizes['gathered'] = sizes.get('gathered', 0) + shards.root_b
         sizes['whole'] = sizes.get('whole', 0) + shards.step.tied_b
 
+# %% ../../nbs/plan/04a_sharded_step.ipynb #b7b0ae35
+def _all_waiting_b(shards) -> int:
+    "Gradients that wait at the end of a pass but the last: of earlier ones, or those of the first."
+    step, tail = shards.step, shards.tail
+    new_b = step.layers.grads_b + tail.grads_b
+    if shards.run.passes == 2: return new_b
+    return _wire_b(shards.run, new_b + shards.embedding.grads_b)
+
 # %% ../../nbs/plan/04a_sharded_step.ipynb #a91e82aa
 def _reduce_last(shards, instants) -> None:
     "The embedding's gradient is there, beside that of earlier passes, and then it is reduced."
     run, grads_b, there = shards.run, shards.embedding.grads_b, instants['embedding']
     earlier_b = _wire_b(run, grads_b) if run.accumulates else 0
-    there['whole'] = there.get('whole', 0) + earlier_b
+    new_b = there.get('whole', 0)
+    there['whole'] = new_b + earlier_b
     reduced = there | {'gathered': 0, 'whole': max(grads_b, earlier_b)} | _reduction(run, grads_b)
-    if sum(reduced.values()) > sum(there.values()): instants['embedding'] = reduced
+    ways = [there, reduced]
+    if run.accumulates:  # Before the last pass nothing is reduced
+        waiting_b = new_b + _all_waiting_b(shards)
+        ways.append(there | {'reduce': 0, 'gradients': 0, 'whole': waiting_b})
+    instants['embedding'] = max(ways, key=lambda sizes: sum(sizes.values()))
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #d1508ec5
 def _flat_gather(run, new_b, before_b, gathered_b) -> dict[str, int]:

@@ -54,7 +54,10 @@ COPIES = {'sharding.group': 2, 'cluster.processes': 4}
 
 
 @pytest.mark.parametrize('shape, tied, changes', [
-    ('head', True, SUMS), ('head', False, SUMS | SYNC), slow_case('layers', False, SUMS),
+    ('head', True, SUMS), ('head', False, SUMS | SYNC),
+    *[slow_case('head', tied, {'batch.loss_head': 'full', 'batch.accumulation': passes} | changes)
+      for tied in (True, False) for passes in (2, 4) for changes in ({}, SUMS, SYNC)],
+    slow_case('layers', False, SUMS),
     ('head', True, COPIES | ONE), ('layers', False, COPIES | SYNC),
     *[slow_case(shape, tied, COPIES | changes) for shape, tied, changes in product(
         SHAPES, (True, False), (ONE | SUMS, {}, SUMS, SYNC | SUMS, ONE | {'method.kind': 'lora'}))]
