@@ -156,6 +156,7 @@ FREE = {
     'batch.accumulation': {'batch.accumulation': 4, 'cluster.processes': 1},
     'batch.padded': {'batch.padded': True},
     'sharding.group': {'sharding.group': 2},
+    'sharding.sync_each_batch': {'sharding.sync_each_batch': True},
     'sharding.loading': {'sharding.loading': 'sharded'},
     'intervals.logging': {'intervals.logging': 2},
     'intervals.evaluation': {'intervals.evaluation': 2},
