@@ -1,7 +1,7 @@
 """A cell makes an `Accelerator`, and a later one calls `notebook_launcher`."""
 import sys
 
-from llm_workbook.parallel.ranks import run_ranks
+from llm_workbook.parallel.ranks import free_port, run_ranks
 
 
 def say_hello(): return 'hello'
@@ -13,7 +13,7 @@ def cells(early):
     dist.destroy_process_group()
     sys.modules.pop('bitsandbytes', None)  # The launcher refuses a kernel that has imported it
     if early: Accelerator()
-    notebook_launcher(say_hello, num_processes=2)
+    notebook_launcher(say_hello, num_processes=2, use_port=str(free_port()))
     return 'ran'
 
 
