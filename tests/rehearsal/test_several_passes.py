@@ -7,7 +7,7 @@ from bench.gpu.place import recipe_folder
 from bench.shared.gpu_rows import plain_recipe
 from trouble import slow_case
 
-from llm_workbook import memory, rehearse
+from llm_workbook import Recipe, memory, rehearse
 
 LLAMA = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'], 'num_hidden_layers': 4,
          'num_attention_heads': 8, 'num_key_value_heads': 4, 'max_position_embeddings': 4096,
@@ -112,3 +112,12 @@ def test_a_frozen_head_is_gathered_with_a_copy_on_a_cpu(tmp_path, kind):
     made = plain_recipe(source, 2, LORA | {'method.kind': kind, 'batch.length': 256})
     made = made.changed({'cluster.device': 'cpu', 'cluster.hardware': None})
     assert abs(memory(made).total('step', 'gpu', 'allocated') / rehearse(made).peak_b - 1) < .01
+
+
+def test_a_tied_embedding_is_reduced_last():
+    "On two ranks that is the fullest instant of a step of Llama 3.2 1B."
+    made = Recipe.named('70b-2x8-a100-80-full').changed({
+        'model.source': 'llama-3.2-1b', 'model.attention': 'sdpa', 'batch.packing': False,
+        'batch.length': 512, 'cluster.nodes': 1, 'cluster.processes': 2})
+    planned_b = memory(made).total('step', level='allocated')
+    assert planned_b == pytest.approx(rehearse(made).peak_b, rel=1e-3)
