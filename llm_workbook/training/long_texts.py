@@ -17,14 +17,19 @@ def text_pieces(
     "Split a text into pieces that each begin with the opening and the token before."
     _check_pieces(ids, length, opening)
     if not len(ids): return []
-    read, first = ids[:opening], ids[:length]
-    nothing = max(opening, 1)  # Tokens of the first piece that nothing predicts
-    pieces = [(list(first), [0] * nothing + [1] * (len(first) - nothing))]
-    for start in range(length, len(ids), max(1, length - opening - 1)):
-        before = [*read, ids[start - 1]]
-        new = ids[start:start + length - len(before)]
-        pieces.append(([*before, *new], [0] * len(before) + [1] * len(new)))
+    begin = max(opening, 1)  # Nothing predicts what stands before
+    pieces = [_piece(ids[:begin], ids[begin:length])]
+    step = length - opening - 1
+    for start in range(length, len(ids), max(1, step)):
+        before = [*ids[:opening], ids[start - 1]]
+        new = ids[start:start + step]
+        pieces.append(_piece(before, new))
     return pieces
+
+def _piece(before, new):
+    "Tokens that are only read, and those behind them that train."
+    mask = [0] * len(before) + [1] * len(new)
+    return [*before, *new], mask
 
 def _check_pieces(ids, length, opening):
     if type(length) is not int: raise ValueError(f'length {length!r} must be a whole number')
