@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..config.recipe import Recipe, shrink
+from ..config.recipe import Data, Recipe, shrink
 from ..model.architecture import load_tokenizer
 from ..training.classifier import class_names, class_rows
 from ..training.data import load_rows
@@ -80,19 +80,23 @@ def small_recipe(
     else: files |= {'data.test_share': 0.0, 'intervals.evaluation': 0}
     small = shrink(recipe, model='own')
     packed = {'method.unpacked': 1.0} if small.method.kind == 'qlora' else {}
-    return small.changed(files | packed | _form(recipe, rows[0]) | {
-        'model.source': str(base), 'model.revision': None,
-        'data.prompt_column': None, 'data.completion_column': None, 'data.mix': None,
+    return small.changed(_form(recipe, rows[0]) | files | packed | {
+        'model.source': str(base), 'model.revision': None, 'data.mix': None,
         'method.dropout': 0.0, 'batch.micro': 1})
+
+_OF_THE_FILE = ('prompt_column', 'completion_column', 'text_column', 'label_column', 'labels',
+                'question', 'test_share')  # Fields that say how the rows were read
 
 def _form(recipe, row) -> dict:
     "How rows are written down that are read already."
-    if 'rejected' in row: return {'data.format': 'preference', 'data.text_column': None}
-    if 'messages' in row: return {'data.format': 'messages', 'data.text_column': None}
-    if 'label' not in row: return {'data.format': 'text', 'data.text_column': 'text'}
+    form = {f'data.{name}': Data.model_fields[name].default for name in _OF_THE_FILE}
+    if 'rejected' in row: return form | {'data.format': 'preference'}
+    if 'messages' in row: return form | {'data.format': 'messages'}
+    form['data.text_column'] = 'text'
+    if 'label' not in row: return form | {'data.format': 'text'}
     words = class_names(recipe)
-    return {'data.format': 'classification', 'data.text_column': 'text',
-            'data.label_column': 'label', 'data.labels': {word: word for word in words}}
+    return form | {'data.format': 'classification', 'data.label_column': 'label',
+                   'data.labels': {word: word for word in words}}
 
 def _write_rows(file, rows) -> str:
     lines = [json.dumps(_written(row)) for row in rows]

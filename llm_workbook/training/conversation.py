@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DatasetError', 'RowPlace', 'DataRow', 'rows_error', 'row_places', 'recipe_columns', 'find_columns', 'detect_format',
-           'conversation', 'read_columns']
+           'conversation', 'read_columns', 'unread_fields']
 
 # %% ../../nbs/training/00_conversation.ipynb #6ac00004
 import json
@@ -187,12 +187,15 @@ _ROLES = {
 
 def _checked_text(value, subject):
     "Give `value` back if it is text with something in it; an error names the `subject`."
-    if value is None: raise ValueError(f'{subject} is missing')
+    fix = 'fill it in, or take the row out'
+    if value is None: raise ValueError(f'{subject} is missing: {fix}')
     if not isinstance(value, str):
-        raise ValueError(f'{subject} is {type(value).__name__}, not text')
-    if not value.strip(): raise ValueError(f'{subject} is empty')
+        kind = type(value).__name__
+        raise ValueError(f'{subject} is {kind}, not text: write {value!r:.40} as a text')
+    if not value.strip(): raise ValueError(f'{subject} is empty: {fix}')
     if value.encode('utf-8', 'ignore').decode() != value:
-        raise ValueError(f'{subject} holds half a character (a lone surrogate)')
+        raise ValueError(f'{subject} holds half a character (a lone surrogate): correct it, '
+                         'or take the row out')
     return value
 
 def _join_parts(parts, number):
@@ -200,8 +203,10 @@ def _join_parts(parts, number):
     texts = []
     for part in parts:
         if not isinstance(part, dict) or part.get('type') != 'text':
-            raise ValueError(f'turn {number} has a part that is not text; '
-                             'only text is trained here')
+            kind = part.get('type') if isinstance(part, dict) else part
+            raise ValueError(f'turn {number} has a part that is not text but {kind!r:.40}; '
+                             'only text is trained here: take the row out, and write calls '
+                             'into tool_calls and what a tool gives into a turn of the tool')
         texts.append(part.get('text', part.get('value')))
     return ''.join(_checked_text(text, f'turn {number}') for text in texts)
 
@@ -210,7 +215,8 @@ def _message(turn, number):
     "Write one turn as role and content."
     if not isinstance(turn, dict):
         kind = type(turn).__name__
-        raise ValueError(f'turn {number} is {kind}, not role and content')
+        raise ValueError(f'turn {number} is {kind}, not role and content: write '
+                         f"{turn!r:.40} as {{'role': 'user', 'content': ...}}")
     speaker = turn.get('role', turn.get('from'))
     content = turn.get('content', turn.get('value'))
     if not isinstance(speaker, str) or speaker not in _ROLES:
@@ -229,7 +235,8 @@ def _of_tools(turn, number, calls):
     "The fields of a turn that calls tools, or that answers for one."
     role = _ROLES[turn.get('role', turn.get('from'))]
     if calls and role != 'assistant':
-        raise ValueError(f'turn {number} of the {role} calls a tool: only the assistant calls')
+        raise ValueError(f'turn {number} of the {role} calls a tool: only the assistant calls, '
+                         'so correct the role, or take tool_calls out')
     if calls: return {'tool_calls': calls}
     if role != 'tool': return {}
     fields = {name: turn.get(name) for name in ('tool_call_id', 'name')}
@@ -248,16 +255,19 @@ def _trains(turn, number, role):
         value = turn.get(name)
         if value is None: continue
         if value not in (0, 1):
-            raise ValueError(f'turn {number} has {name} {value!r:.40}: only 0 and 1 are obeyed')
+            raise ValueError(f'turn {number} has {name} {value!r:.40}: only 0 and 1 are obeyed, '
+                             'so write one of them')
         if value and name == 'train' and role != 'assistant':
-            raise ValueError(f'turn {number} asks to train the {role}: only answers train here')
+            raise ValueError(f'turn {number} asks to train the {role}: only answers train here, '
+                             f'so take its {name!r} out')
         trains = trains and bool(value)
     return trains or role != 'assistant'
 
 def _messages(turns, column='messages'):
     turns = _from_json(turns)
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f'{column!r} is not a list of turns')
+        raise ValueError(f'{column!r} is not a list of turns but {turns!r:.40}: write '
+                         "[{'role': 'user', 'content': ...}, ...]")
     return [_message(_from_json(turn), number) for number, turn in enumerate(turns, 1)]
 
 def _from_json(value):
@@ -270,12 +280,21 @@ def _from_json(value):
 def _turn(role, content, subject):
     return {'role': role, 'content': _checked_text(content, subject)}
 
+_TURNS = 'messages', 'conversations'
+
+def _turns_column(row):
+    "The column in which a row has its turns: the first that holds something; None without one."
+    present = [column for column in _TURNS if column in row]
+    filled = [column for column in present if row[column] is not None]
+    return next(iter(filled + present), None)
+
 def _from_messages(row, data):
-    for column in ('messages', 'conversations'):
-        if column in row: return _messages(row[column], column)
+    column = _turns_column(row)
+    if column: return _messages(row[column], column)
     found = ', '.join(map(str, row))
     raise ValueError(f"has neither 'messages' nor 'conversations' but {found:.60}; "
-                     "data.format 'auto' goes by the first row")
+                     "data.format 'auto' goes by the first row: write rows of another form into "
+                     'a file of their own')
 
 def _side(value, role, subject):
     "One side of a pair: a text, one turn, or a list of turns."
@@ -340,7 +359,8 @@ def _with_context(messages, row):
     turns = []
     for pair in history:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise ValueError("'history' is not a list of pairs of question and answer")
+            raise ValueError("'history' is not a list of pairs of question and answer but has "
+                             f'{pair!r:.40}: write [[question, answer], ...]')
         turns += [_turn('user', pair[0], "a question of 'history'"),
                   _turn('assistant', pair[1], "an answer of 'history'")]
     has_system = messages[0]['role'] == 'system'
@@ -357,10 +377,13 @@ def _from_class(row, data):
     label = row.get(columns['label'], '')
     if label is None or isinstance(label, (list, dict)) or label != label:
         kind = 'null' if label is None else type(label).__name__
-        raise ValueError(f'the label {columns["label"]!r} is {kind}, not one class')
+        raise ValueError(f'the label {columns["label"]!r} is {kind}, not one class: '
+                         'write one label, or take the row out')
     label = str(label).strip()
     text = _checked_text(row.get(columns['text']), 'the text')
-    if not label: raise ValueError(f'the label {columns["label"]!r} is missing')
+    if not label:
+        raise ValueError(f'the label {columns["label"]!r} is missing: fill it in, '
+                         'or take the row out')
     if label not in answers:
         label = label.removesuffix('.0')  # A whole number, as spreadsheets and pandas write it
     if answers and label not in answers:
@@ -430,7 +453,9 @@ def conversation(
 ) -> dict | None:  # 'messages' or 'text', 'rejected', 'tools', 'family'; None: a dropped label
     "Turn one row into what the trainer reads."
     if not isinstance(row, dict):
-        raise ValueError(f'is {type(row).__name__}, not an object with named fields')
+        kind = type(row).__name__
+        raise ValueError(f'is {kind}, not an object with named fields: write {row!r:.40} '
+                         'as {"text": ...} or {"messages": [...]}')
     _check_meaning(row)
     made = _made(row, data)
     return made and with_tools(made, row)
@@ -452,10 +477,12 @@ def _made(row, data):
     if row_format not in _TEXT_FORMATS: messages = _with_context(messages, row)
     last_role = messages[-1]['role']
     if last_role != 'assistant':
-        raise ValueError(f'ends with a turn of the {last_role}, so there is no answer to learn')
+        raise ValueError(f'ends with a turn of the {last_role}, so there is no answer to learn: '
+                         'add the answer, or take the turn out')
     answers = [turn for turn in messages if turn['role'] == 'assistant']
     if not any(turn.get('train', True) for turn in answers):
-        raise ValueError('has no answer that is to be trained: all of them have weight 0')
+        raise ValueError('has no answer that is to be trained: all of them have weight 0; '
+                         'take the row out, or give one the weight 1')
     return {'messages': messages, **extra}
 
 # %% ../../nbs/training/00_conversation.ipynb #5ab0d001
@@ -465,7 +492,9 @@ _WEIGHTS = 'weight', 'loss_weight', 'train'
 def _check_meaning(row):
     "Refuse a row with a column that would change what is trained."
     for name in _MEDIA:
-        if row.get(name): raise ValueError(f'has {name}; only text is trained here')
+        if not row.get(name): continue
+        raise ValueError(f'has {name} {row[name]!r:.40}; only text is trained here: '
+                         'take the row or the column out')
     for name in _WEIGHTS:
         if row.get(name) in (None, 1): continue
         raise ValueError(f'has {name} {row[name]!r:.40}, which is not obeyed for a whole row: '
@@ -497,7 +526,7 @@ def read_columns(
     if not rows or not isinstance(rows, list): raise ValueError(f'rows {rows!r:.60} must be a list')
     row = rows[0]
     columns = find_columns(row, data)
-    own = {'messages': ('messages' if 'messages' in row else 'conversations',),
+    own = {'messages': _turn_columns(rows),
            'alpaca': ('instruction', 'input', _alpaca_answer(data)),
            'prompt_completion': (columns['prompt'], columns['completion']),
            'classification': (columns['text'], columns['label']), 'text': (columns['text'],),
@@ -511,3 +540,28 @@ def read_columns(
     has_prompt = columns['prompt'] in row
     uses_turns = row_format in ('prompt_completion', 'preference') and not has_prompt
     return read | {'conversations', 'messages'} if uses_turns else read
+
+def _turn_columns(rows):
+    "The columns of turns that every row uses, or leaves empty."
+    used = {_turns_column(row) for row in rows}
+    unused = {column for row in rows for column in _TURNS
+              if row.get(column) is not None and column != _turns_column(row)}
+    return used - unused
+
+# %% ../../nbs/training/00_conversation.ipynb #5d0e1a02
+_READ_BY = {
+    'labels': ('classification',), 'question': ('classification',),
+    'label_column': ('classification',), 'text_column': ('classification', 'text'),
+    'prompt_column': ('prompt_completion', 'preference'),
+    'completion_column': ('prompt_completion', 'alpaca')}
+
+def unread_fields(
+    row_format: str,  # As `detect_format` gives it
+    data: Data,  # The `data` part of a recipe
+) -> dict[str, tuple[str, ...]]:  # Field of `data` -> the formats that read it
+    "Find the fields that are set, and that rows of this format do not read."
+    if row_format not in (*_FORMATS, 'text', 'preference'):
+        raise ValueError(f'{row_format!r} is no format of rows: take one of `detect_format`')
+    return {name: formats for name, formats in _READ_BY.items()
+            if row_format not in formats
+            and getattr(data, name) != Data.model_fields[name].default}

@@ -16,9 +16,9 @@ from statistics import mode
 from ..config.recipe import Data
 from ..display import nearest
 from ..files import resolve
-from llm_workbook.training.conversation import (
+from .conversation import (
     DatasetError, DataRow, RowPlace, conversation, detect_format, find_columns, read_columns,
-    recipe_columns, rows_error)
+    recipe_columns, rows_error, unread_fields)
 from .tool_calls import FilledRow, without_ids
 
 # %% ../../nbs/training/01_data.ipynb #c2d60148
@@ -38,7 +38,7 @@ def _read_text(path):
         lines = enumerate(content.split(b'\n'), 1)
         problems = [(number, reason) for number, line in lines if not _is_utf8(line)]
         raise DatasetError(path.name, problems, 'line') from None
-    if not text.strip(): raise _source_error(path.name, 'the file is empty')
+    if not text.strip(): raise _source_error(path.name, 'the file is empty: write rows into it')
     return text
 
 def _read_bytes(path):
@@ -102,7 +102,8 @@ def _read_json(path, data):
         raise DatasetError(path.name, [problem], 'line') from None
     if not isinstance(rows, list):
         kind = type(rows).__name__
-        raise _source_error(path.name, f'holds one {kind}; a list of rows is needed')
+        raise _source_error(path.name, f'holds one {kind}; a list of rows is needed: write '
+                                       '[{...}, {...}], or an object a line and name it .jsonl')
     return list(enumerate(rows, 1))
 
 _LABELLED_LINE = r'.*\t[^\t]{1,20}'
@@ -117,6 +118,10 @@ def _read_lines(path, data):
         raise _source_error(path.name, f'{labelled} of {len(lines)} lines end in a tab and a short '
                             'field, as a table of texts and labels does: name it .tsv, '
                             'or set data.format to text')
+    if len(lines) > 1:
+        warnings.warn(f'{path.name}: each of its {len(lines):,} lines is a text of its own; write '
+                      'texts of several lines as JSON Lines, {"text": ...} for each',
+                      stacklevel=5)  # Where `load_rows` was called
     return [(number, {'text': line}) for number, line in lines]
 
 # %% ../../nbs/training/01_data.ipynb #82ddd998
@@ -175,7 +180,8 @@ def _read_table(path, data):
     problems = []
     for number, cells in lines:
         if len(cells) == width: continue
-        problems.append((number, f'has {len(cells)} fields instead of {width}'))
+        fix = 'take out or add a tab' if is_tsv else 'put a field with commas in quotes'
+        problems.append((number, f'has {len(cells)} fields instead of {width}: {fix}'))
     if problems: raise DatasetError(path.name, problems, 'line')
     return [(number, dict(zip(header, cells))) for number, cells in lines]
 
@@ -218,7 +224,6 @@ def _rejoin_text(cells, position, width):
     text = '\t'.join(cells[position:end])
     cells[position:end] = [text]
 
-
 # %% ../../nbs/training/01_data.ipynb #7b8748ab
 def _filled(rows):
     "Number rows of Arrow, and say that they are."
@@ -233,14 +238,16 @@ def _read_parquet(path, data):
             return _filled(file.read().to_pylist())
     except DatasetError: raise
     except (ArrowException, OSError, ValueError) as error:
-        raise _source_error(path.name, f'is no Parquet file that can be read ({error})') from None
+        raise _source_error(path.name, f'is no Parquet file that can be read ({error}): '
+                                       'write or fetch it again') from None
 
 def _read_saved(folder):
     from datasets import load_from_disk
     try: return _filled(load_from_disk(str(folder)).with_format(None))
     except Exception as error:
         fault = f'{type(error).__name__}: {error}'
-        raise _source_error(_name(folder), f'cannot be read as a saved set ({fault})') from None
+        raise _source_error(_name(folder), f'cannot be read as a saved set ({fault}): save it '
+                                           'again with save_to_disk') from None
 
 _READERS = {
     '.jsonl': _read_jsonl, '.json': _read_json, '.csv': _read_table, '.tsv': _read_table,
@@ -272,8 +279,9 @@ def split_rows(
         if len(test) + len(groups[prompt]) > most_rows: continue
         test += groups.pop(prompt)
     if (share and not test) or not groups:
-        raise ValueError(f'{len(rows)} rows cannot be divided with a share of {share}; '
-                         'name a test file, or bring more rows')
+        raise ValueError(f'{len(rows)} rows cannot be divided with a share of {share}: set '
+                         'data.test_share to 0 to train on all, name held-out rows in '
+                         'data.test, or bring more rows')
     train = [row for row in rows if _prompt(row) in groups]
     return train, test
 
@@ -284,7 +292,8 @@ def _find(source, split):
         places = sorted(map(Path, glob(source))) if _is_pattern(source) else [resolve(source)]
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: ~ of nobody
         raise _source_error(f'{source:.80}', str(error)) from None
-    if not places: raise _source_error(source, 'no file has a name like this')
+    if not places:
+        raise _source_error(source, 'no file has a name like this: correct the pattern')
     folder = _folder(source)
     if folder: places = _find_in_folder(folder, split)
     for place in places:
@@ -371,7 +380,8 @@ def _read_hub(name, split):
         return _filled(load_dataset(name, split=split))
     except Exception as error:
         fault = f'{type(error).__name__}: {error}'
-        raise _source_error(name, f'split {split!r} cannot be loaded ({fault})') from None
+        raise _source_error(name, f'split {split!r} cannot be loaded ({fault}): correct '
+                                  'the name, or fetch it where there is a network') from None
 
 def _name(place):
     if isinstance(place, str): return place
@@ -398,6 +408,10 @@ def _settle_format(data, place, numbered):
         row_format = detect_format(first, data)
     except ValueError as error:
         raise _source_error(_name(place), str(error)) from None
+    for field, formats in unread_fields(row_format, data).items():
+        raise _source_error(_name(place), f'is read as {row_format!r}, which does not use '
+                            f'data.{field}: take it out, or set data.format to '
+                            f'{" or ".join(formats)}')
     return data.model_copy(update={'format': row_format})
 
 def _convert(place, numbered, data, on_bad):
@@ -443,7 +457,8 @@ def _load_split(places, split, data, on_bad='error'):
         rows += filter(None, conversations)
     if rows: return rows
     names = ', '.join(map(_name, places))
-    raise _source_error(names, 'holds no rows to train on')
+    raise _source_error(names, 'holds no rows to train on: write some into it, or correct what '
+                               'leaves rows out, as null in data.labels does')
 
 def _check_columns(place, numbered, first_table):
     "Refuse a table with other columns than the first; give that one's name and columns back."
@@ -455,7 +470,8 @@ def _check_columns(place, numbered, first_table):
     if first_table is None: return name, columns
     first_name, first_columns = first_table
     if columns == first_columns: return first_table
-    reason = f'has the columns {columns}, and {first_name} has {first_columns}'
+    reason = (f'has the columns {columns}, and {first_name} has {first_columns}: give both the '
+              'same, or name one file')
     raise DatasetError(name, [(1, reason)], _unit(place))
 
 # %% ../../nbs/training/01_data.ipynb #3bf71a53
@@ -474,6 +490,7 @@ def load_rows(
     train = _load_split(places, 'train', data, on_bad)
     test_places, test_split = _find_test(data, places)
     if test_places:
+        _warn_of_share(data)
         test = _load_split(test_places, test_split, data, on_bad)
         _check_apart(train, test, data.source)
         return train, test
@@ -482,9 +499,16 @@ def load_rows(
     except ValueError as error:
         raise _source_error(data.source, str(error)) from None
 
+def _warn_of_share(data):
+    "Say that no share is held out where held-out rows are there; 0 and the default ask for none."
+    if data.test_share in (0, Data.model_fields['test_share'].default): return
+    warnings.warn(f'{Path(data.source).name}: data.test_share {data.test_share} is not used, '
+                  'since there are held-out rows: take it out',
+                  stacklevel=3)  # Where `load_rows` was called
+
 def _check_apart(train, test, source):
     prompts = {_prompt(row) for row in train}
-    reason = 'has a prompt that is in the training rows too'
+    reason = 'has a prompt that is in the training rows too: take it out of one of them'
     problems = [(number, row, reason) for number, row in enumerate(test, 1)
                 if _prompt(row) in prompts]
     if problems: raise rows_error(problems, f'held-out rows of {Path(source).name}')
@@ -516,7 +540,7 @@ def _load_mix(data, seed, on_bad):
     "Read each source, then hold out every row with a prompt that any of them holds out."
     _refuse_same_files(data)
     rows, held = [], []
-    for name, origin in zip(source_names(data), data.origins):
+    for name, origin in zip(source_names(data), _own_fields(data)):
         train, test = load_rows(origin, seed, on_bad)
         rows += [row | {'source': name} for row in train]
         held += [row | {'source': name} for row in test]
@@ -529,8 +553,22 @@ def _load_mix(data, seed, on_bad):
     left = {row['source'] for row in train}
     for name in source_names(data):
         if name in left: continue
-        raise _source_error(name, 'has no row left to train on: other sources hold them all out')
+        raise _source_error(name, 'has no row left to train on: other sources hold them all out; '
+                                  'take it out of data.mix, or lower their test_share')
     return train, held + moved
+
+def _own_fields(data):
+    "The data of each source; what stands beside data.mix only for those whose format reads it."
+    origins, unread = [], []
+    for part, origin in zip(data.mix, data.origins):
+        own = part.model_dump(exclude_defaults=True)
+        fields = set() if origin.format == 'auto' else {*unread_fields(origin.format, origin)}
+        unread.append(fields - own.keys())
+        usual = {name: Data.model_fields[name].default for name in unread[-1]}
+        origins.append(origin.model_copy(update=usual))
+    for name in sorted(set.intersection(*unread)):
+        raise _source_error('data.mix', f'no source reads data.{name}: take it out')
+    return origins
 
 def _refuse_same_files(data):
     known = {}
@@ -541,4 +579,3 @@ def _refuse_same_files(data):
             if other != origin.source:
                 reason = f'is a source of its own and belongs to {other!r}: name it once'
                 raise _source_error(_name(place), reason)
-

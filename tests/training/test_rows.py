@@ -170,6 +170,88 @@ def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path):
     assert rows[0]['messages'][1]['content'] == 'good'
 
 
+UNREAD = {
+    'labels': ({'labels': WORDS, 'format': 'messages'}, 'labels: take it out, .* classification'),
+    'question': ({'question': 'Which?'}, 'question: take it out, or .* to classification'),
+    'label': ({'label_column': 'label', 'format': 'text'}, 'label_column: take it out'),
+    'text': ({'text_column': 'text', 'format': 'prompt_completion'}, 'classification or text'),
+    'prompt': ({'prompt_column': 'prompt', 'format': 'classification'}, 'prompt_column: take'),
+    'completion': ({'completion_column': 'completion', 'format': 'text'}, 'completion_column:')}
+
+
+@pytest.mark.parametrize('settings, words', UNREAD.values(), ids=UNREAD)
+def test_a_field_that_the_format_does_not_read_is_refused(settings, words, tmp_path):
+    row = PAIR | TOPIC | {'messages': [ASK, ANSWER]}
+    form = settings.get('format', 'messages')
+    with pytest.raises(DatasetError, match=f"a.jsonl: is read as '{form}', .* data.*{words}"):
+        asked(tmp_path/'a.jsonl', row, **settings)
+
+
+def mix_of(folder, *parts, **shared):
+    write(folder/'chats.jsonl', [{'messages': [ASK, ANSWER]}])
+    write(folder/'topics.jsonl', [TOPIC])
+    sources = [{'source': str(folder/f'{name}.jsonl')} | own
+               for name, own in zip(('chats', 'topics'), parts)]
+    return load_rows(Data(mix=sources, test_share=0.0, **shared))[0]
+
+
+def test_what_stands_beside_a_mix_is_for_the_sources_that_read_it(tmp_path):
+    chats, topics = {'format': 'messages'}, {'format': 'classification'}
+    rows = mix_of(tmp_path, chats, topics, labels=WORDS, question='Which?')
+    assert [row['messages'][0]['content'] for row in rows] == ['Hi', 'Which?\nStocks fell.']
+    assert mix_of(tmp_path, chats, topics | {'labels': WORDS, 'label_column': 'label'})
+    with pytest.raises(DatasetError, match='data.mix: no source reads data.labels: take it out'):
+        mix_of(tmp_path, chats, {'format': 'text'}, labels=WORDS)
+    with pytest.raises(DatasetError, match='chats.jsonl: .* does not use data.labels: take it out'):
+        mix_of(tmp_path, chats | {'labels': WORDS}, topics)
+
+
+def heard(source):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        rows = load_rows(source)[0]
+    return rows, [str(warning.message) for warning in caught]
+
+
+def test_a_share_beside_held_out_rows_is_a_warning(tmp_path):
+    held = write(tmp_path/'held.jsonl', [TOPIC | {'text': 'Rain.'}]).source
+    data = write(tmp_path/'a.jsonl', [TOPIC]).model_copy(update={'test': held, 'format': 'text'})
+    for share in 0.0, 0.1, 0.3:
+        _, said = heard(data.model_copy(update={'test_share': share}))
+        asks = ['a.jsonl: data.test_share 0.3 is not used, since there are held-out rows: '
+                'take it out']
+        assert [text for text in said if 'share' in text] == (asks if share == 0.3 else [])
+
+
+def test_lines_of_a_text_file_are_counted(tmp_path):
+    (tmp_path/'book.txt').write_text('It was a dark\nnight.\n\nIt rained.\n')
+    rows, [said] = heard(Data(source=str(tmp_path/'book.txt'), test_share=0.0))
+    assert len(rows) == 3 and 'book.txt: each of its 3 lines is a text of its own' in said
+    whole = write(tmp_path/'book.jsonl', [{'text': (tmp_path/'book.txt').read_text()}])
+    [row], said = heard(whole)
+    assert said == [] and 'dark\nnight' in row['text']
+    (tmp_path/'line.txt').write_text('One line.\n')
+    assert heard(Data(source=str(tmp_path/'line.txt'), test_share=0.0))[1] == []
+
+
+def test_one_text_trains_without_a_share(tmp_path, tokenizer):
+    book = write(tmp_path/'book.jsonl', [{'text': 'It rained. ' * 100}])
+    with pytest.raises(DatasetError, match='1 rows .* share of 0.1: set data.test_share to 0 to'):
+        load_rows(book.model_copy(update={'test_share': 0.1}))
+    assert check_rows(load_rows(book)[0], tokenizer, 64).sequences > 3
+
+
+def test_rows_of_one_file_may_have_their_turns_in_either_column(tmp_path):
+    shared = [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Ho'}]
+    rows = [{'messages': [ASK, ANSWER]}, {'conversations': shared},
+            {'messages': None, 'conversations': shared}]
+    for some in rows, rows[::-1]:
+        made, said = heard(write(tmp_path/'a.jsonl', some))
+        assert said == [] and [row['messages'] for row in made] == [[ASK, ANSWER]] * 3
+    _, said = heard(write(tmp_path/'a.jsonl', [rows[0] | rows[1], rows[1]]))
+    assert said == ['a.jsonl: these columns are not read: conversations']
+
+
 # Fields that change the meaning
 
 def turns(*contents, **last):
