@@ -8,7 +8,7 @@ __all__ = ['PROBE_TOOL', 'FilledRow', 'offered_tools', 'read_calls', 'with_tools
            'without_ids']
 
 # %% ../../nbs/training/00a_tool_calls.ipynb #aadeda4e
-import json, re
+import ast, json, re
 from typing import NamedTuple
 
 from ..display import nearest
@@ -19,7 +19,8 @@ def _parsed(value, subject):
     if not isinstance(value, str): return value
     try: return json.loads(value, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{subject} cannot be read as JSON ({error}): {value!r:.40}') from None
+        raise ValueError(f'{subject} cannot be read as JSON ({error}): correct {value!r:.40}, '
+                         'or take the row out') from None
 
 def _once(pairs):
     "Make an object of pairs, each key of which stands there once."
@@ -27,7 +28,7 @@ def _once(pairs):
     names = [name for name, _ in pairs]
     if len(made) == len(names): return made
     twice = max(names, key=names.count)
-    raise ValueError(f'the key {twice!r:.40} stands there twice')
+    raise ValueError(f'the key {twice!r:.40} stands there twice: take one out')
 
 def _object(value, subject):
     "Give back a JSON object; it may come as text."
@@ -36,17 +37,19 @@ def _object(value, subject):
         raise ValueError(f'{subject} {value!r:.40} is JSON that was written as JSON again: '
                          'write the object itself')
     if not isinstance(found, dict):
-        raise ValueError(f'{subject} {found!r:.40} must be a JSON object')
+        raise ValueError(f'{subject} {found!r:.40} must be a JSON object, as {{}}')
     try: json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # A date of Parquet, no number, half a character
-        raise ValueError(f'{subject} cannot be written as JSON ({error})') from None
+        raise ValueError(f'{subject} cannot be written as JSON ({error}): write texts and '
+                         'numbers') from None
     return found
 
 def _named(function, subject):
     "Give the name of a function."
     name = function.get('name')
     if isinstance(name, str) and name.strip(): return name
-    raise ValueError(f'{subject} has no name of a function')
+    raise ValueError(f"{subject} has no name of a function: write its 'name' into "
+                     f'{function!r:.60}')
 
 def _without_nulls(value):
     "Leave out the fields of objects that are null."
@@ -68,7 +71,8 @@ def offered_tools(
     tools = _parsed(tools, "'tools'")
     if tools is None: return []
     if not isinstance(tools, list):
-        raise ValueError(f"'tools' is {type(tools).__name__}, not a list of tools")
+        kind = type(tools).__name__
+        raise ValueError(f"'tools' is {kind}, not a list of tools: put {tools!r:.40} into a list")
     fills = isinstance(row, FilledRow) and not isinstance(row['tools'], str)
     if fills: tools = [tool if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
     return [_tool(tool, f'tool {number}') for number, tool in enumerate(tools, 1)]
@@ -81,9 +85,18 @@ def _tool(tool, subject):
         function, found = found, {}
         function.pop('type', None)
     _named(function, subject)
-    if function.get('parameters') is None: function.pop('parameters', None)
-    else: function['parameters'] = _object(function['parameters'], f'{subject}: parameters')
-    return {'type': 'function'} | found | {'function': function}
+    return {'type': 'function'} | found | {'function': _with_parameters(function, subject)}
+
+_SCHEMAS = 'parameters', 'input_schema', 'inputSchema'  # Of OpenAI, Anthropic and MCP
+
+def _with_parameters(function, subject):
+    "Put the schema of a function where templates look for it."
+    schemas = [name for name in _SCHEMAS if function.get(name) is not None]
+    if len(schemas) > 1:
+        raise ValueError(f'{subject} has its schema as {" and as ".join(schemas)}: take one out')
+    made = {name: value for name, value in function.items() if name not in _SCHEMAS}
+    for name in schemas: made['parameters'] = _object(function[name], f'{subject}: {name}')
+    return made
 
 # %% ../../nbs/training/00a_tool_calls.ipynb #6e2361b4
 def read_calls(
@@ -98,7 +111,8 @@ def read_calls(
     if isinstance(calls, dict): calls = [calls]
     if not calls and not speaks: return []
     if not calls or not isinstance(calls, list):
-        raise ValueError(f'turn {number}: {calls!r:.40} is no list of calls')
+        raise ValueError(f'turn {number}: {calls!r:.40} is no list of calls: write '
+                         "[{'name': ..., 'arguments': {...}}]")
     return [_call(call, f'turn {number}: call {place}') for place, call in enumerate(calls, 1)]
 
 def _call(call, subject):
@@ -110,7 +124,8 @@ def _call(call, subject):
     name = _named(function, subject)
     if 'arguments' not in function:
         other = [key for key in ('parameters', 'input', 'args') if key in function]
-        fix = f'they stand in {other[0]!r}' if other else 'write {} where there are none'
+        fix = 'write {} where there are none'
+        if other: fix = f"they stand in {other[0]!r}, which is to be named 'arguments'"
         raise ValueError(f'{subject} ({name}) has no arguments: {fix}')
     arguments = function['arguments']
     if arguments in (None, ''): arguments = {}
@@ -131,13 +146,13 @@ def with_tools(
     made = dict(made)
     for name in ('messages', 'rejected'):
         if name in made: made[name] = _checked(made[name], tools, isinstance(row, FilledRow))
-    return made | {'tools': tools} if tools else made
+    return made | {'tools': tools} if tools and not _lists(made['messages'], tools) else made
 
 def _checked(turns, tools, fills):
     "Check calls and answers in turn; `fills`: Arrow has put nulls into objects."
     functions = {tool['function']['name']: tool['function'] for tool in tools}
     checked, waiting = [], []
-    for number, turn in enumerate(turns, 1):
+    for number, turn in _numbered(turns):
         if 'tool_calls' in turn:
             calls = [_offered(call, functions, number, fills) for call in turn['tool_calls']]
             turn = turn | {'tool_calls': calls}
@@ -175,7 +190,58 @@ def _answered(turn, calls, number):
         if all(None in pair or len(set(pair)) == 1 for pair in marks): return call
     says = turn.get('tool_call_id') or turn.get('name') or ''
     raise ValueError(f'turn {number} answers a call {says!r:.40} that no turn before it makes in '
-                     'its tool_calls: correct tool_call_id or name, or take the turn out')
+                     'its tool_calls, or in <tool_call>: correct tool_call_id or name, or take '
+                     'the turn out')
+
+# %% ../../nbs/training/00a_tool_calls.ipynb #4d1b6c02
+_CALLED = re.compile(r'<tool_call>(.*?)</tool_call>', re.DOTALL)
+_ANSWER = re.compile(r'<tool_response>(.*?)</tool_response>', re.DOTALL)
+
+def _numbered(turns):
+    "Number turns; where all calls stand as text, and a tool answers, they become calls."
+    answered = any(turn['role'] == 'tool' for turn in turns)
+    as_text = answered and not any('tool_calls' in turn for turn in turns)
+    for number, turn in enumerate(turns, 1):
+        if as_text and turn['role'] == 'assistant': yield number, _called(turn, number)
+        elif as_text and turn['role'] == 'tool':
+            for text in _given(turn['content']): yield number, turn | {'content': text}
+        else: yield number, turn
+
+def _called(turn, number):
+    "Read the calls in the text of a turn."
+    before, mark, behind = turn['content'].partition('<tool_call>')
+    if not mark: return turn
+    calls = [_spoken(text, f'turn {number}: call {place}')
+             for place, text in enumerate(_CALLED.findall(mark + behind), 1)]
+    beside = _CALLED.sub('', mark + behind).strip()
+    if beside:
+        raise ValueError(f'turn {number} has {beside!r:.40} behind a call: put text before the '
+                         'calls, and close each call with </tool_call>')
+    return turn | {'content': before.strip(), 'tool_calls': calls}
+
+def _spoken(text, subject):
+    "Read a call of a text: JSON, or an object as Python prints it, which Hermes has too."
+    try: found = _parsed(text, subject)
+    except ValueError as error:
+        try: found = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError): raise error
+    call = _call(_object(found, subject), subject)
+    function = call['function']
+    if isinstance(function['arguments'], dict):  # As text they keep their nulls
+        function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
+    return call
+
+def _given(content):
+    "List what tools answer in one turn, without the marks around each."
+    if _ANSWER.sub('', content).strip(): return [content]
+    return [text.strip() for text in _ANSWER.findall(content)] or [content]
+
+def _lists(turns, tools):
+    "Whether the turn of the system lists all tools already."
+    listed = re.search('<tools>(.*)</tools>', turns[0]['content'], re.DOTALL)
+    if turns[0]['role'] != 'system' or not listed: return False
+    names = [tool['function']['name'] for tool in tools]
+    return all(f'"{name}"' in listed[1] or f"'{name}'" in listed[1] for name in names)
 
 # %% ../../nbs/training/00a_tool_calls.ipynb #80421f97
 class ToolForm(NamedTuple):
@@ -280,7 +346,8 @@ def check_template(
     tools: list[dict] | None,  # Offered
 ) -> None:
     "Refuse a template that would leave out the tools or the calls of a conversation."
-    fix = "set data.template to 'chatml' or a file, or use a model that calls tools"
+    fix = ("set data.template to 'chatml', to 'plain' where the tokenizer has no marks for that, "
+           'or to a file, or use a model that calls tools')
     if tools and not chat.tool_form.offers:
         raise ValueError(f'offers tools, which the chat template leaves out: {fix}')
     if chat.tool_form.arguments or not any('tool_calls' in turn for turn in turns): return
@@ -300,7 +367,7 @@ def check_written(
     absent += [name for name in calls if written.count(name) < calls.count(name)]
     if absent:
         raise ValueError(f'the chat template leaves out {absent[0]!r}, which is called or '
-                         'offered: set data.template')
+                         "offered: set data.template, as to 'plain'")
     said = re.split('</?think>', answer.turns[-1]['content']) if calls else []
     lost = [part for part in said if _squeezed(part) not in _squeezed(written)]
     if lost: raise ValueError(f'the chat template leaves out {lost[0].strip()!r:.40}, which stands '

@@ -161,6 +161,18 @@ def test_what_is_surely_wrong_is_refused(turns, tools, why):
     with pytest.raises(ValueError, match=why): row_of(turns, tools)
 
 
+@pytest.mark.parametrize('name', ['input_schema', 'inputSchema'])
+def test_schemas_of_anthropic_and_mcp_are_written_as_parameters(name):
+    "A template that looks for `parameters` would write none of them."
+    turns = CONVERSATIONS['one call']
+    theirs = [{name if key == 'parameters' else key: value
+               for key, value in one['function'].items()} for one in TOOLS]
+    assert row_of(turns, theirs) == row_of(turns, json.dumps(theirs)) == row_of(turns)
+    assert row_of(turns, [one | {'parameters': None} for one in theirs]) == row_of(turns)
+    with pytest.raises(ValueError, match='tool 1 has its schema as parameters and as input_schema'):
+        row_of(turns, [TOOLS[0]['function'] | {'input_schema': {}}])
+
+
 def test_what_works_is_not_refused():
     "Schemas in the text of the system, an answer for two calls, an empty answer, no arguments."
     assert row_of([ASK, *WEATHER, says('a')], [])['messages'][2]['name'] == 'weather_of'
@@ -364,11 +376,23 @@ def test_a_template_that_leaves_tools_out_is_refused(name):
         check_rows([row_of(CONVERSATIONS['one call'], None)], tokenizer)
 
 
-@pytest.mark.parametrize('name', ['plain', None])
-def test_packaged_templates_without_tools_are_refused(name):
-    tokenizer = load_tokenizer('tiny-base', template=name)
-    with pytest.raises(DatasetError, match='row 2: offers tools, .* set data.template'):
-        check_rows([{'messages': [ASK, says('Ho')]}, row_of(CONVERSATIONS['one call'])], tokenizer)
+def test_what_the_errors_of_a_base_without_tools_say_leads_to_a_template_that_works():
+    rows = [{'messages': [ASK, says('Ho')]}, row_of(CONVERSATIONS['one call'])]
+    with pytest.raises(DatasetError, match="row 2: offers tools, .* to 'chatml', to 'plain' where"):
+        check_rows(rows, load_tokenizer('tiny-base'))
+    with pytest.raises(ValueError, match=r"'chatml' needs the token .*: set it to 'plain'"):
+        load_tokenizer('tiny-base', template='chatml')
+    assert check_rows(rows, load_tokenizer('tiny-base', template='plain')).trained > 0
+
+
+@pytest.mark.parametrize('source', ['tiny-base', 'qwen2.5'])
+def test_the_packaged_plain_template_writes_tools(source):
+    place = source if source == 'tiny-base' else PUBLISHED/source
+    if source != 'tiny-base' and not place.is_dir():
+        pytest.skip('the published tokenizers are not at hand')
+    tokenizer = load_tokenizer(place, template='plain')
+    for turns in (*CONVERSATIONS.values(), TOGETHER, BESIDE):
+        for tools in TOOLS, None: check_calls(turns, tokenizer, tools)
 
 
 @pytest.mark.parametrize(
@@ -406,6 +430,99 @@ def test_published_tokenizers_write_calls_as_they_are(family):
         '<tool_call>\n{"name": "weather_of", "arguments": {"town": "Bremen", "days": 2}}\n'
         '</tool_call><|im_end|>')
     assert tokenizer.decode([end]) == '<|im_end|>'
+
+
+# Calls that stand as text, as in the sets of Hermes
+
+def in_marks(kind, values, write):
+    return '\n'.join(f'<{kind}>\n{write(value)}\n</{kind}>' for value in values)
+
+
+def as_hermes(turns, write=json.dumps):
+    "Write calls and answers as text; several answers to the calls of a turn come in one."
+    speakers = {'system': 'system', 'user': 'human', 'assistant': 'gpt', 'tool': 'tool'}
+    written = []
+    for turn in turns:
+        text = turn['content']
+        made = [one['function'] for one in turn.get('tool_calls', ())]
+        if made: text = f'{text}\n{in_marks("tool_call", made, write)}'.strip()
+        if turn['role'] == 'tool':
+            text = in_marks('tool_response', [text], str)
+            if written[-1]['from'] == 'tool': text = written.pop()['value'] + text
+        written.append({'from': speakers[turn['role']], 'value': text})
+    return written
+
+
+def of_hermes(turns, write=json.dumps, **columns):
+    return conversation({'conversations': as_hermes(turns, write)} | columns, PLAIN)
+
+
+ANSWERED = {name: turns for name, turns in CONVERSATIONS.items()
+            if any(turn['role'] == 'tool' for turn in turns)} | {
+    'calls at once': TOGETHER, 'a text beside a call': BESIDE}
+
+
+@pytest.mark.parametrize('write', [json.dumps, str], ids=['json', 'python'])
+@pytest.mark.parametrize('name', ANSWERED)
+def test_calls_as_text_are_those_that_were_parsed(name, write):
+    row = without_ids(row_of(ANSWERED[name]))
+    assert of_hermes(ANSWERED[name], write, tools=json.dumps(TOOLS)) == row
+
+
+@pytest.mark.parametrize('family', ['qwen2.5', 'qwen3'])
+def test_calls_as_text_have_the_masks_of_parsed_calls(family):
+    "And of these the tokens are those of the text as it stands, where nothing parses it."
+    if not (PUBLISHED/family).is_dir(): pytest.skip('the published tokenizers are not at hand')
+    tokenizer = load_tokenizer(PUBLISHED/family)
+    chat = ChatFormat(tokenizer)
+    for name, turns in ANSWERED.items():
+        spoken = of_hermes(turns)
+        assert answer_tokens(spoken, chat) == answer_tokens(row_of(turns, None), chat), name
+        for turn in spoken['messages']:  # As a reader does that knows no calls
+            for one in turn.pop('tool_calls', ()):
+                text = in_marks('tool_call', [one['function']], json.dumps)
+                turn['content'] = f'{turn["content"]}\n{text}'.strip()
+        plain = [tokens.ids for tokens in answer_tokens(spoken, chat)]
+        assert plain == [tokens.ids for tokens in answer_tokens(row_of(turns, None), chat)], name
+
+
+def test_schemas_that_the_system_lists_are_not_offered_twice():
+    listed = [{'role': 'system', 'content': f'Call <tools> </tools>: <tools>{TOOLS}</tools>'},
+              *CONVERSATIONS['one call']]
+    for turns in listed, [*listed[:2], says('Wet.')]:
+        assert 'tools' not in of_hermes(turns, tools=json.dumps(TOOLS))
+        assert 'tools' not in row_of(turns)
+    more = [*TOOLS, tool('hour', 'zone')]
+    assert row_of(listed, more)['tools'] == more
+    with pytest.raises(ValueError, match="turn 3 calls 'weather_of', which 'tools' does not offer"):
+        of_hermes(listed, tools=TOOLS[1:])
+
+
+def test_a_call_as_text_that_no_tool_answers_stays_text():
+    turns = CONVERSATIONS['the call alone']
+    [_, answer] = of_hermes(turns)['messages']
+    function = turns[1]['tool_calls'][0]['function']
+    assert answer == says(in_marks('tool_call', [function], json.dumps))
+
+
+@pytest.mark.parametrize('text, why', [
+    ('<tool_call>{"name": "clock", "arguments": {}}</tool_call> Wait.', "'Wait.' behind a call"),
+    ('<tool_call>{"name": "clock", "arguments": {}}', 'close each call with </tool_call>'),
+    ('<tool_call>clock(CET)</tool_call>', r'call 1 cannot be read as JSON .*clock\(CET\)'),
+    ('<tool_call>{"arguments": {}}</tool_call>', 'turn 2: call 1 has no name of a function'),
+    ('<tool_call>{"name": "clock"}</tool_call>', r'turn 2: call 1 \(clock\) has no arguments'),
+    ('<tool_call>[1]</tool_call>', r'turn 2: call 1 \[1\] must be a JSON object'),
+    ("<tool_call>{'name': 'clock', 'arguments': {1, 2}}</tool_call>", 'cannot be written as JSON')])
+def test_a_call_as_text_that_cannot_be_read_is_refused(text, why):
+    turns = [ASK, says(text), gives(1, 'clock', 'noon'), says('Noon.')]
+    with pytest.raises(ValueError, match=why): row_of(turns, None)
+
+
+def test_nulls_of_a_call_as_text_are_no_nulls_of_arrow(tmp_path):
+    turns = [ASK, calls(call('clock', 1, zone=None)), CLOCK[1], says('Noon.')]
+    rows = [{'conversations': as_hermes(turns)}]
+    [row] = load_rows(write_rows(rows, tmp_path, 'parquet'))[0]
+    assert row['messages'][1]['tool_calls'][0]['function']['arguments'] == {'zone': None}
 
 
 # Forms of published templates, in short: Mistral puts the tools before the last question and asks
