@@ -100,7 +100,8 @@ class ChatFormat:
                 self._messages(turns, arguments), tokenize=False, tools=tools,
                 add_generation_prompt=prompt)
         except (TemplateError, TypeError, OverflowError) as error:
-            raise ValueError(f'the chat template refuses this conversation: {error}') from None
+            raise ValueError(f'the chat template refuses this conversation: {error}; '
+                             "change the row, or set data.template, as to 'plain'") from None
 
     @cached_property
     def tool_form(self) -> ToolForm:  # Of its template
@@ -129,7 +130,7 @@ def _find_answer(chat, turns, tools=None) -> Answer:
     elif text.startswith(head): start = _mark_end(chat, head)
     else:
         raise ValueError('the chat template writes what stands before an answer in another way '
-                         'when the answer changes: set data.template')
+                         "when the answer changes: set data.template, as to 'plain'")
     stop = chat.special.search(text, len(text) - len(tail))
     if stop: return Answer(turns, text, start, stop.end())
     end_token = _end_behind(chat, turns, text, tools) or chat.tokenizer.eos_token
@@ -162,7 +163,7 @@ def _around(chat, turns, text, tools):
     parts = chat.text([*turns[:-1], placeholder], tools=tools).split(_PLACEHOLDER)
     if len(parts) != 2:
         raise ValueError(f'the chat template writes an answer {len(parts) - 1} times: '
-                         'set data.template')
+                         "set data.template, as to 'plain'")
     if calls: return around_calls(chat, text, *parts)
     chat.tail = parts[1]
     return parts
@@ -204,7 +205,9 @@ def _write(chat, row, answers) -> list[Written]:
     check_template(chat, turns, tools)
     trained = [number for number, turn in enumerate(turns, 1)
                if turn['role'] == 'assistant' and turn.get('train', True)]
-    if not trained: raise ValueError('has no answer that is to be trained')
+    if not trained:
+        raise ValueError('has no answer that is to be trained: take the row out, '
+                         'or give an answer the weight 1')
     found = [_find_answer(chat, turns[:number], tools) for number in trained]
     for answer in found: check_written(answer, tools)
     if answers == 'last': found = found[-1:]
@@ -355,7 +358,9 @@ def _special_in(row, chat, tokenizer):
 # %% ../../nbs/training/02_tokens.ipynb #4e071488
 def _fault(tokens) -> str:
     "Say what is wrong with the tokens of a conversation; '' when nothing is."
-    if not any(tokens.mask): return 'trains nothing: the template marks no part of its answer'
+    if not any(tokens.mask):
+        return ('trains nothing: the template marks no part of its answer; '
+                'put it inside {% generation %}')
     if all(tokens.mask[end] for end in tokens.ends): return ''
     return ('has an answer whose end is not marked, so the model would not learn to stop; '
             'put it inside {% generation %}')

@@ -219,6 +219,12 @@ def _called(turn, number):
                          'calls, and close each call with </tool_call>')
     return turn | {'content': before.strip(), 'tool_calls': calls}
 
+def _given(content):
+    "List what tools answer in one turn, without the marks around each."
+    if _ANSWER.sub('', content).strip(): return [content]
+    return [text.strip() for text in _ANSWER.findall(content)] or [content]
+
+# %% ../../nbs/training/00a_tool_calls.ipynb #4d1b6c06
 def _spoken(text, subject):
     "Read a call of a text: JSON, or an object as Python prints it, which Hermes has too."
     try: found = _parsed(text, subject)
@@ -230,11 +236,6 @@ def _spoken(text, subject):
     if isinstance(function['arguments'], dict):  # As text they keep their nulls
         function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
     return call
-
-def _given(content):
-    "List what tools answer in one turn, without the marks around each."
-    if _ANSWER.sub('', content).strip(): return [content]
-    return [text.strip() for text in _ANSWER.findall(content)] or [content]
 
 def _lists(turns, tools):
     "Whether the turn of the system lists all tools already."
