@@ -65,6 +65,10 @@ def class_rows(
 ) -> tuple[list[dict], list[dict]]:  # To train on, held out; each a 'text' and a 'label'
     "Read the rows of `recipe` and check every one, before a weight is loaded."
     names = class_names(recipe)
+    for part in recipe.data.mix or ():
+        if part.question is None: continue
+        raise ValueError(f'{part.source} asks {part.question!r:.40}, and a classification head '
+                         'reads the text alone: take question out')
     splits = load_rows(recipe.data, recipe.seed)
     train, test = [[_class_row(recipe, names, row) for row in rows] for rows in splits]
     tokenizer = class_tokenizer(recipe)
