@@ -16,6 +16,7 @@ from ..model.layout import NUMBER_B, coverage, layout, number_sizes, parts_of
 from ..model.spec import ModelSpec
 from .lines import Line
 from .layer_tape import Setting, head_tape, layer_tape
+from .parameter_groups import bucket_fills, trained_tensors
 from .tape import Instant, backward_instants, fullest_forward
 
 # %% ../../nbs/plan/04_activations.ipynb #14b3917f
@@ -189,6 +190,7 @@ class PartSizes(NamedTuple):
     neighbours: int = 0  # Largest temporaries of an optimizer that goes weight by weight, numbers
     split: int = 0  # Numbers in weights that ZeRO-3 splits
     split_b: int = 0  # Bytes of these
+    large: int = 0  # Numbers in trained tensors that no bucket of ZeRO holds
 
 class LayerSizes(NamedTuple):
     "Layers of one sort."
@@ -219,6 +221,8 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
     tail: PartSizes  # Of the last norm and the head; of the embedding too where it is tied
     tied_b: int  # A second gradient of the embedding, where the head is the same tensor
     neighbours: int  # The most of any part
+    sent: int  # Numbers in the fullest bucket of ZeRO that is sent before the backward pass ends
+    sent_last: int  # And in the last one
     symbols: dict[str, int]  # For the formulas
 
     @property
@@ -245,6 +249,7 @@ class _Cut(NamedTuple):  # How weights that are gathered are cut
     strategy: str
     ranks: int  # That share one copy
     threshold: int = 0  # ZeRO-3 keeps parameters whole that have no more numbers
+    bucket: int = 0  # Numbers that ZeRO reduces at once; 0: it is not ZeRO
 
 def _part(tensors, setting, cut, payload_b) -> PartSizes:
     "What ranks share of `tensors`, each of which is there once."
@@ -257,11 +262,19 @@ def _part(tensors, setting, cut, payload_b) -> PartSizes:
         grads_b += cut.ranks * part * gradient_b
         trained.append(part)
     neighbours = max(first + 2 * second for first, second in zip(trained, trained[1:]))
+    large = [tensor.numel for tensor in tensors if tensor.trained and tensor.numel > cut.bucket]
     split = [tensor for tensor in tensors if tensor.numel > cut.threshold]
     return PartSizes(
         gathered_b, grads_b, sum(trained), neighbours,
         split=sum(tensor.numel for tensor in split),
-        split_b=sum(tensor.numel * number_b[tensor.kind] for tensor in split))
+        split_b=sum(tensor.numel * number_b[tensor.kind] for tensor in split),
+        large=sum(large) if cut.bucket else 0)
+
+def _sent(spec, method, bucket) -> tuple[int, int]:
+    "Numbers in the fullest bucket but the last, and in the last; large tensors go alone."
+    if not bucket: return 0, 0
+    *fills, last = bucket_fills(trained_tensors(spec, method), bucket) or [0]
+    return max((numbers for numbers in fills if numbers <= bucket), default=0), last
 
 
 # %% ../../nbs/plan/04_activations.ipynb #a4348bfd
@@ -393,6 +406,7 @@ def _step(spec, method, setting, checkpointing, cut, payload_b) -> StepSizes:
         grads_b=sum(sort.count * sort.part.grads_b for sort in sorts),
         trained=sum(sort.count * sort.part.trained for sort in sorts))
     tied = spec.tied and setting.trains
+    sent, sent_last = _sent(spec, method, cut.bucket)
     return StepSizes(
         sorts=sorts,
         big=max(sorts, key=lambda sort: sort.peak.total_b),
@@ -402,6 +416,8 @@ def _step(spec, method, setting, checkpointing, cut, payload_b) -> StepSizes:
         tail=tail,
         tied_b=spec.hidden * spec.vocab * setting.grad_b if tied else 0,
         neighbours=max(part.neighbours for part in (*parts, embedding, tail)),
+        sent=sent,
+        sent_last=sent_last,
         symbols=_symbols(spec, setting, cut.ranks),
         **_head_facts(spec, setting))
 
@@ -444,7 +460,9 @@ def step_sizes(
         raise ValueError(f'{spec!r} is no ModelSpec: make one with model.spec({spec!r})')
     run = _run(recipe, spec)
     threshold = recipe.zero.persistence_threshold if run.strategy == 'zero3' else 0
-    cut = _Cut(run.strategy, run.ranks) if run.sharded else _Cut('none', 1, threshold)
+    bucket = recipe.zero.reduce_bucket if run.strategy.startswith('zero') else 0
+    cut = _Cut('none', 1, threshold, bucket)
+    if run.sharded: cut = _Cut(run.strategy, run.ranks)
     step = _step(spec, recipe.method, run.setting, run.checkpointing, cut, run.payload_b)
     return run, step
 

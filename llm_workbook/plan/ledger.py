@@ -507,7 +507,8 @@ def _passing(run, step, zero) -> _Group:
     counted = {'buffers', 'zero_buckets'} | ({'optimizer'} if zero else set())
     kept = []
     for name, lines in passing_lines(run, step).items():
-        gradients = name in ('forward', 'optimizer') or zero > 1
+        drops = zero > 1 or zero == 1 and run.ranks > 1
+        gradients = name in ('forward', 'optimizer') or drops
         left_out = counted | ({'gradients'} if gradients else set())
         if zero and gradients: left_out -= {'gradients'}  # Those that move into a bucket count
         kept += [line for line in lines if line.kind not in left_out

@@ -9,6 +9,7 @@ __all__ = ['PAGED', 'TensorGroup', 'Tensors', 'count_of', 'tensors_of', 'Rank', 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -135,6 +136,11 @@ class Rank(NamedTuple):
     def zero(self) -> int:  # 1, 2 or 3; 0 for everything else
         "Give the stage of ZeRO."
         return int(self.strategy[4:]) if self.strategy.startswith('zero') else 0
+
+    @property
+    def drops(self) -> bool:  # As ZeRO-2 always does
+        "Say whether ZeRO-1 keeps gradients in buckets alone, and its piece of them."
+        return not self.accumulates and self.knobs.overlap and self.knobs.contiguous
 
     def number_b(self,
         kind: str,  # 'weights', 'payload' or 'adapters'
@@ -332,16 +338,21 @@ def _partitioned(rank, instants, number_b) -> _Reduced:
     name, source = 'gradients, one partition', 'DeepSpeed, stage_1_and_2.py'
     if rank.place('gradients') != 'gpu':
         return _Reduced(4, n, n, ('',), name, f'{source}: the gradients of the fp32 partition')
-    if rank.zero == 1: there = ('optimizer',)
-    elif rank.accumulates: there = ('',)
-    else:
-        after_forward = [name for name in instants if INSTANTS[name].phase != 'forward']
-        late = rank.knobs.reduce_bucket > rank.tensors.largest  # The head fills no bucket
-        before = ['loss', 'head' * late]
-        if not rank.position and n <= rank.tensors.largest:  # A piece of the embedding: it is last
-            before += ['last layer', 'layer reduced', 'first layer']
-        there = tuple(name for name in after_forward if name not in before)
+    if rank.zero == 1 and not rank.drops: there = ('optimizer',)
+    else: there = _once_reduced(rank, instants, n)
+    if rank.zero == 2 and rank.accumulates:  # The sum, and beside it what this pass adds to it
+        there = ('', *(instant for instant in there if instant != 'optimizer'))
     return _Reduced(number_b, n, m, there, name, source)
+
+def _once_reduced(rank, instants, numbers) -> tuple[str, ...]:
+    "When the first bucket of a pass has been reduced that has a gradient of this partition."
+    after_forward = [name for name in instants if INSTANTS[name].phase != 'forward']
+    late = rank.knobs.reduce_bucket > rank.tensors.largest  # The head fills no bucket
+    before = ['loss', 'head', 'head reduced' * late]
+    if not rank.position and rank.group > 1: before.append('last layer')  # It has the first ones
+    if not rank.position and numbers <= rank.tensors.largest:  # Of the embedding: it is last
+        before += ['layer reduced', 'first layer']
+    return tuple(name for name in after_forward if name not in before)
 
 # %% ../../nbs/plan/06_model_states.ipynb #4795e909
 def _gradients(rank, instants) -> Iterator[Line]:
@@ -460,20 +471,56 @@ def _zero_buckets(rank, instants, b) -> Iterator[Line]:
         r = rank.knobs.reduce_bucket
         source = 'DeepSpeed, zero.reduce_bucket and zero.overlap'
         why = 'k * b * r', {'k': k, 'b': b, 'r': r}, source
-        backward = [name for name in instants if INSTANTS[name].phase == 'backward']
-        for instant in ('',) if rank.zero == 3 else backward:
+        for instant in _bucketed(rank, instants):
             yield _line(rank, 'zero_buckets', k * b * r, why, instant=instant, lasting=False,
                         name='gradients on their way')
+    if to_host: yield from _norms(rank, instants)
+    yield from _stepping(rank, b)
+
+def _bucketed(rank, instants) -> list[str]:
+    "When buckets are there: from the first gradient of a pass on; '' for all of the step."
+    if rank.zero == 3: return ['']
+    if rank.zero == 1 and rank.accumulates:  # To the end of the last pass
+        return [name for name in instants if name != 'optimizer']
+    return [name for name in instants
+            if INSTANTS[name].phase == 'backward' and name not in ('loss', 'head')]
+
+def _norms(rank, instants) -> Iterator[Line]:
+    "What goes to the host is measured on the GPU, each piece of a tensor in float64."
+    pieces = _pieces(rank)
+    reduced = {'head reduced': pieces[-1:], 'layer reduced': pieces[1:], 'embedding': pieces}
+    for instant, some in reduced.items():
+        p = max(some, default=0)
+        if not p or instant not in instants: continue
+        why = '8 * p', {'p': p}, 'DeepSpeed, stage_1_and_2.py: set_norm_for_param_grad_in_gpu'
+        yield _line(rank, 'zero_buckets', 8 * p, why, instant=instant, place='gpu',
+                    lasting=False, name='a reduced gradient in float64, for its norm')
+
+# %% ../../nbs/plan/06_model_states.ipynb #c8cb6ed2
+def _stepping(rank, b) -> Iterator[Line]:
+    "What the optimizer's step takes on the GPU."
     if rank.offload_optimizer != 'none': return
     n = max(_partitions(rank))  # It steps one parameter group after the other
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 in pieces of 10**9
-    makes = rank.optimizer.kind in ('adamw', 'adamw_bf16')  # A tensor of its own in its step
+    makes = rank.optimizer.kind in ('adamw', 'adamw_bf16')  # Tensors of its own in its step
     cast_b = b if b < 4 else 0  # The flat gradients in their own type, while they are cast
-    k = 4 if makes else cast_b
-    why = '(4 + k) * n', {'k': k, 'n': n}, 'DeepSpeed, step; torch, AdamW'
-    yield _line(rank, 'zero_buckets', (4 + k) * n, why,
+    made_b = 4 if rank.cluster.device == 'cuda' else 8  # The root, and on CPUs what it divides too
+    k = made_b if makes else cast_b
+    p = 0 if rank.zero == 3 else max(_pieces(rank), default=0)
+    symbols = {'k': k, 'n': n, 'p': p}
+    why = 'max((4 + k) * n, 8 * p)', symbols, 'DeepSpeed, step; torch, AdamW'
+    yield _line(rank, 'zero_buckets', max((4 + k) * n, 8 * p), why,
                 instant='optimizer', sure='model', lasting=False,
                 name="gradients in float32, and the optimizer's temporaries")
+def _pieces(rank) -> list[int]:
+    "Numbers of this rank in each tensor of the first parameter group; others are small."
+    pieces = []
+    for group in rank.tensors.groups[:1]:
+        size = partition(group, rank.group)
+        low = rank.position * size
+        for start, end in pairwise(accumulate(group, initial=0)):
+            pieces.append(max(0, min(end, low + size) - max(start, low)))
+    return pieces
 
 # %% ../../nbs/plan/06_model_states.ipynb #3e2399bc
 def _offload(rank) -> Iterator[Line]:

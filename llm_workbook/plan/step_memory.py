@@ -101,6 +101,9 @@ _KINDS |= {
     'moving': StepKind(
         'gradients', 'a gradient on its way into a bucket', 'numbers of one weight × bytes',
         'DeepSpeed'),
+    'large': StepKind(
+        'gradients', 'gradients that no bucket holds', 'their numbers × bytes',
+        'DeepSpeed, stage_1_and_2.py'),
     'sent': StepKind(
         'collective', 'a full bucket, copied to be reduced',
         'min(reduce_bucket, numbers) × bytes', 'DeepSpeed, flatten'),
@@ -266,26 +269,38 @@ def _in_buckets(run, step, instants) -> None:
     done = _reduced_first(run, step)
     kept_b, beside_b = _waiting(run, step)
     left_b = int((1 - done) * (kept_b if run.recomputes else beside_b))
-    weight = largest_b // number_b
-    sent_b = number_b * max(bucket - weight // 2, weight)  # The next weight no longer fits
+    sent_b = number_b * step.sent
     if run.strategy == 'zero3': sent_b += sent_b // run.ranks  # And what comes out of it
     instants['layer reduced'] = step.tables | {
         'kept': left_b, 'alive': max(0, step.big.peak.saved_b), 'flow': 2 * step.big.stream_b,
         'moving': largest_b + step.tied_b, 'sent': sent_b}
-    if 'embedding' in instants: _alone(run, step, instants['embedding'])
+    piece = numbers // run.ranks
+    if 'embedding' in instants: _alone(run, step.sent_last, piece, instants['embedding'])
+    if run.strategy == 'zero1' and run.ranks > 1: _kept_large(run, step, instants, done)
+    if 'head reduced' in instants and not step.tied_b:
+        _alone(run, step.tail.large, piece, instants['head reduced'])
 
 def _reduced_first(run, step) -> float:
     "The share of the layers whose gradients fill the first bucket."
     early = 0 if step.tied_b else step.tail.trained  # A tied gradient is whole at the end alone
     return min(1, max(0, (run.zero.reduce_bucket - early) / max(1, step.layers.trained)))
 
-def _alone(run, step, sizes) -> None:
-    "A gradient that no bucket holds is copied, unless ZeRO-1 adds it up; ZeRO-2 does so later."
-    last = step.embedding.trained or step.tail.trained  # One tensor, where they are tied
-    if last <= run.zero.reduce_bucket or run.accumulates and run.strategy == 'zero1': return
-    sizes['sent'] = last * run.setting.compute_b
-    if run.strategy == 'zero2' and run.accumulates: sizes['moving'] += sizes['sent']
+def _alone(run, numbers, piece, sizes) -> None:
+    "What is sent is copied, unless ZeRO-1 adds up a large gradient."
+    large = numbers > run.zero.reduce_bucket
+    if large and run.accumulates and run.strategy == 'zero1': return
+    if large and piece > run.zero.reduce_bucket: return  # Each goes from where it lies
+    sizes['sent'] = numbers * run.setting.compute_b
 
+def _kept_large(run, step, instants, done) -> None:
+    "ZeRO-1 drops no gradient of a pass: one that no bucket holds keeps its own memory."
+    head = 0 if step.tied_b else step.tail.large
+    layers = sum(sort.count * sort.part.large for sort in step.sorts)
+    there = {
+        'last layer': head, 'layer reduced': head + int(done * layers),
+        'first layer': head + layers - step.big.part.large, 'embedding': head + layers}
+    for name, numbers in there.items():
+        if name in instants: instants[name]['large'] = numbers * run.setting.compute_b
 
 # %% ../../nbs/plan/05_step_memory.ipynb #2c8f5a62
 def _fetched(run, step, instants) -> None:
@@ -326,8 +341,10 @@ def _fetched_last(run, step) -> tuple[int, dict[str, int]]:
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377df9
 def _has(run, name) -> bool:
     "Whether an instant differs from the others under a strategy."
+    if run.sharded: return True
+    if name == 'head reduced': return run.strategy in ('zero1', 'zero2')
     between = 'second layer', 'layer above the first'
-    return run.sharded or INSTANTS[name].action == 'computes' and name not in between
+    return INSTANTS[name].action == 'computes' and name not in between
 
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377dfb
 @lru_cache(1024)
@@ -352,6 +369,8 @@ def _step_within(run, step, instants) -> None:
 
 def _place(run, key) -> str:
     "Where lines lie; what a hook of autograd moves from a GPU is page-locked."
+    whole = run.strategy == 'zero1' and run.ranks == 1  # No gradient leaves before a pass ends
+    if key == 'gradients' and whole: return 'gpu'
     if run.cuda and key in ('away', 'rounding'): return 'pinned'
     return 'host' if key in run.on_host else 'gpu'
 

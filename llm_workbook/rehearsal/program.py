@@ -53,9 +53,21 @@ _REFUSALS = [
         'optimizer.kind', ['adamw_bf16'], "torch's trainer has no such optimizer", 'adamw'),
 ]
 
+_FAMILIES = {  # Model type -> why its code does not run without numbers
+    'jetmoe': 'it cuts its tokens by how many each expert gets',
+    'longcat_flash': 'it looks for the tokens of each expert',
+    'minimax': 'its attention multiplies float32 with 16-bit numbers, which torch refuses',
+}
+
 def _refuse(recipe, facts):
     "Raise what cannot be rehearsed, and names of layers that the model does not have."
     problems = []
+    _, raw = configuration(recipe.model.source, recipe.model.revision)
+    family = raw.get('model_type')
+    if family in _FAMILIES:
+        advice = 'take a model of another family, or measure a short run of this one'
+        text = f'{family} cannot be rehearsed: {_FAMILIES[family]}; {advice}'
+        problems.append(Problem('model.source', repr(recipe.model.source), text))
     for field, values, reason, instead in _REFUSALS:
         if facts[field] not in values: continue
         text = f'cannot be rehearsed: {reason}; take {instead!r}, or trust the ledger'
@@ -259,6 +271,7 @@ def _adapted_libraries(recipe, gpu):
         stack.enter_context(without_ddp_peers())
         if recipe.pads: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
+        if '8bit' in recipe.optimizer.kind: stack.enter_context(_own_overrides())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
         fused, layers = recipe.batch.loss_head == 'fused', recipe.model.kernels == 'liger'
         if gpu or fused or layers: stack.enter_context(gpu_kernels(fused, gpu, layers))
@@ -329,6 +342,11 @@ def _quietly():
             random.setstate(of_python)
             numpy.random.set_state(of_numpy)
             torch.set_rng_state(of_torch)
+
+def _own_overrides():
+    "What bitsandbytes remembers of the optimizers of this process, put aside."
+    from bitsandbytes.optim import GlobalOptimManager
+    return patch.object(GlobalOptimManager, '_instance', None)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #326d0088
 def _depth(recipe): return find_spec(recipe.model.source, recipe.model.revision).layers
@@ -435,6 +453,7 @@ def _trainer(recipe, folder, model, joined):
         trainer = make_trainer(recipe, folder, [row], model, load_tokenizer('tiny-base'))
     else:
         trainer = _plain_trainer(recipe, folder, row, model)
+    if recipe.method.kind != 'full': cast_adapters(trainer.model, recipe.precision.master)
     micro_batches = recipe.batch.accumulation
 
     class Loader:
@@ -450,14 +469,12 @@ def _trainer(recipe, folder, model, joined):
 # %% ../../nbs/rehearsal/04_program.ipynb #f5f68360
 def _plain_trainer(recipe, folder, row, model):
     from transformers import PrinterCallback, Trainer
-    adapted = recipe.method.kind != 'full'
-    if adapted: model = add_adapters(model, recipe.method)
+    if recipe.method.kind != 'full': model = add_adapters(model, recipe.method)
     if recipe.model.kernels == 'liger': use_liger_layers(model)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = Trainer(model, sft_config(recipe, folder), train_dataset=[row])
     set_fsdp(trainer.accelerator, recipe)
     attach_scaler(recipe, trainer.accelerator)
-    if adapted: cast_adapters(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -173,6 +173,10 @@ def _named_on_the_way(recorder):
 
     def buckets(zero): _name_buckets(recorder, zero)
 
+    def earlier(zero, parameter):
+        for part in zero.accumulated_grads_in_cpu.values():
+            _name(recorder, part, 'zero_buckets', host=True)
+
     def gathered(fetcher, module, *args):
         for parameter in module.parameters(recurse=False):
             _name_new(recorder, parameter.data, 'unsharded')
@@ -180,6 +184,7 @@ def _named_on_the_way(recorder):
     yield _before(first, 'process_gradients', gradient)
     yield _before(third, 'reduce_ready_partitions_and_remove_grads', gradient)
     yield _after(first, 'setup_buckets', buckets)
+    yield _after(first, 'async_accumulate_grad_in_cpu_via_gpu', earlier)
     yield _after(PartitionedParameterCoordinator, 'fetch_sub_module', gathered)
 
 # %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29001fe

@@ -17,6 +17,7 @@ from llm_workbook.plan.step_memory import instant_lines, working_lines
 from llm_workbook.plan.lines import KINDS
 from llm_workbook.plan.model_states import (
     count_of, rank_of, resident_lines, tensors_of, whole_states)
+from llm_workbook.plan.parameter_groups import bucket_fills, trained_tensors
 from llm_workbook.plan import ledger
 from llm_workbook.plan.ledger import memory
 from llm_workbook.model.spec import spec
@@ -143,9 +144,22 @@ def test_small_parameters_stay_whole_under_zero3():
 
 def test_buckets_follow_the_knobs_and_not_the_model():
     full = {'method.kind': 'full', 'sharding.strategy': 'zero2', 'zero.reduce_bucket': 10**6}
-    assert size(lines(full, instant='loss'), 'zero_buckets') == 2 * 2 * 10**6
-    assert size(lines(full | {'zero.overlap': False}, instant='loss'), 'zero_buckets') == 2 * 10**6
-    assert size(lines(full | {'zero.contiguous': False}, instant='loss'), 'zero_buckets') == 0
+    def buckets_b(changes, instant='last layer'):
+        return size(lines(full | changes, instant=instant), 'zero_buckets')
+
+    assert buckets_b({}) == 2 * 2 * 10**6
+    assert buckets_b({'zero.overlap': False}) == 2 * 10**6
+    assert buckets_b({'zero.contiguous': False}) == 0
+
+
+@pytest.mark.parametrize('stage, passes, times', [(1, 1, 0), (1, 2, 1), (2, 1, 0), (2, 2, 0)])
+def test_buckets_come_with_the_first_gradient_and_zero1_keeps_them_for_later_passes(
+        stage, passes, times):
+    full = {'method.kind': 'full', 'sharding.strategy': f'zero{stage}',
+            'zero.reduce_bucket': 10**6, 'batch.accumulation': passes}
+    for instant in ('forward', 'loss', 'head'):
+        assert size(lines(full, instant=instant), 'zero_buckets') == times * 2 * 2 * 10**6
+    assert size(lines(full, instant='head reduced'), 'zero_buckets') == 2 * 2 * 10**6
 
 
 @pytest.mark.parametrize('kind, each', [('adamw', 8), ('adamw_bf16', 4), ('sgd', 0)])
@@ -559,15 +573,18 @@ def test_a_full_bucket_is_copied_to_be_sent_and_zero3_makes_its_part_besides(sta
     made = memory(BASE.changed({
         'method.kind': 'full', 'sharding.strategy': f'zero{stage}', 'cluster.nodes': 1,
         'cluster.processes': ranks, 'zero.reduce_bucket': 10**6}))
-    sent = [x.size_b for x in made.lines if x.name == 'a full bucket, copied to be reduced']
+    sent = {x.instant: x.size_b for x in made.lines
+            if x.name == 'a full bucket, copied to be reduced'}
     moving = [x.size_b for x in made.lines if x.name == 'a gradient on its way into a bucket'
               and x.instant in ('last layer', 'layer reduced')]
     assert len(moving) == 2
     assert moving[0] == moving[1]
     base = spec('tiny-base')
-    tied_b = 2 * base.vocab * base.hidden  # The head's gradient waits for the embedding's
-    copy_b = 2 * (10**6 - (moving[0] - tied_b) // 4)
-    assert sent == [copy_b + (copy_b // ranks if stage == 3 else 0)]
+    *fills, last = bucket_fills(trained_tensors(base, made.recipe.method), 10**6)
+    copy_b = 2 * max(fills)
+    assert 1.5 * 10**6 < copy_b <= 2 * 10**6
+    assert sent['layer reduced'] == copy_b + (copy_b // ranks if stage == 3 else 0)
+    assert sent['embedding'] == 2 * last
 
 
 @pytest.mark.parametrize('checkpointing', ['none', 'full'])
@@ -581,8 +598,8 @@ def test_zero_reduces_in_the_backward_pass_alone(checkpointing):
         x.instant for x in zero if x.kind == 'zero_buckets' and x.name == 'gradients on their way'}
     partition = {x.instant for x in zero if x.name == 'gradients, one partition'}
     moving = {x.instant for x in zero if x.name == 'a gradient on its way into a bucket'}
-    backward = {'loss', 'head', 'last layer', 'first layer', 'embedding'}
+    backward = {'head reduced', 'last layer', 'first layer', 'embedding'}
     assert backward <= buckets <= backward | {'layer reduced'}
-    assert moving == buckets
+    assert moving == buckets | {'loss', 'head'}
     # The first bucket takes more than the head
-    assert partition == buckets - {'loss', 'head'} | {'optimizer'}
+    assert partition == buckets - {'head reduced'} | {'optimizer'}

@@ -87,6 +87,22 @@ def test_a_tied_gradient_waits_under_zero_and_no_small_bucket_holds_it(tmp_path,
     assert -1.5 < apart_by(tmp_path, 'head', True, changes, ranks=4) < 7  # Not too small
 
 
+TO_HOST = {'sharding.offload_optimizer': 'cpu'}
+
+
+@pytest.mark.parametrize('stage, shape, changes', [
+    (1, 'layers', {}), (1, 'head', ONE), (2, 'head', ONE | TO_HOST),
+    slow_case(1, 'head', {}), slow_case(2, 'head', {}), slow_case(2, 'head', ONE),
+    slow_case(1, 'head', ONE | TO_HOST), slow_case(2, 'head', TO_HOST),
+    slow_case(1, 'layers', TO_HOST), slow_case(1, 'head', ONE | ADAM | {'method.kind': 'lora'}),
+    slow_case(2, 'layers', ONE | ADAM | {'method.kind': 'lora'})], ids=str)
+def test_buckets_of_zero_and_a_head_larger_than_one_are_planned(tmp_path, stage, shape, changes):
+    """Planned 28 % too small with states on the host, 17 % with a head that no bucket holds, and
+    where ZeRO-1 keeps its buckets for the next pass."""
+    made = FULL | AGAIN | {'sharding.strategy': f'zero{stage}', 'zero.reduce_bucket': 20_000_000}
+    assert abs(apart_by(tmp_path, shape, False, made | changes, ranks=4)) < 0.2
+
+
 @pytest.mark.parametrize('device', ['cuda', slow_case('cpu')])
 @pytest.mark.parametrize('head', ['one_pass', slow_case('fused')])
 def test_one_process_has_no_buckets_and_judges_without_gradients(tmp_path, device, head):

@@ -228,6 +228,27 @@ def test_the_step_of_zero_takes_what_its_optimizer_makes(shallow, kind, compute)
     assert planned_b == pytest.approx(seen.peak_b, rel=.005)
 
 
+def test_a_rehearsal_knows_nothing_of_the_optimizers_before_it(shallow):
+    "bitsandbytes keeps by its position which tensor has states of 32 bits: here an embedding."
+    eight = shallow.changed(FULL | {'optimizer.kind': 'adamw_8bit', 'sharding.strategy': 'ddp',
+                                    'precision.compute': 'bfloat16'})
+    flat = eight.changed({'sharding.strategy': 'zero2', 'zero.reduce_bucket': 10**6})
+    alone = rehearse(flat).peak_b
+    rehearse(eight)
+    assert rehearse(flat).peak_b == alone
+
+
+@pytest.mark.parametrize('kind', ['lora', slow_case('qlora')])
+def test_adapters_play_in_the_type_that_is_planned(shallow, kind):
+    "Training has them in float32 alone; a plan may ask for bfloat16."
+    half = shallow.changed(AGAIN | GPU | {
+        'method.kind': kind, 'precision.master': 'bfloat16', 'precision.compute': 'bfloat16'})
+    whole, played = rehearse(half.changed({'precision.master': 'float32'})), rehearse(half)
+    assert played.by_kind()['adapters'] == whole.by_kind()['adapters'] / 2
+    planned_b = memory(half).total('step', 'gpu', 'allocated')
+    assert planned_b == pytest.approx(played.peak_b, rel=.01)
+
+
 @pytest.mark.parametrize('layers, instant', [
     (0.6, 'embedding'), slow_case(2.2, 'first layer')])
 def test_the_last_weight_that_zero_fetches_comes_whole(tmp_path, layers, instant):
@@ -331,3 +352,13 @@ def test_no_fake_tensor_outlives_a_rehearsal():
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == '0', (
         'a library that was imported inside keeps a tensor among its defaults')
+
+
+@pytest.mark.parametrize('family, reason', [
+    ('jetmoe', 'it cuts its tokens'), ('longcat_flash', 'it looks for the tokens'),
+    ('minimax', 'its attention multiplies float32')])
+def test_a_family_whose_code_reads_numbers_is_refused_by_name(plain, tmp_path, family, reason):
+    (tmp_path/'config.json').write_text(json.dumps({'model_type': family}))
+    made = plain.changed({'model.source': str(tmp_path)})
+    with pytest.raises(RecipeError, match=f'{family} cannot be rehearsed: {reason}.*another family'):
+        rehearse(made)
