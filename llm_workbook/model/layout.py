@@ -442,6 +442,7 @@ def number_sizes(
     compute_b, master_b = NUMBER_B[precision.compute], NUMBER_B[precision.master]
     trained_b = compute_b if strategy.startswith('zero') else master_b
     gathered_b = min(compute_b, trained_b) if method.kind == 'full' else trained_b
+    plain = method.kind == 'full' and strategy == 'fsdp2' and master_b == compute_b  # No policy
     frozen_b = NUMBER_B['float32'] if precision.frozen == 'float32' else compute_b
     return NumberSizes(
         frozen=frozen_b,
@@ -449,7 +450,7 @@ def number_sizes(
         payload=1 if method.quant == 'int8' else NUMBER_B[method.storage],
         trained=trained_b,
         gathered=gathered_b,
-        reduced=NUMBER_B[precision.reduce] if precision.reduce else gathered_b)
+        reduced=NUMBER_B[precision.reduce] if precision.reduce and not plain else gathered_b)
 
 # %% ../../nbs/model/03_layout.ipynb #206cc6f0
 def part_shape(

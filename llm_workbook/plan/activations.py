@@ -160,8 +160,8 @@ def _run(recipe, spec=None) -> StepRun:
         pairs = coverage(spec, method).pairs
         setting = setting._replace(expert_ranks=tuple((pair.target, pair.a[0]) for pair in pairs))
     master_b = NUMBER_B[precision.master]
-    reduce_b = setting.compute_b if setting.trains else master_b
-    if precision.reduce: reduce_b = NUMBER_B[precision.reduce]
+    numbers = number_sizes(method, precision, sharding.strategy)
+    reduce_b = numbers.reduced
     apart = sharding.strategy == 'fsdp2' and setting.trains and reduce_b != setting.grad_b
     if syncs or several and apart: setting = setting._replace(fresh=True)  # Others lie elsewhere
     return StepRun(
@@ -170,7 +170,7 @@ def _run(recipe, spec=None) -> StepRun:
         ranks=_sharing_ranks(recipe),
         hybrid=(sharding.group or recipe.cluster.ranks) < recipe.cluster.ranks,
         strategy=sharding.strategy,
-        payload_b=number_sizes(method, precision, sharding.strategy).payload,
+        payload_b=numbers.payload,
         master_b=master_b,
         reduce_b=reduce_b,
         reshards=sharding.reshard_after_forward,
@@ -273,7 +273,8 @@ def _part(tensors, setting, cut, payload_b) -> PartSizes:
 def _sent(spec, method, bucket) -> tuple[int, int]:
     "Numbers in the fullest bucket but the last, and in the last; large tensors go alone."
     if not bucket: return 0, 0
-    *fills, last = bucket_fills(trained_tensors(spec, method), bucket) or [0]
+    sizes = (tensor.numel for tensor in reversed(trained_tensors(spec, method)))
+    *fills, last = bucket_fills(sizes, bucket) or [0]
     return max((numbers for numbers in fills if numbers <= bucket), default=0), last
 
 

@@ -19,7 +19,8 @@ from ..config.recipe import Cluster, Method, Precision, Zero
 from ..model.layout import NUMBER_B, layout, number_sizes, parts_of
 from ..model.spec import spec_of
 from .activations import live_numbers
-from .parameter_groups import parameter_groups, partition, trained_tensors
+from .parameter_groups import (
+    bucket_fills, parameter_groups, partition, trained_tensors)
 
 # %% ../../nbs/plan/09_collectives.ipynb #07c23c2e
 def wire_bytes(
@@ -335,14 +336,7 @@ def _ddp_buckets(sizes, first, limit) -> tuple[tuple[int, int], ...]:
 @lru_cache(512)
 def _zero_buckets(sizes, limit) -> tuple[tuple[int, int], ...]:
     "Close a bucket before it would overflow."
-    buckets, filled = Counter(), 0
-    for numbers in sizes:
-        if filled and filled + numbers > limit:
-            buckets[filled] += 1
-            filled = 0
-        filled += numbers
-    if filled: buckets[filled] += 1
-    return tuple(buckets.items())
+    return tuple(Counter(bucket_fills(sizes, limit)).items())
 
 # %% ../../nbs/plan/09_collectives.ipynb #e3a9683d
 _MIB = 2**20

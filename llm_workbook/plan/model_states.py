@@ -9,7 +9,6 @@ __all__ = ['PAGED', 'TensorGroup', 'Tensors', 'count_of', 'tensors_of', 'Rank', 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -23,7 +22,9 @@ from llm_workbook.model.layout import (
 
 from ..model.spec import ModelSpec
 from .lines import INSTANTS, Line
-from .parameter_groups import parameter_groups, partition, touched_tensors
+from .parameter_groups import (
+    parameter_groups, partition, partitions, touched_tensors)
+from .zero_buffers import zero_buffers
 
 # %% ../../nbs/plan/06_model_states.ipynb #3aae4565
 class TensorGroup(NamedTuple):
@@ -295,8 +296,7 @@ def _flat_weights(rank, kind, group) -> Line:
 
 def _partitions(rank) -> list[int]:
     "Numbers in this rank's piece of each parameter group, under ZeRO."
-    if rank.zero < 3: return [partition(group, rank.group) for group in rank.tensors.groups]
-    return [sum(ceil(size / rank.group) for size in group) for group in rank.tensors.groups]
+    return partitions(rank.tensors.groups, rank.group, rank.zero)
 
 def _also_whole(rank, kind, group, b) -> Iterator[Line]:
     "ZeRO-3: small parameters, whole on every rank."
@@ -462,65 +462,7 @@ def _buckets(rank, instants) -> Iterator[Line]:
         why = 'b * N', {'b': b, 'N': N}, 'torch, DistributedDataParallel'
         yield _line(rank, 'collective', b * N, why, lasting=False,
                     name='buckets beside the gradients')
-    if rank.zero: yield from _zero_buckets(rank, instants, b)
-
-def _zero_buckets(rank, instants, b) -> Iterator[Line]:
-    to_host = rank.zero < 3 and rank.offload_optimizer != 'none'
-    if rank.knobs.contiguous or to_host:  # Stages 1 and 2 set the knob where they offload
-        k = 2 if rank.knobs.overlap and rank.zero < 3 else 1
-        r = rank.knobs.reduce_bucket
-        source = 'DeepSpeed, zero.reduce_bucket and zero.overlap'
-        why = 'k * b * r', {'k': k, 'b': b, 'r': r}, source
-        for instant in _bucketed(rank, instants):
-            yield _line(rank, 'zero_buckets', k * b * r, why, instant=instant, lasting=False,
-                        name='gradients on their way')
-    if to_host: yield from _norms(rank, instants)
-    yield from _stepping(rank, b)
-
-def _bucketed(rank, instants) -> list[str]:
-    "When buckets are there: from the first gradient of a pass on; '' for all of the step."
-    if rank.zero == 3: return ['']
-    if rank.zero == 1 and rank.accumulates:  # To the end of the last pass
-        return [name for name in instants if name != 'optimizer']
-    return [name for name in instants
-            if INSTANTS[name].phase == 'backward' and name not in ('loss', 'head')]
-
-def _norms(rank, instants) -> Iterator[Line]:
-    "What goes to the host is measured on the GPU, each piece of a tensor in float64."
-    pieces = _pieces(rank)
-    reduced = {'head reduced': pieces[-1:], 'layer reduced': pieces[1:], 'embedding': pieces}
-    for instant, some in reduced.items():
-        p = max(some, default=0)
-        if not p or instant not in instants: continue
-        why = '8 * p', {'p': p}, 'DeepSpeed, stage_1_and_2.py: set_norm_for_param_grad_in_gpu'
-        yield _line(rank, 'zero_buckets', 8 * p, why, instant=instant, place='gpu',
-                    lasting=False, name='a reduced gradient in float64, for its norm')
-
-# %% ../../nbs/plan/06_model_states.ipynb #c8cb6ed2
-def _stepping(rank, b) -> Iterator[Line]:
-    "What the optimizer's step takes on the GPU."
-    if rank.offload_optimizer != 'none': return
-    n = max(_partitions(rank))  # It steps one parameter group after the other
-    if rank.zero == 3: n = min(n, 10**9)  # Stage 3 in pieces of 10**9
-    makes = rank.optimizer.kind in ('adamw', 'adamw_bf16')  # Tensors of its own in its step
-    cast_b = b if b < 4 else 0  # The flat gradients in their own type, while they are cast
-    made_b = 4 if rank.cluster.device == 'cuda' else 8  # The root, and on CPUs what it divides too
-    k = made_b if makes else cast_b
-    p = 0 if rank.zero == 3 else max(_pieces(rank), default=0)
-    symbols = {'k': k, 'n': n, 'p': p}
-    why = 'max((4 + k) * n, 8 * p)', symbols, 'DeepSpeed, step; torch, AdamW'
-    yield _line(rank, 'zero_buckets', max((4 + k) * n, 8 * p), why,
-                instant='optimizer', sure='model', lasting=False,
-                name="gradients in float32, and the optimizer's temporaries")
-def _pieces(rank) -> list[int]:
-    "Numbers of this rank in each tensor of the first parameter group; others are small."
-    pieces = []
-    for group in rank.tensors.groups[:1]:
-        size = partition(group, rank.group)
-        low = rank.position * size
-        for start, end in pairwise(accumulate(group, initial=0)):
-            pieces.append(max(0, min(end, low + size) - max(start, low)))
-    return pieces
+    if rank.zero: yield from zero_buffers(rank, instants)
 
 # %% ../../nbs/plan/06_model_states.ipynb #3e2399bc
 def _offload(rank) -> Iterator[Line]:

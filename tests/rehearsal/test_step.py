@@ -360,5 +360,6 @@ def test_no_fake_tensor_outlives_a_rehearsal():
 def test_a_family_whose_code_reads_numbers_is_refused_by_name(plain, tmp_path, family, reason):
     (tmp_path/'config.json').write_text(json.dumps({'model_type': family}))
     made = plain.changed({'model.source': str(tmp_path)})
-    with pytest.raises(RecipeError, match=f'{family} cannot be rehearsed: {reason}.*another family'):
+    refused = f'{family} cannot be rehearsed: {reason}.*another family'
+    with pytest.raises(RecipeError, match=refused):
         rehearse(made)
