@@ -14,20 +14,33 @@ from .parameter_groups import partitions, pieces
 # %% ../../nbs/plan/06a_zero_buffers.ipynb #6ab00006
 def _line(size_b, why, name, instant, sure='exact') -> Line:
     formula, symbols, source = why
-    return Line('zero_buckets', 'step', instant, 'gpu', size_b, formula, symbols, source, sure, name)
+    return Line(
+        kind='zero_buckets',
+        phase='step',
+        instant=instant,
+        place='gpu',
+        size_b=size_b,
+        formula=formula,
+        symbols=symbols,
+        source=source,
+        sure=sure,
+        name=name)
 
 def _bucketed(rank, instants) -> list[str]:
     "When buckets are there; '' for all of the step."
     if rank.zero == 3: return ['']
     if rank.zero == 1 and rank.accumulates:  # To the end of the last pass
         return [name for name in instants if name != 'optimizer']
+    early = 'loss', 'head'
     return [name for name in instants
-            if INSTANTS[name].phase == 'backward' and name not in ('loss', 'head')]
+            if INSTANTS[name].phase == 'backward' and name not in early]
 
 def _buckets(rank, instants) -> Iterator[Line]:
+    b = rank.number_b('weights', True)
+    r = rank.knobs.reduce_bucket
     k = 2 if rank.knobs.overlap and rank.zero < 3 else 1
-    b, r = rank.number_b('weights', True), rank.knobs.reduce_bucket
-    why = 'k * b * r', {'k': k, 'b': b, 'r': r}, 'DeepSpeed, zero.reduce_bucket and zero.overlap'
+    symbols = {'k': k, 'b': b, 'r': r}
+    why = 'k * b * r', symbols, 'DeepSpeed, zero.reduce_bucket and zero.overlap'
     for instant in _bucketed(rank, instants):
         yield _line(k * b * r, why, 'gradients on their way', instant)
 
@@ -35,33 +48,41 @@ def _buckets(rank, instants) -> Iterator[Line]:
 def _norms(rank, instants) -> Iterator[Line]:
     "What goes to the host is measured on the GPU, each piece of a tensor in float64."
     mine = _pieces(rank)
-    reduced = {'head reduced': mine[-1:], 'layer reduced': mine[1:], 'embedding': mine}
+    reduced = {
+        'head reduced': mine[-1:],
+        'layer reduced': mine[1:],
+        'embedding': mine}
+    source = 'DeepSpeed, stage_1_and_2.py: set_norm_for_param_grad_in_gpu'
+    name = 'a reduced gradient in float64, for its norm'
     for instant, some in reduced.items():
+        if instant not in instants: continue
         p = max(some, default=0)
-        if not p or instant not in instants: continue
-        why = '8 * p', {'p': p}, 'DeepSpeed, stage_1_and_2.py: set_norm_for_param_grad_in_gpu'
-        yield _line(8 * p, why, 'a reduced gradient in float64, for its norm', instant)
+        why = '8 * p', {'p': p}, source
+        if p: yield _line(8 * p, why, name, instant)
 
 def _pieces(rank) -> list[int]:
     "Numbers of this rank in each tensor of the first parameter group; others are small."
     groups = rank.tensors.groups
-    return pieces(groups[0], rank.group, rank.position) if groups else []
+    if not groups: return []
+    return pieces(groups[0], rank.group, rank.position)
 
 # %% ../../nbs/plan/06a_zero_buffers.ipynb #6ab0000a
 def _stepping(rank) -> Iterator[Line]:
     "What the optimizer's step takes on the GPU."
-    n = max(partitions(rank.tensors.groups, rank.group, rank.zero))  # One group after the other
+    sizes = partitions(rank.tensors.groups, rank.group, rank.zero)
+    n = max(sizes)  # It steps one parameter group after the other
+    p = 0
     if rank.zero == 3: n = min(n, 10**9)  # Stage 3 in pieces of 10**9
+    else: p = max(_pieces(rank), default=0)
     b = rank.number_b('weights', True)
-    makes = rank.optimizer.kind in ('adamw', 'adamw_bf16')  # Tensors of its own in its step
-    cast_b = b if b < 4 else 0  # The flat gradients in their own type, while they are cast
-    made_b = 4 if rank.cluster.device == 'cuda' else 8  # The root, and on CPUs what it divides too
-    k = made_b if makes else cast_b
-    p = 0 if rank.zero == 3 else max(_pieces(rank), default=0)
+    k = b if b < 4 else 0  # The flat gradients in their own type, while they are cast
+    if rank.optimizer.kind in ('adamw', 'adamw_bf16'):
+        k = 4 if rank.cluster.device == 'cuda' else 8  # The root; on CPUs what it divides too
     symbols = {'k': k, 'n': n, 'p': p}
     why = 'max((4 + k) * n, 8 * p)', symbols, 'DeepSpeed, step; torch, AdamW'
+    size_b = max((4 + k) * n, 8 * p)
     name = "gradients in float32, and the optimizer's temporaries"
-    yield _line(max((4 + k) * n, 8 * p), why, name, 'optimizer', sure='model')
+    yield _line(size_b, why, name, 'optimizer', sure='model')
 
 # %% ../../nbs/plan/06a_zero_buffers.ipynb #6ab0000c
 def zero_buffers(
