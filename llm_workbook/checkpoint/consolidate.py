@@ -18,6 +18,7 @@ from .sharded_files import (
     CheckpointError, fill_slices, stored_tensors, write_slices)
 from ..files import resolve
 from ..model.architecture import auto_class, in_modules, load_tokenizer
+from ..model.quantize import float32_modules
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f01
@@ -171,8 +172,7 @@ def _typed(model, tensors, dtype):
     "Give `tensors` the type `dtype`, where transformers does when it loads `model` in that type."
     import torch
     if dtype is None: return tensors
-    kept = {*(model._keep_in_fp32_modules_strict or ())}
-    if dtype == torch.float16: kept |= {*(model._keep_in_fp32_modules or ())}
+    kept = float32_modules(model, dtype)
     def type_of(name, stored):
         if not stored.is_floating_point: return stored
         return torch.float32 if in_modules(name, kept) else dtype

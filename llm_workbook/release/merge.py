@@ -20,7 +20,7 @@ from ..model.adapters import load_adapters, moved
 from ..model.architecture import (
     configuration, in_modules, inventory, load_tokenizer, skeleton)
 from ..model.nf4 import pack, scales, state, unpack
-from ..model.quantize import fingerprint, load_base, payload_bytes
+from ..model.quantize import fingerprint, float32_modules, load_base, payload_bytes
 from ..model.weight_files import Weights, origins
 from .scores import evaluating
 from ..training.tokens import assistant_mask
@@ -212,7 +212,7 @@ def _checked_pairs(base, adapters, into, method):
     _same_base(base, config.get('base_model_name_or_path'))
     return pairs
 
-def _checked_base(base, revision, into, method, pairs):
+def _checked_base(base, revision, into, method, pairs, dtype):
     "Find the base: weights, pairs and packed ones by their names on disk, places, float32 modules."
     name, raw = configuration(base, revision)
     if raw.get('quantization_config'):
@@ -229,9 +229,7 @@ def _checked_base(base, revision, into, method, pairs):
               for piece in (found[path].pieces if path in found else [path])}
     pairs = _on_disk(pairs, found, weights)
     _fits(name, weights.tensors, pairs, packed)
-    return weights, pairs, packed, _places(found, weights), _in_float32(model)
-
-def _in_float32(model): return set(model._keep_in_fp32_modules_strict or ())
+    return weights, pairs, packed, _places(found, weights), float32_modules(model, dtype)
 
 def _places(found, weights) -> dict:
     "Tensor on disk -> the parameter that it is a part of, and its first number there."
@@ -259,7 +257,7 @@ class Merge:
         self.method = method or Method()
         self.dtype = _compute_dtype(precision or Precision())  # Of what is not packed
         pairs = _checked_pairs(base, adapters, into, self.method)
-        checked = _checked_base(base, revision, into, self.method, pairs)
+        checked = _checked_base(base, revision, into, self.method, pairs, self.dtype)
         self.weights, self.pairs, self.packed, self.places, self.float32_modules = checked
 
     @property

@@ -18,6 +18,7 @@ from ..model.architecture import in_modules, in_tower, towers
 from ..model.compiled_blocks import count_blocks
 from ..model.liger_layers import count_liger_layers
 from ..model.half_matmul import upcast_dtypes
+from ..model.quantize import float32_modules
 from ..model.layout import coverage
 from ..model.loss_head import loss_head_of
 from ..model.recompute import keeps_selection
@@ -61,12 +62,13 @@ class _Live:
     @property
     def frozen(self):
         codes = {id(m.weight) for m in self.packed}
-        found = {name: p for name, p in self.bare.named_parameters()
-                 if not p.requires_grad and id(p) not in codes and p.is_floating_point()
-                 and not _stays_in_float32(name, self.bare)}
+        found = {_plain(name): p for name, p in self.bare.named_parameters()
+                 if not p.requires_grad and id(p) not in codes and p.is_floating_point()}
+        kept = _kept_in_float32(self.base, {p.dtype for p in found.values()})
+        found = {name: p for name, p in found.items() if not in_modules(name, kept)}
         if len({p.dtype for p in found.values()}) < 2: return [*found.values()]
         made = _made_in_float32(self.base)
-        return [p for name, p in found.items() if _plain(name) not in made]
+        return [p for name, p in found.items() if name not in made]
 
 _ADDED = '', '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod', 'base_layer'
 
@@ -79,11 +81,10 @@ def _in_tower(live, name): return in_tower(_plain(name), live.towers)
 
 
 # %% ../../nbs/training/08_live_settings.ipynb #5f32ab01
-def _stays_in_float32(name, model):
-    "Whether transformers never casts this parameter, as a bias that corrects scores of experts."
-    base = model.get_base_model() if hasattr(model, 'get_base_model') else model
-    name = name.replace('.base_layer', '')  # Of an adapted router
-    return in_modules(name, getattr(base, '_keep_in_fp32_modules_strict', None) or ())
+def _kept_in_float32(base, dtypes):
+    "Name what transformers does not cast, as a bias that corrects scores of experts."
+    if not hasattr(base, '_keep_in_fp32_modules_strict'): return set()
+    return {name for dtype in dtypes for name in float32_modules(base, dtype)}
 
 def _made_in_float32(base):
     "Names of parameters that a class makes in float32 in a model of bfloat16, as some of Olmo's."

@@ -256,27 +256,75 @@ def test_a_full_fine_tune_of_experts_is_saved_and_trained_again(kind, loading, t
 
 # Merged
 
-@pytest.mark.parametrize('kind', ['mixtral', 'deepseek_v3', slow_case('qwen3_moe')])
-def test_a_merged_model_has_the_names_that_transformers_writes(kind, tmp_path):
-    base = base_of(kind, tmp_path/'base')
-    method, precision = Method(kind='lora', rank=2), Precision(compute='float32')
+def adapters_of(base: Path, method: Method, precision: Precision, place: Path) -> Path:
+    "Adapters with random numbers where training would put trained ones."
     model = add_adapters(load_base(str(base), method, precision, device='cpu'), method)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if 'lora_B' in name: parameter.normal_(std=.1)
-    save_adapters(model, tmp_path/'adapters')
+    save_adapters(model, place)
+    return place
+
+
+@pytest.mark.parametrize('kind', ['mixtral', 'deepseek_v3', slow_case('qwen3_moe')])
+def test_a_merged_model_has_the_names_that_transformers_writes(kind, tmp_path):
+    base = base_of(kind, tmp_path/'base')
+    method, precision = Method(kind='lora', rank=2), Precision(compute='float32')
+    adapters = adapters_of(base, method, precision, tmp_path/'adapters')
     recipe = Recipe(
         name='merge', model={'source': str(base)}, method=method, precision=precision,
         data={'source': str(some_rows(tmp_path/'rows', 4)), 'format': 'messages'})
     place = tmp_path/'ours'
-    export(recipe, tmp_path/'adapters', place, '16-bit', {'gate': False}, prove=False)
+    export(recipe, adapters, place, '16-bit', {'gate': False}, prove=False)
     auto = auto_class(made(kind).config)
     auto.from_pretrained(place).save_pretrained(tmp_path/'theirs')
     assert_same(place, tmp_path/'theirs')
     assert tensors_of(place).keys() == tensors_of(base).keys()
-    given = merged(str(base), tmp_path/'adapters', '16-bit', method, precision)
+    given = merged(str(base), adapters, '16-bit', method, precision)
     given.save_pretrained(tmp_path/'in-memory')
     assert_same(place, tmp_path/'in-memory')
+
+
+@pytest.mark.parametrize('kind', ['afmoe', slow_case('deepseek_v32')])
+@pytest.mark.parametrize('compute', ['float16', slow_case('bfloat16')])
+def test_a_merge_in_half_the_bytes_keeps_in_float32_what_transformers_keeps(
+        kind, compute, tmp_path):
+    base = base_of(kind, tmp_path/'base')
+    method = Method(kind='lora', rank=2, targets=('q_proj',) if kind == 'afmoe' else ('q_b_proj',))
+    loss_scale = 'dynamic' if compute == 'float16' else 'none'
+    precision = Precision(compute=compute, loss_scale=loss_scale)
+    adapters = adapters_of(base, method, precision, tmp_path/'adapters')
+    recipe = Recipe(
+        name='merge', model={'source': str(base)}, method=method, precision=precision,
+        data={'source': str(some_rows(tmp_path/'rows', 4)), 'format': 'messages'})
+    place = tmp_path/'ours'
+    export(recipe, adapters, place, '16-bit', {'gate': False}, prove=False)
+    auto, dtype = auto_class(made(kind).config), getattr(torch, compute)
+    auto.from_pretrained(base, dtype=dtype).save_pretrained(tmp_path/'theirs')
+    given, wanted = tensors_of(place), tensors_of(tmp_path/'theirs')
+    assert {name: t.dtype for name, t in given.items()} == {
+        name: t.dtype for name, t in wanted.items()}
+    changed = {name for name, tensor in wanted.items() if not given[name].equal(tensor)}
+    assert changed and all(f'{method.targets[0]}.weight' in name for name in changed)
+    kept = [name for name, tensor in given.items() if tensor.dtype == torch.float32]
+    norms = [name for name in kept if name.endswith('norm.weight')]
+    assert bool(norms) == (kind == 'afmoe' and compute == 'float16')
+
+
+@pytest.mark.slow
+def test_adapters_train_beside_what_stays_in_float32_and_are_merged(tmp_path):
+    "Two ranks under FSDP2 in float16, in which the indexer of DeepSeek 3.2 keeps float32."
+    recipe = Recipe(
+        name='half', model={'source': str(base_of('deepseek_v32', tmp_path/'base'))},
+        data={'source': str(some_rows(tmp_path/'rows', 12)), 'format': 'messages'},
+        method={'kind': 'lora', 'rank': 2, 'targets': ('q_b_proj',)},
+        precision={'compute': 'float16', 'loss_scale': 'dynamic'},
+        batch={'micro': 1, 'length': 32}, optimizer={'steps': 2, 'learning_rate': 1e-3})
+    run = fine_tune(recipe, tmp_path/'run')
+    exported = export(recipe, run.saved, tmp_path/'out', '16-bit', {'gate': False})
+    assert exported.proof['difference'] == 0
+    weight = tensors_of(tmp_path/'out')['model.layers.0.self_attn.indexer.weights_proj.weight']
+    assert weight.dtype == torch.float32
 
 
 # Memory

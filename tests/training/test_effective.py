@@ -11,7 +11,12 @@ from llm_workbook.__main__ import main as command
 from llm_workbook.training import fine_tune as training, live_settings
 from llm_workbook.training.effective import (
     ConfigMismatch, check_launcher, confirm_settings, explain_config)
+from llm_workbook.config.recipe import Method
+from llm_workbook.model.adapters import add_adapters
+from llm_workbook.model.architecture import auto_class, parsed_config
+from llm_workbook.model.miniature import small_config
 from llm_workbook.model.quantize import load_base
+from llm_workbook.training.live_settings import read_settings
 from llm_workbook.parallel.ranks import RankError, notebook_ranks
 from llm_workbook.parallel.backends import fsdp_env, zero_config
 
@@ -27,7 +32,6 @@ def prepared(recipe):
     "What a plain loop has before its first step."
     import torch
     from accelerate import Accelerator
-    from llm_workbook.model.adapters import add_adapters
     model = load_base(recipe.model.source, recipe.method, recipe.precision, 'cpu')
     if recipe.method.kind != 'full': model = add_adapters(model, recipe.method)
     optimizer = torch.optim.AdamW(
@@ -185,7 +189,6 @@ def alone(recipe):
     asked = recipe.changed(one)
     import torch
     from accelerate import Accelerator
-    from llm_workbook.model.adapters import add_adapters
 
     model = add_adapters(
         load_base(recipe.model.source, asked.method, asked.precision, 'cpu'), asked.method)
@@ -223,6 +226,22 @@ def test_adapters_and_packed_layers(alone, tmp_path, changes, words):
     confirm_settings(asked, *made, tmp_path)
     with pytest.raises(ConfigMismatch, match=words):
         confirm_settings(asked.changed(changes), *made, tmp_path)
+
+
+def test_what_a_family_keeps_in_float32_under_float16_is_no_second_type(alone, tmp_path):
+    "Trinity's norms; an embedding in float32 is one."
+    import torch
+    from transformers import AutoConfig
+    config = parsed_config(small_config(AutoConfig.for_model('afmoe').to_dict()).fields)
+    auto_class(config).from_config(config).save_pretrained(tmp_path/'base')
+    model = auto_class(config).from_pretrained(tmp_path/'base', dtype=torch.float16)
+    assert model.model.norm.weight.dtype == torch.float32
+    asked, (_, *others) = alone
+    model = add_adapters(model, Method(kind='lora', targets=('q_proj',)))
+    assert read_settings(asked, model, *others)['precision.frozen'].value == 'float16'
+    model.get_input_embeddings().float()
+    found = read_settings(asked, model, *others)['precision.frozen'].value
+    assert found == ['float16', 'float32']
 
 
 def test_one_layer_of_many_is_seen(alone, tmp_path):
