@@ -25,7 +25,7 @@ from ..model import nf4
 from ..model.forward_check import check_forward
 from ..model.layout import check_packing
 from ..model.loss_head import LogitMap, check_logits, logit_map
-from ..model.quantize import load_base
+from ..model.quantize import check_packed_base, load_base
 from ..model.segment_check import check_segments
 from ..model.weight_files import Weights, origins
 from .agreement import gather_objects, on_every_rank
@@ -415,6 +415,7 @@ def check_base(
     check_attention(model.source, model.attention, model.revision)
     check_segments(model.source, model.attention, model.revision)
     check_packing(model, method)
+    check_packed_base(model, method)
     if model.head == 'causal_lm' and recipe.batch.loss_head != 'full':
         _check_logits(model)
     check_forward(model, recipe.batch.loss_head)

@@ -22,6 +22,7 @@ from llm_workbook.parallel.load import load_sharded
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.release.export import export
 from llm_workbook.release.merge import merged
+from llm_workbook.training.fine_tune import check_recipe
 
 ROWS = torch.arange(1, 41).view(2, 20)
 TOKENIZER = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
@@ -373,6 +374,62 @@ def test_a_base_that_was_published_packed_is_saved_whole(tmp_path):
     assert not any(name.endswith(('_blocks', '_scales')) for name in names)
     assert any(name.endswith('experts.gate_up_proj') for name in names)
     assert 'quantization_config' not in (tmp_path/'out'/'config.json').read_text()
+
+
+def fp8_base(kind: str, place: Path) -> Path:
+    "Files as DeepSeek publishes them: numbers of 8 bits, and a scale for each block of 16 x 16."
+    from safetensors.torch import save_file
+    base_of(kind, place)
+    packed = {}
+    for name, tensor in tensors_of(place).items():
+        if not name.endswith('proj.weight'):
+            packed[name] = tensor
+            continue
+        rows, columns = (size // 16 for size in tensor.shape)
+        blocks = tensor.float().view(rows, 16, columns, 16)
+        scales = blocks.abs().amax((1, 3)) / 448  # The largest number of this type
+        numbers = (blocks / scales[:, None, :, None]).view(tensor.shape)
+        packed[name] = numbers.to(torch.float8_e4m3fn)
+        packed[f'{name}_scale_inv'] = scales
+    save_file(packed, place/'model.safetensors', {'format': 'pt'})
+    fields = json.loads((place/'config.json').read_text())
+    fields['quantization_config'] = {
+        'quant_method': 'fp8', 'weight_block_size': [16, 16], 'activation_scheme': 'dynamic'}
+    (place/'config.json').write_text(json.dumps(fields))
+    return place
+
+
+def fp8_recipe(kind: str, folder: Path, **changes) -> Recipe:
+    return Recipe(
+        name='fp8', model={'source': str(fp8_base(kind, folder/'base'))},
+        data={'source': str(some_rows(folder/'rows', 12)), 'format': 'messages'},
+        method={'kind': 'full'}, sharding={'loading': 'every_rank'},
+        batch={'micro': 1, 'length': 32}, optimizer={'steps': 2, 'learning_rate': 1e-3},
+    ).changed(changes)
+
+
+def test_a_base_in_fp8_is_judged_before_a_rank_starts(tmp_path):
+    recipe = fp8_recipe('qwen3', tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        check_recipe(recipe)
+    with pytest.raises(ValueError, match='packed on disk by fp8, and is not packed in NF4'):
+        check_recipe(recipe.changed({'method.kind': 'qlora'}))
+    with pytest.warns(UserWarning, match='are not merged into it'):
+        check_recipe(recipe.changed({'method.kind': 'lora'}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['qwen3', 'deepseek_v3'])
+def test_a_base_in_fp8_is_trained_and_saved_whole(kind, tmp_path):
+    "Two ranks under FSDP2; plain transformers loads the result, in one type."
+    recipe = fp8_recipe(kind, tmp_path)
+    run = fine_tune(recipe, tmp_path/'run')
+    result = tensors_of(run.saved)
+    assert {tensor.dtype for tensor in result.values()} == {torch.float32}
+    assert not any(name.endswith('_scale_inv') for name in result)
+    again = fine_tune(recipe.changed({'model.source': str(run.saved)}), tmp_path/'again')
+    assert again.metrics[0]['loss'] < run.metrics[0]['loss']  # The same rows, after two steps
 
 
 def test_an_export_that_could_not_be_written_can_be_repeated(tmp_path, monkeypatch):
