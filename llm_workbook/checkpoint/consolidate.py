@@ -19,6 +19,7 @@ from .sharded_files import (
 from ..files import resolve
 from ..model.architecture import auto_class, in_modules, load_tokenizer
 from ..model.quantize import float32_modules
+from ..model.weight_files import Weights
 from ..parallel.agreement import on_every_rank, rank_and_world
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f01
@@ -178,6 +179,31 @@ def _typed(model, tensors, dtype):
         return torch.float32 if in_modules(name, kept) else dtype
     return {name: (shape, type_of(name, stored)) for name, (shape, stored) in tensors.items()}
 
+# %% ../../nbs/checkpoint/05_consolidate.ipynb #5a35fe91
+def _stored_names(source):
+    "Names of tensors in the files of `source`; none where they are not on this machine."
+    place = resolve(source)
+    if not isinstance(place, Path):
+        from huggingface_hub import snapshot_download
+        try: place = snapshot_download(place, local_files_only=True)
+        except OSError: return []
+    try: return [*Weights(place).tensors]
+    except ValueError: return []
+
+def _used_conversions(model, source):
+    "Conversions that transformers applies when it loads `source`; None where this is not known."
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter, WeightRenaming, dot_natural_key, rename_source_key)
+    names = sorted(_stored_names(source), key=dot_natural_key)
+    if not names: return None
+    steps = get_model_conversion_mapping(model)
+    sorts = [[step for step in steps if isinstance(step, kind)]
+             for kind in (WeightRenaming, WeightConverter)]
+    state = model.state_dict()
+    for name in names: rename_source_key(name, *sorts, model.base_model_prefix, state)
+    return [step for step in steps if step.was_used()]
+
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #5a35fe92
 def _is_model(source): return not isinstance(source, (str, Path))
 
@@ -197,7 +223,9 @@ def _model_of(source):
     import torch
     if _is_model(source): return source
     config = _config_of(source)
-    with torch.device('meta'): return _loading_class(config).from_config(config)
+    with torch.device('meta'): model = _loading_class(config).from_config(config)
+    model._weight_conversions = _used_conversions(model, source)
+    return model
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f19
 def _write_index(directory, files, source, dtype):

@@ -66,6 +66,14 @@ def base_of(kind: str, place: Path) -> Path:
     return place
 
 
+def inside_a_larger_one(place: Path):
+    "Give the tensors of a text model the names that they have in a model that sees, too."
+    from safetensors.torch import save_file
+    inner = {name.replace('model.', 'model.language_model.', 1): tensor
+             for name, tensor in tensors_of(place).items()}
+    save_file(inner, place/'model.safetensors', {'format': 'pt'})
+
+
 def loaded(place: Path):
     "What plain transformers loads, all of it trained."
     from transformers import AutoConfig
@@ -165,18 +173,30 @@ def test_an_export_in_half_the_bytes_keeps_in_float32_what_transformers_keeps(ki
     assert {torch.float32, torch.bfloat16} <= types
 
 
-def test_a_base_under_other_names_keeps_them_as_in_transformers(tmp_path):
-    "Files with the names of parameters, and a text model from files of a larger one."
-    made('qwen3_moe').save_pretrained(tmp_path/'fused', save_original_format=False)
-    made('qwen3_5_text').save_pretrained(tmp_path/'text')
-    for place, mark in (tmp_path/'fused', 'experts.gate_up_proj'), (tmp_path/'text', 'embed'):
-        model = loaded(place)
-        model.save_pretrained(tmp_path/f'{place.name}-theirs')
-        step = checkpoint_of(model, tmp_path/f'{place.name}-run')
-        ours = tmp_path/f'{place.name}-ours'
-        export_full(step, ours, model, load=False)
-        assert_same(ours, tmp_path/f'{place.name}-theirs')
-        assert any(mark in name for name in tensors_of(ours))
+@pytest.mark.parametrize('by', ['model', 'name'])
+@pytest.mark.parametrize('kind, mark', [
+    ('qwen3_moe', 'experts.gate_up_proj'), ('qwen3_5_text', 'language_model.embed_tokens')])
+def test_a_base_under_other_names_keeps_them_as_in_transformers(kind, mark, by, tmp_path):
+    "Files with the names of parameters, and a text model inside files of a larger one."
+    base = base_of(kind, tmp_path/'base')
+    if kind == 'qwen3_moe':
+        made(kind, few_words=False).save_pretrained(base, save_original_format=False)
+    else: inside_a_larger_one(base)
+    model = loaded(base)
+    model.save_pretrained(tmp_path/'theirs')
+    step = checkpoint_of(model, tmp_path/'run')
+    export_full(step, tmp_path/'ours', model if by == 'model' else str(base), load=False)
+    assert_same(tmp_path/'ours', tmp_path/'theirs')
+    assert any(mark in name for name in tensors_of(tmp_path/'ours'))
+
+
+def test_files_that_are_not_here_leave_the_names_of_the_family(tmp_path):
+    base = base_of('mixtral', tmp_path/'base')
+    model = loaded(base)
+    step = checkpoint_of(model, tmp_path/'run')
+    published = tensors_of(base).keys()
+    (base/'model.safetensors').unlink()
+    assert export_full(step, tmp_path/'ours', str(base), load=False).keys() == published
 
 
 def test_names_that_cannot_be_turned_back_are_told_and_the_model_is_written(tmp_path):
@@ -218,12 +238,8 @@ def test_two_ranks_write_the_names_of_the_base_that_they_read_in_shares(tmp_path
 
 def test_a_prefix_of_the_base_comes_back_after_a_load_in_shares(tmp_path):
     "A text model that was published inside a larger one."
-    from safetensors.torch import save_file
     made('qwen3_5_text', few_words=False).save_pretrained(tmp_path/'base')
-    file = tmp_path/'base'/'model.safetensors'
-    inner = {name.replace('model.', 'model.language_model.', 1): tensor
-             for name, tensor in tensors_of(tmp_path/'base').items()}
-    save_file(inner, file, {'format': 'pt'})
+    inside_a_larger_one(tmp_path/'base')
     run_ranks(resaved, 1, (tmp_path/'base', tmp_path), timeout_s=120)
     auto = auto_class(made('qwen3_5_text').config)
     auto.from_pretrained(tmp_path/'base', dtype=torch.float32).save_pretrained(tmp_path/'theirs')
