@@ -1,13 +1,16 @@
 """A run that ends early: at the same step on every rank, with the weights that were asked for, and
 once it has ended it stays so."""
+import os
 import shutil
+import signal
 
 import pytest
 from safetensors.torch import load_file
-from trouble import fine_tune, slow_case, small_recipe
+from trouble import disturb, fine_tune, slow_case, small_recipe
 
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training import trainer as module
+from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import mark_run, run_stage, run_state, run_status
 
 LOSSES = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.25, 5: 1.0}
@@ -92,6 +95,31 @@ def test_one_that_is_killed_before_its_result_is_saved_takes_no_other_step(
     assert again.metrics == metrics
     assert are_equal(weights(again.saved), before)
     assert run_state(run.directory)['step'] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy, best', [('fsdp2', 2), ('ddp', 2), ('fsdp2', 4)])
+def test_the_best_step_of_two_ranks_comes_back_on_one(
+    recipe, tmp_path, monkeypatch, strategy, best
+):
+    "The run goes on as one rank after step 3: the best step is of two ranks, or of the one."
+    def evaluate(trainer, batch_size): return {'loss': abs(trainer.state.global_step - best)}
+    monkeypatch.setattr(module, '_evaluate', evaluate)
+    asked = recipe.changed({
+        'sharding.strategy': strategy, 'optimizer.steps': 6, 'intervals.patience': 0})
+    with monkeypatch.context() as patch:
+        disturb(patch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted): fine_tune(asked, tmp_path/'run')
+    alone = asked.changed({'cluster.processes': 1, 'batch.accumulation': 2})
+    run = fine_tune(alone, tmp_path/'run', resume=True)
+    assert [row['step'] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert run_state(run.directory)['reason'] == f'the result is that of step {best}'
+    short = fine_tune(asked.changed({'optimizer.steps': best}), tmp_path/'short')
+    given, wanted = weights(run.saved), weights(short.saved)
+    assert given.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (given[name] - tensor).abs().max() < 1e-6, name  # Of one rank, in another order
+    assert best == 4 or are_equal(given, wanted)
 
 
 @pytest.mark.slow
