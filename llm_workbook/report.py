@@ -510,7 +510,8 @@ def _notes(ledger, rehearsal, run, on_machine, path) -> Iterator[str]:
         yield 'the peaks of a run span load, step and save'
     if not path: yield f'not stored: the directory of the run, {run.directory.name!r}, is not there'
 
-_PACKAGES = ('llm-workbook', 'torch', 'transformers', 'accelerate', 'trl', 'peft', 'bitsandbytes')
+_PACKAGES = ('llm-workbook', 'torch', 'transformers', 'accelerate', 'trl', 'peft', 'bitsandbytes',
+             'deepspeed', 'liger-kernel')
 
 def _versions() -> dict[str, str]:
     versions = {}

@@ -488,6 +488,7 @@ def _own_contents(recipe) -> dict:
     "The recipe's own model and rows, a few rows at a time."
     batch = {'micro': min(recipe.batch.micro, 2), 'accumulation': min(recipe.batch.accumulation, 2)}
     return {'model.attention': _cpu_attention(recipe), 'model.kernels': 'plain',
+            'sharding.sync_each_batch': recipe.sharding.sync_each_batch,
             'batch': recipe.batch.model_copy(update=batch)}
 
 def _cpu_attention(recipe):
@@ -512,6 +513,7 @@ def shrink(
         'name': f'{recipe.name.removesuffix("-shrunk")[:57]}-shrunk',
         'sharding.loading': 'sharded' if loads_shards else 'every_rank',
         'sharding.group': 2 if nodes > 1 and is_hybrid else None,
+        'sharding.sync_each_batch': False,  # A toy has one pass a step
         'cluster': Cluster(nodes=nodes, processes=1 if sharding.strategy == 'none' else 2),
         'zero': _small_zero(recipe.zero) if is_zero else recipe.zero,
         'intervals.evaluation': min(intervals.evaluation, 120),

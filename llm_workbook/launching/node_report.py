@@ -23,7 +23,7 @@ from ..parallel.backends import foreign_allocator, zero_config
 
 # %% ../../nbs/launching/04_node_report.ipynb #bb1c556f
 _PACKAGES = ('torch', 'transformers', 'accelerate', 'peft', 'trl', 'bitsandbytes', 'deepspeed',
-             'llm-workbook')
+             'liger-kernel', 'llm-workbook')
 
 def _installed_version(package):
     try: return version(package)

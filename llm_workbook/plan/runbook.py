@@ -282,7 +282,7 @@ def _same_run(recipe) -> Iterator[tuple[str, dict]]:
         yield f'weights shared by {group or ranks} ranks', {'sharding.group': group}
     micro, passes = recipe.batch.micro, recipe.batch.accumulation
     if passes > 1: yield _passes(recipe, micro * passes, 1)
-    if recipe.sharding.strategy == 'fsdp2':
+    if passes > 1 and recipe.sharding.strategy == 'fsdp2':
         yield 'gradients reduced in every pass', {'sharding.sync_each_batch': True}
     while micro > 1:
         factor = 2 if micro % 2 == 0 else micro

@@ -185,7 +185,7 @@ def _figure(value, unit):
 
 _PACKAGES = (
     'llm-workbook', 'torch', 'transformers', 'peft', 'trl', 'accelerate', 'bitsandbytes',
-    'deepspeed')
+    'deepspeed', 'liger-kernel')
 
 def _versions_text():
     found = [f'Python {platform.python_version()}']

@@ -88,7 +88,8 @@ def _check_packages(recipe):
         raise ImportError(f'strategy {strategy} needs DeepSpeed: '
                           'pip install llm-workbook[deepspeed]')
     if recipe.model.kernels == 'compile': find_compiler(recipe.cluster.device)
-    if recipe.batch.loss_head == 'fused': check_liger(recipe.cluster.device)
+    if recipe.batch.loss_head == 'fused' and recipe.model.head == 'causal_lm':
+        check_liger(recipe.cluster.device)
     if recipe.model.kernels == 'liger': check_liger_layers(recipe.model, recipe.cluster.device)
     if recipe.model.attention == 'flash' and not find_spec('flash_attn'):
         raise ImportError("model.attention 'flash' needs the package flash-attn, "

@@ -440,6 +440,17 @@ def test_whatever_shrinks_says_why():
     assert kept['precision.loss_scale'][1:3] == ('dynamic', 'none')
 
 
+def test_reductions_in_every_pass_are_not_asked_of_one_pass():
+    passes = GOOD.changed({'batch.accumulation': 2, 'sharding.sync_each_batch': True})
+    assert ('sharding.sync_each_batch', True, False) in [row[:3] for row in shrinkage(passes)]
+    assert shrink(passes, model='own').sharding.sync_each_batch
+    alone = passes.changed({'batch.accumulation': 1})
+    told = [rule.id for rule in broken(alone.facts(), 'warn')]
+    assert 'sync-each-batch-needs-passes' in told
+    assert 'sync-each-batch-needs-passes' not in [
+        rule.id for rule in broken(passes.facts(), 'warn')]
+
+
 def test_what_a_cpu_cannot_do_shrinks_to_what_it_can():
     hard = GOOD.changed(
         {

@@ -10,6 +10,7 @@ from llm_workbook.training.classifier import (
     reload_classifier, set_pad, token_rows)
 from llm_workbook.training.conversation import DatasetError
 from llm_workbook.training.data import load_rows
+from llm_workbook.training.fine_tune import check_recipe
 from llm_workbook.config.document import RecipeError
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.config.recipe import Recipe
@@ -84,6 +85,19 @@ def test_the_head_is_never_packed(recipe, kind, dtype):
     assert model.score.weight.dtype == getattr(torch, dtype)
     assert model.config.pad_token_id == class_tokenizer(recipe).pad_token_id
     assert model.config.architectures == ['LlamaForSequenceClassification']
+
+
+def test_a_head_over_classes_needs_no_kernels_for_words(recipe, monkeypatch):
+    "Without Liger's kernels a language model is refused, and a classifier is not."
+    from llm_workbook.model import fused_head
+    monkeypatch.setattr(fused_head, 'find_spec', lambda package: None)
+    on_gpu = recipe.changed({'cluster.device': 'cuda', 'batch.loss_head': 'fused'})
+    rows, _ = check_recipe(on_gpu)
+    assert rows
+    words = {'model.head': 'causal_lm', 'data': {
+        'source': 'sample-conversations', 'format': 'messages'}}
+    with pytest.raises(ImportError, match=r"'fused' needs Liger's kernels"):
+        check_recipe(on_gpu.changed(words))
 
 
 @pytest.mark.parametrize('pad', ['own', 'end'])
