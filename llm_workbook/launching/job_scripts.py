@@ -295,8 +295,7 @@ def skypilot(
     card = _matching(gpu, r'[A-Za-z0-9][A-Za-z0-9-]{0,30}', 'gpu')
     recipe_file = _matching(file, r'(~/|\./|/)?[A-Za-z0-9_][\w./-]*', 'file')
     needs = {'deepspeed': recipe.sharding.strategy.startswith('zero'),
-             'liger': recipe.model.kernels == 'liger' or (
-                 recipe.batch.loss_head == 'fused' and recipe.model.head == 'causal_lm')}
+             'liger': recipe.batch.loss_head == 'fused' or recipe.model.kernels == 'liger'}
     extras = ','.join(name for name, needed in needs.items() if needed)
     extra = f'[{extras}]' if extras else ''
     task = {

@@ -122,6 +122,18 @@ def _commands(recipe, directory, head, python):
             [*start, 'accelerate.commands.launch', '--config_file', str(directory / sheet), *train])
     return commands | submission
 
+# %% ../../nbs/launching/02_render.ipynb #5ad9106b
+def _passes_line(recipe):
+    "What no key of accelerate's file says to a program of somebody's own; '' where nothing lacks."
+    passes = recipe.batch.accumulation
+    if passes == 1 or recipe.sharding.strategy.startswith('zero'): return ''
+    means = f'ACCELERATE_GRADIENT_ACCUMULATION_STEPS={passes} in its environment'
+    if recipe.sharding.sync_each_batch:
+        plugin = f'GradientAccumulationPlugin(num_steps={passes}, sync_each_batch=True)'
+        means = f'Accelerator(gradient_accumulation_plugin={plugin})'
+    return (f'# A step has {passes} passes, which no key here says: llm_workbook train reads it '
+            f'in the recipe,\n# and a program of your own needs {means}.\n')
+
 # %% ../../nbs/launching/02_render.ipynb #dead9110
 _INDEX = 'rendered.yaml'
 _FILE_NAMES = (r'recipe\.yaml|deepspeed\.json|job\.sbatch|'
@@ -148,7 +160,7 @@ def _texts(recipe, directory, head, options, python) -> dict:
         purpose = 'for accelerate launch'
         if cluster.nodes > 1: purpose += f' on node {node} of {cluster.nodes}, and there alone'
         config = _accelerate_config(recipe, directory, node, head)
-        texts[sheet] = purpose, head_line + _yaml_text(config)
+        texts[sheet] = purpose, head_line + _passes_line(recipe) + _yaml_text(config)
     if recipe.sharding.strategy.startswith('zero'):
         config_text = json.dumps(zero_config(recipe), indent=2) + '\n'
         texts['deepspeed.json'] = 'for DeepSpeed, named by the file above', config_text

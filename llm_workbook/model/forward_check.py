@@ -7,6 +7,7 @@ __all__ = ['live_miniature', 'ForwardGaps', 'forward_gaps', 'check_forward']
 
 # %% ../../nbs/model/14a_forward_check.ipynb #29a763de
 import json
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -99,7 +100,10 @@ def check_forward(
     name, fields = configuration(base.source, base.revision)
     if loss_head == 'chunked': _check_cap(parsed_config(fields, name))
     try: gaps = forward_gaps(base.source, base.attention, base.revision)
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError): return None
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        warnings.warn(f'{base.source!r} was not asked whether it sees later tokens, for no '
+                      f'miniature of it runs here ({error}): look at its first losses yourself')
+        return None
     if gaps.future > _GAP: raise RecipeError([_reads_ahead(base, gaps.future)])
     if gaps.head <= _GAP or loss_head == 'full': return gaps
     reason = (f'in a miniature of it the logits that a loss head scores are {gaps.head:.2g} '

@@ -143,6 +143,43 @@ def test_accelerate_launch_sets_what_the_recipe_says(name, monkeypatch):
             check_launcher(recipe, env)
 
 
+@pytest.mark.parametrize('changes, says', [
+    ({}, 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4'),
+    ({'sharding.sync_each_batch': True}, 'sync_each_batch=True')])
+def test_what_the_file_cannot_say_to_another_program_is_written_beside_it(
+    changes, says, monkeypatch
+):
+    "What the line says is done to accelerate, and the passes come into force."
+    import re
+    from accelerate import Accelerator  # noqa: F401  In the line
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import GradientAccumulationPlugin  # noqa: F401  Likewise
+    recipe = WAYS['fsdp2'].changed({'batch.accumulation': 4} | changes)
+    text = put(recipe, replace=True).files['accelerate.yaml'].read_text()
+    said = re.search('program of your own needs (.*)[.]$', text, re.MULTILINE)[1]
+    assert says in said
+    call = said if said.startswith('Accelerator') else 'Accelerator()'
+    if call != said: monkeypatch.setenv(*said.split(' ')[0].split('='))
+    states = AcceleratorState, GradientState, PartialState
+    for state in states: state._reset_state()
+    try:
+        made = eval(call.removesuffix(')') + (', ' if call == said else '') + 'cpu=True)')
+        found = dict(made.gradient_state.plugin_kwargs)
+    finally:
+        for state in states: state._reset_state()
+    assert found['num_steps'] == 4
+    assert found.get('sync_each_batch', False) is bool(changes)
+
+
+def test_one_pass_and_zero_need_no_such_line():
+    for name, passes in (('fsdp2', 1), ('zero3', 4)):
+        recipe = WAYS[name].changed({'batch.accumulation': passes})
+        text = put(recipe, f'runs/{name}').files['accelerate.yaml'].read_text()
+        assert 'passes' not in text
+    written = json.loads(Path('runs/zero3/deepspeed.json').read_text())
+    assert written['gradient_accumulation_steps'] == 4
+
+
 @pytest.mark.parametrize('name', WAYS)
 def test_the_readers_know_every_key(name):
     from accelerate.commands.config.config_args import load_config_from_file
