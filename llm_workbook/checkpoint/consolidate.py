@@ -229,7 +229,7 @@ def _model_of(source):
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #c0050f19
 def _write_index(directory, files, source, dtype):
-    "Write what stands beside the weights: index, configuration, and the tokenizer of a `source`."
+    "Write what stands beside the weights: index, configuration; of a `source` what it has more."
     total_b = sum((directory / file).stat().st_size for file in files)
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     index = {'metadata': {'total_size': total_b}, 'weight_map': weight_map}
@@ -238,7 +238,12 @@ def _write_index(directory, files, source, dtype):
     config.dtype = dtype
     if hasattr(config, 'quantization_config'): del config.quantization_config  # These are whole
     config.save_pretrained(directory)
-    if not _is_model(source): load_tokenizer(source).save_pretrained(directory)
+    if _is_model(source): return
+    load_tokenizer(source).save_pretrained(directory)
+    from transformers import GenerationConfig
+    try: settings = GenerationConfig.from_pretrained(resolve(source))
+    except OSError: return  # A base may have none
+    (directory / 'generation_config.json').write_text(settings.to_json_string(), 'utf-8')
 
 # %% ../../nbs/checkpoint/05_consolidate.ipynb #a6c24ef8
 def _compare_headers(directory, wanted):

@@ -33,7 +33,7 @@ from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
 from .model_card import card_head, without_paths
 from ..training.data import load_rows
 from ..training.run_directory import recipe_facts
-from ..training.tokens import end_tokens
+from ..training.tokens import save_generation
 
 # %% ../../nbs/release/03_export.ipynb #a0093a70
 _SHARD_B = 5 * 10**9
@@ -129,17 +129,8 @@ def _describe(merge, recipe, folder):
     try: settings = GenerationConfig.from_pretrained(place, revision=base.revision)
     except OSError: settings = GenerationConfig.from_model_config(config)  # A base may have none
     tokenizer = load_tokenizer(base.source, base.revision, recipe.data.template)
-    settings.eos_token_id = _stops(settings, tokenizer)
-    settings.save_pretrained(folder)
+    save_generation(settings, tokenizer, folder)
     tokenizer.save_pretrained(folder)
-
-def _stops(settings, tokenizer):
-    "Give the tokens at which a server stops: those of the base, and the end of an answer."
-    own = settings.eos_token_id
-    own = own if isinstance(own, list) else [own]
-    ends = own + [token for token in end_tokens(tokenizer) if token not in own]
-    ends = [token for token in ends if token is not None]
-    return ends[0] if len(ends) == 1 else ends or None
 
 # %% ../../nbs/release/03_export.ipynb #c2157493
 _FRESH = '''

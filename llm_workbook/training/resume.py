@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from ..checkpoint.consolidate import export_full, without_unpacking
@@ -24,6 +24,7 @@ from .rank_run import (
     RankRun, commit_step, load_step, read_converted, tell_stage)
 from .reach import write_certificate
 from .run_directory import RunFiles, Start, mark_run
+from .tokens import save_generation
 from .watchdog import check_finite
 
 # %% ../../nbs/training/07_resume.ipynb #0a77ee4e
@@ -303,19 +304,31 @@ def _write_gathered(trainer, folder):
     "Gather the model on rank 0."
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.run.rank == 0:
-        with without_unpacking(trainer.model):
+        with without_unpacking(trainer.model), _plain_generation(trainer.model):
             trainer.model.save_pretrained(folder / 'model', state_dict=state)
     on_every_rank(lambda: None)  # Until rank 0 has written
     shapes = on_every_rank(lambda: {
         name: tuple(shape) for name, (shape, _) in stored_tensors(folder / 'model').items()})
     return shapes[0]
 
+@contextmanager
+def _plain_generation(model):
+    "Set the base's settings aside while transformers writes: it refuses some that it has read."
+    from transformers import GenerationConfig
+    known = getattr(model, 'generation_config', None)
+    if known is None:
+        yield
+        return
+    model.generation_config = GenerationConfig()
+    try: yield
+    finally: model.generation_config = known
+
 def _publish(trainer, files, folder):
     "Give the written model its name, as transformers names its files."
     model = folder / 'model'
     trainer.processing_class.save_pretrained(model)
     if trainer.model.can_generate():
-        trainer.model.generation_config.save_pretrained(model)
+        save_generation(trainer.model.generation_config, trainer.processing_class, model)
     only = model / 'model-00001-of-00001.safetensors'
     if only.exists():
         only.rename(model / 'model.safetensors')

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hub import Hub
 from test_merge import moved_adapters
+from trouble import fine_tune, small_recipe
 
 import llm_workbook.release.export as exports
 from llm_workbook.checkpoint.manifest import DamagedCheckpoint, check_checkpoint
@@ -51,6 +52,46 @@ def test_an_export_is_whole(published):
     assert check_checkpoint(published.directory, deep=True).extra == {'into': 'dequantised'}
     assert sum(published.files.values()) == sum(
         p.stat().st_size for p in published.directory.iterdir())
+
+
+COLD = {'temperature': 0.6, 'top_p': 0.9, 'do_sample': False, 'eos_token_id': 5}
+
+
+@pytest.fixture(scope='module')
+def cold_base(tmp_path_factory):
+    """The tiny base with settings as old ones are published: a temperature, and no sampling.
+
+    transformers reads them and refuses to write them.
+    """
+    folder = tmp_path_factory.mktemp('cold')/'base'
+    shutil.copytree(asset('tiny-base'), folder)
+    (folder/'generation_config.json').write_text(json.dumps(COLD))
+    return folder
+
+
+def settings_of(place):
+    settings = json.loads((place/'generation_config.json').read_text())
+    return {key: settings.get(key) for key in COLD}
+
+
+def test_settings_that_transformers_does_not_write_are_exported(cold_base, tmp_path):
+    recipe = RECIPE.changed({'model.source': str(cold_base)})
+    moved = moved_adapters(tmp_path/'adapters', str(cold_base), recipe.method)
+    place = export(recipe, moved, tmp_path/'out', facts=NO, prove=False).directory
+    end = load_tokenizer('tiny-base').eos_token_id
+    assert settings_of(place) == COLD | {'eos_token_id': [5, end]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy', ['fsdp2', 'zero2'])
+def test_a_full_fine_tune_stops_at_the_end_of_its_answers(cold_base, strategy, tmp_path):
+    "It was refused after its last step, and so nothing was saved."
+    changes = {'model.source': str(cold_base), 'sharding.strategy': strategy}
+    if strategy == 'zero2': pytest.importorskip('deepspeed')
+    run = fine_tune(small_recipe(tmp_path, **changes), tmp_path/'run')
+    found, end = settings_of(run.saved), load_tokenizer('tiny-base').eos_token_id
+    assert found | {'eos_token_id': None} == COLD | {'eos_token_id': None}
+    assert {*found['eos_token_id']} == {5, end}
 
 
 def test_the_bytes_are_those_of_the_merge(published, adapters):
