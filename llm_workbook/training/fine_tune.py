@@ -48,6 +48,7 @@ from .packed_rows import fill_bins
 from .rank_run import (
     check_payload, payload_digest, set_up_device, tell_stage)
 from .preferences import check_reference, tokenise_pairs
+from .reach import check_reach
 from .resume import Preempted, guarded_train, save_result
 from .run_directory import (
     RunFiles, Start, announce_import, begin_run, read_metrics, rows_facts, run_lock, run_state)
@@ -76,6 +77,7 @@ def check_recipe(
         check_targets(recipe.model.source, method.targets, recipe.model.revision,
                       method.dropout, method.scaling, method.dora)
     check_base(recipe)
+    check_reach(recipe)
     check_packed_rows(recipe)
     train, held = _read_rows(recipe)
     _check_counts(recipe, train, held)

@@ -1,5 +1,6 @@
 "Adapters that get no gradient are found by ranks that each hold a part of them."
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from llm_workbook.model.quantize import load_base
 from llm_workbook.parallel.load import load_sharded
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.training import fine_tune as training
-from llm_workbook.training.fine_tune import fine_tune
+from llm_workbook.training import reach as module
+from llm_workbook.training.fine_tune import check_recipe, fine_tune
 from llm_workbook.training.reach import Reach, write_certificate
 from llm_workbook.training.watchdog import Votes
 
@@ -54,6 +56,28 @@ def test_magnitudes_without_a_gradient_are_refused_as_a_kind_of_their_own():
         if 'v_proj.lora_magnitude' in name: parameter.grad = None
     words = '4 adapters, all of v_proj magnitude, had no gradient'
     with pytest.raises(RuntimeError, match=words): Reach(model, 1).note(Votes())
+
+
+def test_under_zero_a_kind_that_is_not_used_is_refused_before_a_rank_starts(tmp_path, monkeypatch):
+    "The layers multiply by the weight itself, as some kernels do."
+    recipe = small_recipe(tmp_path, **{'method.kind': 'lora', 'sharding.strategy': 'zero2'})
+    assert check_recipe(recipe)
+    make = module.live_miniature
+
+    def without_calls(*args):
+        model = make(*args)
+        for layer in model.model.layers: layer.mlp.forward = partial(multiplied, layer.mlp)
+        return model
+
+    monkeypatch.setattr(module, 'live_miniature', without_calls)
+    with pytest.raises(ValueError, match='in a miniature of .* all of down_proj, had no gradient'):
+        check_recipe(recipe)
+    assert check_recipe(recipe.changed({'sharding.strategy': 'ddp'}))  # There a step shows it
+
+
+def multiplied(mlp, x):
+    inner = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    return torch.nn.functional.linear(inner, mlp.down_proj.weight)
 
 
 @pytest.mark.parametrize('steps, known', [(0, None), (1, None), (2, [])])
