@@ -23,9 +23,10 @@ GROUND = 'display', 'files', 'squares', 'pictures'  # Modules below all rooms
 # circle
 ROOMS = {
     'display': '', 'files': '', 'squares': '', 'pictures': '', 'config': '', 'model': 'config',
-    'plan': 'config model', 'parallel': 'config model', 'checkpoint': 'config model parallel',
+    'parallel': 'config model', 'checkpoint': 'config model parallel',
     'training': 'config model parallel checkpoint',
     'rehearsal': 'config model parallel checkpoint training',
+    'plan': 'config model rehearsal',
     'launching': 'config model plan parallel checkpoint training',
     'release': 'config model parallel checkpoint training',
     'watching': 'config model plan parallel checkpoint training launching',

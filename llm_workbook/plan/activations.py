@@ -18,6 +18,8 @@ from .lines import Line
 from .layer_tape import Setting, head_tape, layer_tape
 from .parameter_groups import bucket_fills, trained_tensors
 from .tape import Instant, backward_instants, fullest_forward
+from .without_tape import played
+from ..rehearsal.played_layers import PlayedLayers
 
 # %% ../../nbs/plan/04_activations.ipynb #14b3917f
 class StepRun(NamedTuple):
@@ -224,6 +226,7 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
     sent: int  # Numbers in the fullest bucket of ZeRO that is sent before the backward pass ends
     sent_last: int  # And in the last one
     symbols: dict[str, int]  # For the formulas
+    played: PlayedLayers | None = None  # What the sizes of layers come from, if they have no tape
 
     @property
     def kept_b(self) -> int:  # Wherever it waits
@@ -295,6 +298,30 @@ def _first_b(setting) -> int:
     "Bytes of an element of what the embedding gives: only norms make the stream wider after it."
     return setting.compute_b if setting.frozen == 'norms' else setting.stream_b
 
+def _sorts(spec, setting, checkpointing, parts, shown) -> tuple[LayerSizes, ...]:
+    "Layers of each sort: by their tape, or as a play of them has `shown`."
+    units = spec.units[:-1]
+    if not shown:
+        return tuple(_sort(unit, spec, setting, checkpointing, part)
+                     for unit, part in zip(units, parts))
+    again = checkpointing != 'none'
+    return tuple(_shown(unit, layer, again, part)
+                 for unit, layer, part in zip(units, shown.sorts, parts))
+
+def _shown(unit, layer, again, part) -> LayerSizes:
+    "A layer that has been played; what it keeps is counted apart where it runs again."
+    peak_b = layer.peak_b - layer.kept_b if again else layer.peak_b
+    return LayerSizes(
+        count=unit.count,
+        kept_b=layer.kept_b,
+        first_kept_b=layer.first_kept_b,
+        front=Instant('', 0 if again else layer.front_b, 0, 0, 0),
+        peak=Instant('', peak_b, 0, 0, layer.gradients_b),
+        stream_b=layer.stream_b,
+        part=part,
+        copies_b=layer.copies_b if again else 0,
+        passing_b=layer.passing_b)
+
 def _sort(unit, spec, setting, checkpointing, part) -> LayerSizes:
     tape, start = _tape(unit, spec, setting)
     if checkpointing != 'none':
@@ -351,8 +378,9 @@ def _waiting_gradient_b(tape, backward) -> int:
         return instant.flow_b - new_b
 
 # %% ../../nbs/plan/04_activations.ipynb #92e62745
-def _tables(spec, setting) -> dict[str, int]:
+def _tables(spec, setting, shown=None) -> dict[str, int]:
     "Bytes of what all layers share."
+    if shown: return {'rotary': 0, 'mask': 0, 'shared': shown.shared_b, 'ids': 8 * setting.rows}
     width = spec.mla.rope if spec.mla else spec.head_dim
     windows = {unit.window if unit.window and unit.window < setting.length else None
                for unit in spec.units[:-1]}
@@ -398,10 +426,9 @@ def _parts(spec, method, setting, cut, payload_b) -> tuple[list[PartSizes], Part
     return layers, _part(embedding, setting, cut, payload_b), tail
 
 @lru_cache(1024)
-def _step(spec, method, setting, checkpointing, cut, payload_b) -> StepSizes:
+def _step(spec, method, setting, checkpointing, cut, payload_b, shown=None) -> StepSizes:
     parts, embedding, tail = _parts(spec, method, setting, cut, payload_b)
-    sorts = tuple(_sort(unit, spec, setting, checkpointing, part)
-                  for unit, part in zip(spec.units, parts))
+    sorts = _sorts(spec, setting, checkpointing, parts, shown)
     layers = PartSizes(
         gathered_b=sum(sort.count * sort.part.gathered_b for sort in sorts),
         grads_b=sum(sort.count * sort.part.grads_b for sort in sorts),
@@ -411,7 +438,7 @@ def _step(spec, method, setting, checkpointing, cut, payload_b) -> StepSizes:
     return StepSizes(
         sorts=sorts,
         big=max(sorts, key=lambda sort: sort.peak.total_b),
-        tables=_tables(spec, setting),
+        tables=_tables(spec, setting, shown),
         layers=layers,
         embedding=embedding,
         tail=tail,
@@ -420,6 +447,7 @@ def _step(spec, method, setting, checkpointing, cut, payload_b) -> StepSizes:
         sent=sent,
         sent_last=sent_last,
         symbols=_symbols(spec, setting, cut.ranks),
+        played=shown,
         **_head_facts(spec, setting))
 
 def _symbols(spec, setting, ranks) -> dict[str, int]:
@@ -464,14 +492,15 @@ def step_sizes(
     bucket = recipe.zero.reduce_bucket if run.strategy.startswith('zero') else 0
     cut = _Cut('none', 1, threshold, bucket)
     if run.sharded: cut = _Cut(run.strategy, run.ranks)
-    step = _step(spec, recipe.method, run.setting, run.checkpointing, cut, run.payload_b)
+    step = _step(spec, recipe.method, run.setting, run.checkpointing, cut, run.payload_b,
+                 played(spec, recipe))
     return run, step
 
 # %% ../../nbs/plan/04_activations.ipynb #f6333684
 _TORCH = 'torch, saved tensors of autograd'
 
 def _kept_by_layers(spec, run) -> list[tuple]:
-    "(count, tensor, name) of everything that layers keep."
+    "(count, tensor, name) of everything that layers keep, by their tape."
     kept = []
     for index, unit in enumerate(spec.units[:-1]):
         groups = [(unit.count, True)]
@@ -496,9 +525,11 @@ def saved(
     "List the tensors that wait for the backward pass."
     run, step = step_sizes(spec, recipe)
     head = [(1, tensor, f'head: {tensor.name}') for tensor in head_tape(spec, run.setting).saved]
+    layers = [] if step.played else _kept_by_layers(spec, run)
     lines = [_saved_line(count, tensor, name, run.setting, spec)
-             for count, tensor, name in [*_kept_by_layers(spec, run), *head]]
-    small = {
+             for count, tensor, name in [*layers, *head]]
+    small = {unit.name: sort.count * sort.kept_b
+             for unit, sort in zip(spec.units, step.sorts) if step.played} | {
         'rotary tables': 0 if run.recomputes else step.tables['rotary'],
         'token ids': step.tables['ids'] if run.setting.trains else 0,
         'count of tokens': 12,

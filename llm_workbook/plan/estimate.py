@@ -33,6 +33,7 @@ from .preferences import reference_pass
 from .ranges import (
     Condition, Range, card_range, cards_of, condition_of, doubt_of, range_of, squeezed)
 from .step_time import StepEstimate, estimate_step
+from .without_tape import attends, has_tape
 
 # %% ../../nbs/plan/11_estimate.ipynb #c0f24259
 def draft(
@@ -424,6 +425,7 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     if cover.warning: yield cover.warning
     note = padding_note(ledger)
     if note: yield note
+    if not has_tape(spec): yield _played_note(spec)
     if method.objective == 'dpo':
         yield str(reference_pass(ledger.recipe, spec, node, facts['plan.rows']))
     notes = (_idle_note(node, ledger.recipe.cluster), _paged_note(ledger),
@@ -436,6 +438,13 @@ def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     not_run = planned_only(ledger.recipe, facts)
     later = ', '.join(f'{problem.path} {problem.value}' for problem in not_run)
     if later: yield f'this version plans but does not run: {later}'
+
+def _played_note(spec) -> str:
+    "Say where the memory of layers comes from that no list of operations covers."
+    note = f'layers of {spec.kind} are played, not counted: a few of them, on fake tensors'
+    if all(map(attends, spec.units[:-1])): return note
+    return (f'{note}; layers without attention run there as transformers computes them without '
+            'kernels of flash-linear-attention or mamba-ssm, with which they keep less')
 
 def _logits_b(ledger) -> int:
     "Give the bytes of the logits where they are the most."

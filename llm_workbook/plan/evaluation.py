@@ -18,7 +18,7 @@ from .layer_tape import head_tape, layer_tape
 from .lines import INSTANTS, Line
 from .model_states import rank_of, resident_lines
 from .step_memory import passing_lines
-from .tape import Tape, fullest_forward
+from .tape import Instant, Tape, fullest_forward
 
 # %% ../../nbs/plan/07b_evaluation.ipynb #6925f1d5
 def _without_gradients(tape) -> Tape:
@@ -33,6 +33,12 @@ def _judged_layer(sort, unit, spec, setting) -> LayerSizes:
     front = fullest_forward(_without_gradients(tape), start)
     embedded_b = start.size_b  # What the embedding gave is named to the end of the last layer
     front = front._replace(saved_b=front.saved_b + embedded_b)
+    return sort._replace(kept_b=copies_b, first_kept_b=copies_b, copies_b=0, front=front)
+
+def _judged_play(sort, layer) -> LayerSizes:
+    "The same of a layer that has been played."
+    front = Instant('', layer.judged_b, 0, 0, 0)
+    copies_b = layer.judged_copies_b
     return sort._replace(kept_b=copies_b, first_kept_b=copies_b, copies_b=0, front=front)
 
 def _judged_head(spec, setting) -> int:
@@ -51,8 +57,10 @@ def _judged_step(spec, run, step) -> tuple[StepRun, StepSizes]:
     "The sizes of a step, with those of its forward pass as they are without gradients."
     setting = run.setting._replace(dropout=False, fresh=True)
     if setting.head == 'full': setting = setting._replace(head='chunked')
-    sorts = tuple(_judged_layer(sort, unit, spec, setting)
-                  for sort, unit in zip(step.sorts, spec.units))
+    if step.played: sorts = tuple(map(_judged_play, step.sorts, step.played.sorts))
+    else:
+        sorts = tuple(_judged_layer(sort, unit, spec, setting)
+                      for sort, unit in zip(step.sorts, spec.units))
     judged = replace(
         step,
         sorts=sorts,

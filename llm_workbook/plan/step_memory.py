@@ -32,6 +32,9 @@ _KINDS = {
         'torch, aten/src/ATen/core/CachingHostAllocator.h', True),
     'rotary': StepKind(
         'activations', 'rotary tables', '2 × length × head_dim × bytes', 'transformers', True),
+    'shared': StepKind(
+        'activations', 'rotary tables and masks', 'as a few layers of the model were played',
+        'transformers', True),
     'mask': StepKind(
         'activations', 'masks of attention', 'tokens × length × bytes, one per kind of window',
         'transformers', True),

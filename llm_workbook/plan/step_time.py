@@ -21,6 +21,7 @@ from .collectives import Collective, node_of, step_messages
 from .host_time import (
     DENSE, assumed_host, fetch_s, host_pass_s, layer_launches, optimizer_s, wrapped_units_s)
 from .kernel_bytes import RowNorms, SmallKernels, row_norms, small_kernels_b
+from .without_tape import attends
 
 # %% ../../nbs/plan/10_step_time.ipynb #396bc4db
 _OUTPUTS = ('o_proj', 'out_proj', 'dense', 'c_proj', 'wo')  # Attention, not of the layer's input
@@ -117,7 +118,8 @@ def _work(spec, unit, pairs, small) -> _Work:
     dense = sum(weight.numel for weight in unit.weights if weight.kind in DENSE)
     return _Work(
         count=unit.count, outside=not unit.name, twice=not unit.name and small.twice,
-        trained=any(kind in ('trained', 'head') for kind in roles.values()), window=unit.window,
+        trained=any(kind in ('trained', 'head') for kind in roles.values()),
+        window=unit.window if attends(unit) else 1,  # A state takes the place of all keys
         weights_b=dense * NUMBER_B[precision.compute],
         base=_base_flops(spec, unit), lora=_adapter_flops(spec, unit, pairs),
         first=_first_flops(spec, unit, pairs), last=_last_flops(unit, pairs, method),

@@ -301,6 +301,7 @@ class Recorder:
         self.events = self.progress.events  # Of type `Event`
         self.blocks = self.memory.blocks  # Of type `Block`
         self.messages = []  # Of type `Message`
+        self.inputs = []  # (event to come, name of a layer, the block that it reads)
         self.after_update = 'between'  # Phase that follows a step of torch's optimizer
         self.flop_formulas = _flop_formulas(gpu)
 
@@ -390,6 +391,16 @@ def _begin_module(recorder, module, args):
         if progress.after_backward is not None: _rename_as_between(recorder)
         progress.label = 'forward'
     recorder.modules.enter(module)
+    _note_layer(recorder, args)
+
+def _note_layer(recorder, args):
+    "Note which tensor a layer reads: of what it keeps, another layer has made that."
+    import torch
+    name = recorder.modules.stack[-1]
+    if recorder.modules.in_backward or not name.rpartition('.')[2].isdigit(): return
+    if not args or not isinstance(args[0], torch.Tensor): return
+    _, block = recorder.memory.alive.get(id(args[0].untyped_storage()), (None, None))
+    if block: recorder.inputs.append((len(recorder.events), name, block))
 
 def _rename_as_between(recorder):
     "A forward pass begins and no update came: what followed the backward pass was no update."
