@@ -253,6 +253,7 @@ class _Cut(NamedTuple):  # How weights that are gathered are cut
     ranks: int  # That share one copy
     threshold: int = 0  # ZeRO-3 keeps parameters whole that have no more numbers
     bucket: int = 0  # Numbers that ZeRO reduces at once; 0: it is not ZeRO
+    payload_b: int = 0  # Of an element of packed weights
 
 def _part(tensors, setting, cut, payload_b) -> PartSizes:
     "What ranks share of `tensors`, each of which is there once."
@@ -426,8 +427,8 @@ def _parts(spec, method, setting, cut, payload_b) -> tuple[list[PartSizes], Part
     return layers, _part(embedding, setting, cut, payload_b), tail
 
 @lru_cache(1024)
-def _step(spec, method, setting, checkpointing, cut, payload_b, shown=None) -> StepSizes:
-    parts, embedding, tail = _parts(spec, method, setting, cut, payload_b)
+def _step(spec, method, setting, checkpointing, cut, shown=None) -> StepSizes:
+    parts, embedding, tail = _parts(spec, method, setting, cut, cut.payload_b)
     sorts = _sorts(spec, setting, checkpointing, parts, shown)
     layers = PartSizes(
         gathered_b=sum(sort.count * sort.part.gathered_b for sort in sorts),
@@ -492,8 +493,9 @@ def step_sizes(
     bucket = recipe.zero.reduce_bucket if run.strategy.startswith('zero') else 0
     cut = _Cut('none', 1, threshold, bucket)
     if run.sharded: cut = _Cut(run.strategy, run.ranks)
-    step = _step(spec, recipe.method, run.setting, run.checkpointing, cut, run.payload_b,
-                 played(spec, recipe))
+    shown = played(spec, recipe)
+    cut = cut._replace(payload_b=run.payload_b)
+    step = _step(spec, recipe.method, run.setting, run.checkpointing, cut, shown)
     return run, step
 
 # %% ../../nbs/plan/04_activations.ipynb #f6333684

@@ -119,8 +119,7 @@ def _work(spec, unit, pairs, small) -> _Work:
     return _Work(
         count=unit.count, outside=not unit.name, twice=not unit.name and small.twice,
         trained=any(kind in ('trained', 'head') for kind in roles.values()),
-        window=unit.window if attends(unit) else 1,  # A state takes the place of all keys
-        weights_b=dense * NUMBER_B[precision.compute],
+        weights_b=dense * NUMBER_B[precision.compute], window=unit.window if attends(unit) else 1,
         base=_base_flops(spec, unit), lora=_adapter_flops(spec, unit, pairs),
         first=_first_flops(spec, unit, pairs), last=_last_flops(unit, pairs, method),
         again=_again_flops(spec, unit, pairs, method),
