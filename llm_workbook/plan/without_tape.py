@@ -16,7 +16,8 @@ from ..rehearsal.played_layers import PlayedLayers, played_layers
 # %% ../../nbs/plan/03a_without_tape.ipynb #51d9938e
 TAPED = (
     'arcee', 'cwm', 'gemma', 'gemma2', 'gemma3_text', 'glm', 'granite', 'internlm3', 'llama',
-    'minimax_m2', 'ministral3', 'mistral', 'mixtral', 'phi3', 'qwen2', 'qwen3', 'qwen3_moe')
+    'minimax_m2', 'ministral3', 'mistral', 'mixtral', 'phi3', 'qwen2', 'qwen3', 'qwen3_moe',
+    'smollm3')
 
 def has_tape(
     spec: ModelSpec,  # Of the base

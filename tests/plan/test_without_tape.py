@@ -19,10 +19,10 @@ KEYS = {'num_key_value_heads': 4}
 EXTRA = {  # What the defaults of a class leave out, or what would not be small
     'glm': {'head_dim': 32, 'pad_token_id': 0}, 'gemma': {'head_dim': 32},
     'gemma2': {'head_dim': 32}, 'gemma3_text': {'head_dim': 32, 'num_hidden_layers': 8},
-    'phi3': {'pad_token_id': 0}, 'minimax_m2': {'head_dim': 32, 'num_local_experts': 8},
-    'mixtral': {'num_local_experts': 8}, 'qwen3': {'head_dim': 32},
-    'qwen3_moe': {'head_dim': 32, 'num_experts': 8, 'moe_intermediate_size': 128},
-    'cwm': {'head_dim': 32}, 'ministral3': {'head_dim': 32}}
+    'phi3': {'pad_token_id': 0}, 'smollm3': {'pad_token_id': 0}, 'qwen3': {'head_dim': 32},
+    'ministral3': {'head_dim': 32},
+    'cwm': {'head_dim': 32, 'num_hidden_layers': 8}}
+EXPERTS = 'minimax_m2', 'mixtral', 'qwen3_moe'  # What a router adds is nothing beside real ones
 ONE = {'batch.micro': 2, 'batch.length': 256, 'method.kind': 'lora'}
 CHECKPOINTING = [{'sharding.activation_checkpointing': how} for how in ('none', 'full')]
 
@@ -67,6 +67,7 @@ def test_a_llama_has_the_same_numbers_by_its_tape_and_by_a_play(changes, monkeyp
 @pytest.mark.parametrize('kind', TAPED)
 def test_every_family_with_a_tape_has_the_numbers_of_a_play(kind, changes, tmp_path, monkeypatch):
     fields = FEWER | KEYS | EXTRA.get(kind, {})
+    if kind in EXPERTS: fields = {'num_hidden_layers': 4}
     recipe = asked(base(tmp_path, kind, **fields), **changes)
     if kind == 'gemma2': recipe = recipe.changed({'model.attention': 'eager'})
     assert_alike(recipe, monkeypatch)
@@ -105,9 +106,9 @@ def test_layers_without_attention_take_no_time_for_scores(tmp_path):
     spec = find_spec(hybrid)
     assert [(attends(unit), unit.count) for unit in spec.units[:-1]] == [(False, 6), (True, 2)]
     some, all_layers = [
-        estimate(asked(source)).step.parts['attention']
+        dict(estimate(asked(source)).step.parts)['attention']
         for source in (hybrid, base(tmp_path, 'llama', **fields))]
-    assert some == pytest.approx(all_layers / 4, rel=.02)
+    assert some == pytest.approx(all_layers / 4, rel=.03)
 
 
 def test_one_play_serves_recipes_that_differ_in_how_ranks_share(gpt2, monkeypatch):
