@@ -7,7 +7,7 @@ __all__ = ['Unit', 'Mla', 'ModelSpec', 'spec', 'spec_of']
 
 # %% ../../nbs/model/02_spec.ipynb #c07b4694
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from html import escape
 from typing import NamedTuple
@@ -77,6 +77,7 @@ class ModelSpec:
     softcap: bool  # Logits pass through a scaled tanh before the loss
     renamed: tuple[tuple[str, str], ...]  # LoRA target -> parameter of the experts it means
     attentions: tuple[str, ...]  # Values of `model.attention` that its class has
+    raw: str = field(default='', repr=False, compare=False)  # Its configuration, as JSON
 
     def __hash__(self): return hash((self.name, self.architecture, self.parameters, self.context))
 
@@ -107,7 +108,7 @@ class ModelSpec:
     def to_dict(self) -> dict:  # Plain values, ready for JSON
         "Give every fact and the counts, without the list of weights."
         names = [*self.__dataclass_fields__, 'layers', 'parameters', 'active_parameters']
-        facts = {name: getattr(self, name) for name in names}
+        facts = {name: getattr(self, name) for name in names if name != 'raw'}
         facts['units'] = [{'name': unit.name, 'count': unit.count, 'parameters': unit.parameters,
                            'window': unit.window} for unit in self.units]
         facts['mla'] = self.mla and self.mla._asdict()
@@ -293,6 +294,7 @@ def _build(raw, name, head, classes) -> ModelSpec:
         buffers_b=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         renamed=_renamed(model.config.model_type) if has_experts else (),
         attentions=attentions(type(model), text),
+        raw=raw,
         **_facts(text, [weight for unit in units for weight in unit.weights]))
 
 # %% ../../nbs/model/02_spec.ipynb #c4a0d0f1

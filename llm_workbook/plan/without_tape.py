@@ -7,10 +7,12 @@ __all__ = ['TAPED', 'has_tape', 'played', 'attends']
 
 # %% ../../nbs/plan/03a_without_tape.ipynb #17a71bc3
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, spec_of
 from ..rehearsal.played_layers import PlayedLayers, played_layers
 
 # %% ../../nbs/plan/03a_without_tape.ipynb #51d9938e
@@ -59,12 +61,24 @@ def played(
     "Play the layers of a model without a tape, as `recipe` trains them."
     if has_tape(spec): return None
     Recipe.expect(recipe)
-    try: return played_layers(_alone(recipe))
+    try: return _play(spec, _alone(recipe))
     except Exception as error:
         reason = f'its layers have no tape and are played, which ends in {_first_line(error)}'
         advice = 'rehearse the recipe to see where, or take another setting or model'
         problem = Problem('model.source', repr(recipe.model.source), f'{reason}; {advice}')
         raise RecipeError([problem], recipe.name) from error
+
+@lru_cache(256)
+def _play(spec, recipe) -> PlayedLayers:
+    "Play the model of `spec`, under its name or from its configuration."
+    if _is_named(spec, recipe): return played_layers(recipe)
+    with TemporaryDirectory() as folder:
+        Path(folder, 'config.json').write_text(spec.raw, encoding='utf-8')
+        return played_layers(recipe.changed({'model.source': folder}))
+
+def _is_named(spec, recipe) -> bool:
+    try: return spec_of(recipe) == spec
+    except RecipeError: return False
 
 def _first_line(error) -> str:
     return ' '.join(f'{type(error).__name__}: {error}'.split())[:300]

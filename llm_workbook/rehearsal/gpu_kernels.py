@@ -158,6 +158,17 @@ def _dropout_of_gpus():
 
     return patch.object(torch.nn.functional, 'dropout', dropout)
 
+# %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #894e6bbc
+def _attention_of_gpus():
+    "Attention whose kernel drops weights inside: its tensors are those without dropout."
+    import torch
+    of_cpu = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0., *more, **named):
+        return of_cpu(query, key, value, attn_mask, 0., *more, **named)
+
+    return patch.object(torch.nn.functional, 'scaled_dot_product_attention', attention)
+
 # %% ../../nbs/rehearsal/03e_gpu_kernels.ipynb #3e000006
 @contextmanager
 def gpu_kernels(
@@ -175,4 +186,5 @@ def gpu_kernels(
             stack.enter_context(_trl_kernels_of_gpus())
             stack.enter_context(_tiles_of_gpus())
             stack.enter_context(_dropout_of_gpus())
+            stack.enter_context(_attention_of_gpus())
         yield

@@ -7,7 +7,6 @@ __all__ = ['PlayedLayer', 'PlayedLayers', 'played_layers']
 
 # %% ../../nbs/rehearsal/05a_played_layers.ipynb #1b1f5bc7
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..config.document import Problem, RecipeError
@@ -220,10 +219,9 @@ def _shared_b(play) -> int:
     return _total_b(shared)
 
 # %% ../../nbs/rehearsal/05a_played_layers.ipynb #ee67c384
-@lru_cache(256)
 def played_layers(
     recipe: Recipe,  # Of one rank that shards nothing
-) -> PlayedLayers:  # Cached: an equal recipe gives the same object
+) -> PlayedLayers:  # A play takes seconds
     "Play a few layers of the model of `recipe`, and read off what one layer of each sort holds."
     sharding = Recipe.expect(recipe).sharding
     if recipe.cluster.ranks > 1 or sharding.strategy != 'none':
