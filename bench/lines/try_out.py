@@ -1,4 +1,4 @@
-"""How many families `try_out` takes the whole way, by QLoRA, and how long one trial takes.
+"""How many families pass the stations of `try_out` by QLoRA, and how long one trial takes.
 
 One family goes to every station. The others leave out those that start a fresh process: the line
 `families` loads their results in one.
@@ -52,5 +52,5 @@ def measure(families: Iterable[str] = FAMILIES) -> dict:
             stations = None if family == WHOLE else INSIDE
             rows.append(tried(family, Path(name), stations))
     passed = sum(not row['failed'] for row in rows)
-    return record('try_out', [passed], 'families that pass every station', rows=rows,
+    return record('try_out', [passed], 'families that pass the stations they go to', rows=rows,
                   failed=[row['family'] for row in rows if row['failed']])

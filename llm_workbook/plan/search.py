@@ -170,11 +170,17 @@ def _combinations(trial) -> Iterator[dict]:
     several = len(axes['sharding.strategy']) > 1
     for values in product(*axes.values()):
         settings = dict(zip(axes, values))
+        if several and not _suits(settings, trial.placement(settings).ranks): continue
         strategy = settings['sharding.strategy']
-        alone = trial.placement(settings).ranks == 1
-        if several and (strategy == 'none') != alone: continue
         unread = [path for path, readers in _READ_BY.items() if strategy not in readers]
         if all(settings[path] == axes[path][0] for path in unread): yield settings
+
+def _suits(settings, ranks) -> bool:
+    "Say whether so many ranks gain by a strategy; a single one does by FSDP2's weights on the host."
+    strategy = settings['sharding.strategy']
+    if ranks > 1: return strategy != 'none'
+    on_host = settings['sharding.offload_parameters'] == 'cpu'
+    return strategy == 'none' or (strategy == 'fsdp2' and on_host)
 
 def _turns_reentrant(base, settings) -> bool:
     "Say whether TRL turns reentrant checkpointing on, so that a recipe that runs says so."

@@ -277,7 +277,19 @@ def test_one_24_gb_card_and_8b():
     plans = search(draft('llama-3.1-8b', '1x-rtx-4090'))
     kinds = {p.draft.method.kind for p in plans.accepted}
     assert 'qlora' in kinds
-    assert {p.settings['sharding.strategy'] for p in plans.accepted} == {'none'}
+    assert plans.best.settings['sharding.strategy'] == 'none'
+    divided = [p for p in plans.accepted if p.settings['sharding.strategy'] != 'none']
+    assert {p.settings['sharding.strategy'] for p in divided} == {'fsdp2'}
+    assert {p.settings['sharding.offload_parameters'] for p in divided} == {'cpu'}
+
+
+def test_one_24_gb_card_and_70b_fit_with_the_weights_in_host_memory():
+    plans = search(
+        Recipe.named('8b-1x24gb-qlora').changed({'model.source': 'meta-llama/Llama-3.1-70B'}),
+        {'method.kind': 'qlora', 'optimizer.kind': 'adamw'})
+    assert plans.accepted
+    assert {p.settings['sharding.strategy'] for p in plans.accepted} == {'fsdp2'}
+    assert estimate(plans.best.recipe).fits
 
 
 def test_two_nodes_of_eight_h100_train_a_70b_in_full():

@@ -251,7 +251,8 @@ def test_fsdp_moves_both_offloads_with_one_control(panel):
 
 @pytest.mark.parametrize('settings', [
     {'batch.micro': 16}, {'sharding.strategy': 'ddp'}, {'method.kind': 'lora'},
-    {'cluster.processes': 1, 'cluster.hardware': 'h100', 'sharding.strategy': 'ddp'}])
+    {'cluster.processes': 1, 'cluster.hardware': 'h100', 'sharding.strategy': 'ddp'},
+    {'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank'}])
 def test_make_it_fit_finds_a_plan_for_the_same_work(panel, settings):
     for path, value in settings.items(): panel.widgets[path].value = value
     asked = panel.state
