@@ -21,7 +21,7 @@ from ..config.passes import in_steps
 from ..config.recipe import Method, Recipe, planned_only, recipe_names
 from ..config.rules import broken
 from ..display import PALETTE, binary_size, gib, html_table, nearest
-from ..model.architecture import presets
+from ..model.architecture import presets, template_for
 from ..model.layout import coverage, unpacked_share
 from ..model.spec import ModelSpec, spec as model_spec, spec_of
 from .collectives import node_of
@@ -52,9 +52,8 @@ def draft(
     node = find_node(hardware)
     ranks = nodes * node.gpus
     half = node.gpu.half
-    return Recipe(
+    recipe = Recipe(
         name=_recipe_name(model),
-        data={'source': 'sample-conversations'},
         **_model_parts(model, half),
         cluster={
             'nodes': nodes, 'processes': node.gpus, 'hardware': str(hardware),
@@ -66,6 +65,9 @@ def draft(
         precision={'compute': half, 'loss_scale': 'none' if node.gpu.bf16 else 'dynamic'},
         batch={'accumulation': _passes(rows, ranks), 'length': length},
         optimizer={'steps': ceil(tokens / (rows * length))})
+    step = estimate_step(recipe, spec_of(recipe), node)
+    if step.hours <= _LONG_H: return recipe
+    return recipe.changed({'intervals.saving': _steps_between(step)})
 
 # %% ../../nbs/plan/11_estimate.ipynb #952e987a
 def _recipe_name(model) -> str:
@@ -73,6 +75,10 @@ def _recipe_name(model) -> str:
     last = str(model).rpartition('/')[2]
     plain = re.sub('[^A-Za-z0-9.-]', '-', last)
     return plain.lstrip('.-')[:64] or 'plan'
+
+_LONG_H = 1  # Hours that nobody wants to lose
+
+def _steps_between(step) -> int: return max(1, round(1800 / step.step_s))  # Half an hour
 
 def _passes(rows, ranks) -> int:
     "Divide the rows of a step over the ranks."
@@ -85,13 +91,14 @@ def _passes(rows, ranks) -> int:
     return rows // ranks
 
 def _model_parts(model, half) -> dict:
-    "Write what depends on the model: attention that its class has, and QLoRA where layers pack."
+    "Write what depends on the model: its chat template, its attention, QLoRA where layers pack."
     preset = presets().get(model)
     source = preset.hub if preset and preset.hub else model
     spec = model_spec(source)
     packed = Method(storage=half)
     packs = unpacked_share(spec, packed) <= packed.unpacked
     return {
+        'data': {'source': 'sample-conversations', 'template': template_for(source)},
         'model': {'source': source, 'attention': 'sdpa' if 'sdpa' in spec.attentions else 'eager'},
         'method': {'kind': 'qlora' if packs else 'lora', 'storage': half}}
 
@@ -404,7 +411,7 @@ def estimate(
     ledger = memory(recipe, spec, node)
     rooms = tuple(Room(*row) for row in ledger.rooms(node))
     step = estimate_step(recipe, spec, node)
-    warnings = (*_warnings(facts, spec, node, ledger), *step.notes)
+    warnings = (*_warnings(facts, spec, node, ledger), *_lost_notes(step), *step.notes)
     judged = evaluation_time(step, held, rows) if recipe.intervals.evaluation else None
     return Estimate(recipe, spec, node, ledger, step, rooms, warnings, judged)
 
@@ -496,6 +503,15 @@ def _save_note(node, ledger) -> str:
     copies = f'copies for a checkpoint take {gib(needed_b, 1)} of each host, and {gib(free_b, 1)}'
     return (f'{copies} may be used: every {ledger.recipe.intervals.saving} steps training waits '
             f'{needed_b / node.disk_bps:,.0f} s or more until the checkpoint is on the disk')
+
+def _lost_notes(step) -> Iterator[str]:
+    "Say how many hours a crash costs, where it costs more than one."
+    saving, steps = step.recipe.intervals.saving, step.recipe.optimizer.steps
+    hours = min(saving or steps, steps) * step.step_s / 3600
+    if hours <= _LONG_H: return
+    when = f'it saves only every {saving:,} steps' if saving else 'it saves nothing before its end'
+    yield (f'a run that crashes loses up to {hours:,.1f} hours, since {when}: '
+           f'intervals.saving {_steps_between(step):,} is every half hour')
 
 # %% ../../nbs/plan/11_estimate.ipynb #e02ac2bc
 class PackagedPlans(Mapping):

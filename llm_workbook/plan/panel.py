@@ -17,7 +17,7 @@ from ..config.document import RecipeError
 from ..config.hardware import gpus, links, node, nodes
 from ..config.recipe import Recipe, differences, recipe_names
 from ..display import PALETTE, gib, nearest
-from ..model.architecture import presets
+from ..model.architecture import presets, template_for
 from ..model.spec import spec
 from .estimate import Estimate, draft, estimate
 from .search import search
@@ -154,7 +154,8 @@ def panel_state(
         raise ValueError(f'{path!r} is no control; {nearest(path, list(_LABELS))}')
     chosen = _settings(base) | settings
     try:
-        changes = _changes(chosen, base.cluster.device) | _attention(chosen, base)
+        changes = _changes(chosen, base.cluster.device)
+        changes |= _attention(chosen, base) | _template(chosen, base)
         recipe = base.changed(changes | _precision(changes, base))
         return PanelState(chosen, recipe, estimate(recipe), ())
     except RecipeError as error:
@@ -180,6 +181,13 @@ def _attention(chosen, base) -> dict:
     has = spec(chosen['model.source'], base.model.revision).attentions
     if base.model.attention in has: return {}
     return {'model.attention': 'sdpa' if 'sdpa' in has else 'eager'}
+
+def _template(chosen, base) -> dict:
+    "Give another model the chat template that it is known to need, unless the base names a file."
+    source = chosen['model.source']
+    if source == base.model.source or base.model.head != 'causal_lm': return {}
+    if base.data.template not in (None, 'plain'): return {}
+    return {'data.template': template_for(source)}
 
 def _precision(changes, base) -> dict:
     "Compute in float16, as `draft` does, where the chosen GPU lacks the bfloat16 of the base."

@@ -54,13 +54,14 @@ def test_the_items_of_a_place_add_up():
 
 
 def test_a_place_that_is_too_small_is_enough_whichever_it_is():
-    made = estimate(PAIR)
+    unsaved = PAIR.changed({'intervals.saving': 0})  # A save needs less of a host that has less
+    made = estimate(unsaved)
     needed = {room.place: room.need_b for room in made.rooms}
     fields = {'gpu': 'gpu.memory_b', 'host': 'memory_b', 'disk': 'disk_b'}
     exact = {fields[place]: need for place, need in needed.items()} | {'gpu.usable': 1.0}
-    assert estimate(PAIR, made.node.changed(exact)).fits, 'with room to the byte it fits'
+    assert estimate(unsaved, made.node.changed(exact)).fits, 'with room to the byte it fits'
     for place, field in fields.items():
-        short = estimate(PAIR, made.node.changed(exact | {field: needed[place] - 1}))
+        short = estimate(unsaved, made.node.changed(exact | {field: needed[place] - 1}))
         assert [room.place for room in short.rooms if room.spare_b < 0] == [place]
         assert not short.fits
         assert short.to_dict()['fits'] is False
@@ -70,13 +71,14 @@ def test_a_place_that_is_too_small_is_enough_whichever_it_is():
 
 
 def test_what_is_below_the_range_of_a_place_does_not_fit():
-    made = estimate(PAIR)
+    unsaved = PAIR.changed({'intervals.saving': 0})  # A save needs less of a host that has less
+    made = estimate(unsaved)
     needed = next(room.need_b for room in made.rooms if room.place == 'host')
     host = range_of(needed, doubt_of('memory', PAIR).sure)
     for have_b, outcome in (
             (int(host.high) + 1, 'fits'), (int(host.high) - 1, 'fits if'),
             (int(host.low) + 1, 'fits if'), (int(host.low) - 1, 'does not fit')):
-        found = estimate(PAIR, made.node.changed({'memory_b': have_b, 'gpu.memory_b': 2**36}))
+        found = estimate(unsaved, made.node.changed({'memory_b': have_b, 'gpu.memory_b': 2**36}))
         assert found.outcome == outcome
     assert found.verdict.startswith('Does not fit: host memory')
 
@@ -252,6 +254,17 @@ def test_experts_without_adapters_are_named_and_no_others(source):
     warned(**{'method.dropout': 0.0})
     text = warned(**{'method.targets': ['o_proj']})
     assert text.startswith('no adapter goes to the experts of this base')
+
+
+@pytest.mark.parametrize('answers', [
+    ('llama-3.1-70b', '2x-rtx-3090'), ('qwen3-4b', '1x-rtx-4060-ti-16'), ('llama-3.1-8b', '1x-t4')])
+def test_a_long_draft_saves_about_every_half_hour_and_a_short_one_at_its_end(answers):
+    long = estimate(draft(*answers, tokens=50_000_000))
+    assert .4 < long.recipe.intervals.saving * long.step.step_s / 3600 < .6
+    assert not any('crashes' in line for line in long.warnings)
+    assert draft(*answers, tokens=32_768).intervals.saving == 0
+    unsaved = estimate(long.recipe.changed({'intervals.saving': 0}))
+    assert any(f'loses up to {long.step.hours:,.1f} hours' in line for line in unsaved.warnings)
 
 
 # Questions of every day
