@@ -228,6 +228,19 @@ def is_needed(cell) -> bool:
     return only_imports or 'show_doc(' in cell.source
 
 
+def make_light(shell: type) -> None:
+    """Let shells of a class keep no history, and tidy nothing up when Python ends.
+
+    nbdev makes one for each page. Two hundred threads that save what nobody reads, and as many
+    collections of garbage at the end, take minutes.
+    """
+    from IPython.core.history import HistoryManager
+    def init_history(self):
+        self.history_manager = HistoryManager(shell=self, parent=self, hist_file=':memory:')
+    def atexit_operations(self): pass
+    shell.init_history, shell.atexit_operations = init_history, atexit_operations
+
+
 def processed() -> Path:
     "Process the pages with nbdev, without its command `nbdev_docs`, which downloads Quarto."
     from fastcore import docments
@@ -238,6 +251,7 @@ def processed() -> Path:
     docments.signature = signature
     # nbdev would run every cell that contains an import: on several pages, half of the cells
     processors._do_eval = is_needed
+    make_light(processors.CaptureShell)
     return Path(proc_nbs(n_workers=0, force=True))
 
 

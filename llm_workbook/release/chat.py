@@ -208,9 +208,11 @@ class ChatPanel:
         self.prompt = ui.Textarea(description='You', placeholder='Ask both', layout=_WIDE)
         self.send = ui.Button(description='Ask', button_style='primary')
         self.clear = ui.Button(description='Begin anew')
-        self.longest = ui.BoundedIntText(chat.longest, min=1, max=4096, description='Tokens')
+        whole = {'description_width': 'initial'}  # As wide as the words
+        self.longest = ui.BoundedIntText(chat.longest, min=1, max=4096, description='Tokens',
+                                         style=whole)
         self.temperature = ui.FloatSlider(chat.temperature, min=0, max=2, step=0.1,
-                                          description='Temperature')
+                                          description='Temperature', style=whole)
         self.answers = ui.HTML()
         controls = ui.HBox([self.send, self.clear, self.longest, self.temperature])
         self.box = ui.VBox([self.prompt, controls, self.answers])
