@@ -366,6 +366,7 @@ def main(
     "Parse a command line and do what it asks; errors are raised."
     words = sys.argv[1:] if words is None else words
     parser = _parser()
+    if not words: parser.error(f'say what to do, one of {", ".join(_VERBS)}; -h explains them')
     verb = next((word for word in words if not word.startswith('-')), _VERBS[0])
     if verb not in _VERBS: parser.error(f'{verb!r} is no verb; {nearest(verb, _VERBS)}')
     arguments = parser.parse_args(words)

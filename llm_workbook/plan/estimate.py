@@ -334,7 +334,7 @@ def _sizes_text(plan) -> str:
     items = ', '.join(f'{kind} {gib(sizes[kind], 1)}' for kind in largest)
     text = f'{text}. Most of it: {items}.'
     if shown[0].place != 'gpu': return text
-    return f'{text} `memory_ladder` (in a terminal --ladder) lists what makes room.'
+    return f'{text} `memory_ladder`, or `--ladder` in a terminal, lists what makes room.'
 
 def _room_text(plan, room) -> str:
     size = plan.ranges[room.place].text(' GiB', 2**30)
@@ -384,7 +384,8 @@ def _doubt_lines(plan) -> Iterator[str]:
 def _verdict_html(plan) -> str:
     colour = PALETTE[_COLOURS[plan.outcome]]
     style = f'border-left:5px solid {colour};padding-left:8px'
-    text = f'<p style="{style}">{escape(plan.verdict)}</p><p>{escape(_speed_line(plan))}</p>'
+    verdict = re.sub('`(.+?)`', r'<code>\1</code>', escape(plan.verdict))
+    text = f'<p style="{style}">{verdict}</p><p>{escape(_speed_line(plan))}</p>'
     lines = [*plan.warnings, *_doubt_lines(plan)]
     if not lines: return text
     notes = ''.join(f'<li>{escape(line)}</li>' for line in lines)

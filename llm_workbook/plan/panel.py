@@ -276,7 +276,9 @@ def _bar_html(bar) -> str:
     alt = f'{bar.label} {gib(bar.total_b)} of {gib(bar.have_b)}'
     image = svg_image(''.join(shapes), alt, 'width:100%;height:21px;display:block')
     label = f'<td style="width:72px;text-align:right;white-space:nowrap">{bar.label}</td>'
-    return f'<tr>{label}<td style="padding:1px 0 1px 6px">{image}</td></tr>'
+    sizes = f'{_figure(bar.total_b)} of {gib(bar.have_b, 1)}'
+    sizes = f'<td style="width:110px;text-align:left;white-space:nowrap">{sizes}</td>'
+    return f'<tr>{label}<td style="padding:1px 6px">{image}</td>{sizes}</tr>'
 
 def _bars_html(bars) -> str:
     rows = ''.join(_bar_html(bar) for bar in bars)
@@ -305,7 +307,8 @@ def _figure(size_b) -> str: return gib(size_b).removesuffix(' GiB')
 def _picture(state) -> str:
     "Verdict, errors or bars, warnings and figures, as HTML without scripts."
     outcome = state.estimate.outcome if state.estimate else 'does not fit'
-    parts = [_verdict_html(outcome, state.verdict)]
+    verdict, _, _ = state.verdict.partition(' `memory_ladder')  # The button makes room here
+    parts = [_verdict_html(outcome, verdict)]
     if state.errors: parts.append(_list_html(state.errors))
     if state.estimate:
         bars = _bars(state.estimate)
@@ -330,8 +333,11 @@ def _list_html(notes) -> str:
     return f'<ul style="margin:.5em 0;padding-left:1.5em">{items}</ul>'
 
 def _speed_html(estimate) -> str:
-    units = {'tokens_per_s': ' tokens/s', 'step_s': ' s per step', 'hours': ' hours', 'usd': ' USD'}
-    text = ', '.join(estimate.ranges[name].text(unit) for name, unit in units.items())
+    units = {'tokens_per_s': (' tokens/s', 0), 'step_s': (' s per step', 2),
+             'hours': (' hours', 2), 'usd': (' USD', 2)}  # And digits, where there is no range
+    if estimate.cost < .005: units.pop('usd')  # Less than a cent, or nobody gave a price
+    text = ', '.join(estimate.ranges[name].text(unit, digits=digits)
+                     for name, (unit, digits) in units.items())
     if estimate.evaluation: text += f'; {escape(str(estimate.evaluation))}'
     return f'<p style="margin:.5em 0">{text}</p>'
 
@@ -436,6 +442,7 @@ class PlannerPanel:
         settings = {path: widget.value for path, widget in self.widgets.items()}
         moved = next(path for path, widget in self.widgets.items() if widget is change['owner'])
         settings = _together(settings, moved)
+        self.start.value = ''  # No longer the named recipe
         self._move(settings)
         self.state = panel_state(settings, self.base)
         self._show()
@@ -451,6 +458,7 @@ class PlannerPanel:
 
     def _show_fitted(self, recipe):
         before = self.state.settings
+        if recipe != self.state.recipe: self.start.value = ''
         self.begin(recipe)
         now = self.state.settings
         moved = [f'{_LABELS[path]} {_value_label(path, now[path])}' for path in now
@@ -501,7 +509,7 @@ def _count_models(names):
         if name in packaged: spec(name)
 
 # %% ../../nbs/plan/13_panel.ipynb #11a1a59f
-_PLACES = {'none': 'the GPU', 'cpu': 'host memory', 'nvme': 'disk (NVMe)'}
+_PLACES = {'none': 'device memory', 'cpu': 'host memory', 'nvme': 'disk (NVMe)'}
 
 def _value_label(path, value) -> str:
     if path in _OFFLOADS: return _PLACES[value]
@@ -544,9 +552,10 @@ def _panel_box(panel):
     head = ipywidgets.HBox([panel.start, panel.fit_button, panel.copy_button],
                            layout={'flex_flow': 'row wrap'})
     columns = [ipywidgets.VBox(left, layout={'flex': '0 0 300px', 'overflow': 'hidden'}),
-               ipywidgets.VBox(right, layout={'flex': '1 1 0', 'min_width': '0',
+               ipywidgets.VBox(right, layout={'flex': '1 1 230px', 'min_width': '0',
                                               'padding': '0 0 0 12px'})]
-    return ipywidgets.VBox([head, ipywidgets.HBox(columns)])
+    both = ipywidgets.HBox(columns, layout={'flex_flow': 'row wrap'})
+    return ipywidgets.VBox([head, both])
 
 _COPY = (  # In the browser; it works where a page has no right to a clipboard too
     "const t=document.createElement('textarea');t.value=this.dataset.text;"

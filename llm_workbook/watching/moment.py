@@ -313,7 +313,7 @@ def _chart(title, points, steps, colour, is_log=False):
     up = _up_axis([value for _, value in points], is_log)
     parts = [
         _axes(across, up),
-        _curve(_path(points, across, up), colour, 'opacity=".35"'),
+        _curve(_path(points, across, up), colour, 'opacity=".6"'),  # Seen on a dark page too
         _curve(_path(_running_mean(points), across, up), colour, 'stroke-width="2"'),
         _text(title, _LEFT, 11),
         _text('optimizer step', _LEFT + _CURVE_WIDE, _HIGH - 2, 'end')]

@@ -135,6 +135,21 @@ def test_the_bars_are_valid_svg_and_say_what_they_show():
         assert all(0 < percent(line.get('x1')) < 100 for line in lines)
 
 
+def test_each_bar_says_how_much_of_how_much_since_gpu_and_host_have_other_scales():
+    html = panel_state()._repr_html_()
+    for alt in re.findall(r'<img alt="([^"]*)"', html):
+        size, have = re.search(r'([\d.,]+) GiB of ([\d.,]+) GiB', alt).groups()
+        assert f'>{size} of {float(have.replace(",", "")):,.1f} GiB</td>' in html
+
+
+def test_a_tiny_run_on_a_cpu_has_figures_that_say_something():
+    state = panel_state({}, Recipe.named('reviews-qlora').changed({'cluster.hardware': 'cpu'}))
+    html = state._repr_html_()
+    assert 'the GPU' not in html and 'Weights in: <b>device memory</b>' in html
+    assert re.search(r'<p [^>]*>[\d,]+ tokens/s, 0\.\d\d s per step, 0\.\d\d hours', html)
+    assert ' 0.00 USD' not in html
+
+
 def percent(length): return float(length.removesuffix('%'))
 
 
@@ -176,6 +191,25 @@ def test_a_change_reaches_the_picture_and_the_recipe(panel):
     assert 'length: 8192' in panel.recipe_text.value
     assert panel.adopt.batch.length == 8192
     assert panel.adopt == panel.state.recipe
+
+
+def test_the_picture_names_no_function_where_a_button_does_it(panel):
+    assert '`memory_ladder`' in panel.state.verdict
+    assert 'ladder' not in panel.picture.value and 'payload 15.9 GiB' in panel.picture.value
+    assert '`' not in panel.picture.value
+
+
+def test_a_recipe_that_was_changed_is_no_longer_the_named_one(panel):
+    panel.start.value = '70b-1xh200-qlora'
+    panel.widgets['batch.length'].value = 8192
+    assert panel.start.value == ''
+    assert panel.adopt.batch.length == 8192
+    panel.start.value = '70b-1xh200-qlora'
+    assert panel.adopt == Recipe.named('70b-1xh200-qlora')
+    panel.widgets['batch.micro'].value = 64
+    panel.fit_button.click()
+    assert panel.start.value == ''
+    panel.begin(BASE)
 
 
 def test_a_contradiction_is_shown_and_left_again(panel):
@@ -301,9 +335,9 @@ def test_the_copy_button_carries_the_recipe_and_nothing_that_could_break_out_of_
 def test_the_plan_stands_beside_the_controls_and_its_verdict_first(panel):
     head, columns = panel.box.children
     left, right = columns.children
-    assert columns.layout.flex_flow in (None, 'row nowrap')
+    assert columns.layout.flex_flow == 'row wrap'  # The plan goes below where it has no 230 pixels
     assert left.layout.flex == '0 0 300px'
-    assert (right.layout.flex, right.layout.min_width) == ('1 1 0', '0')
+    assert (right.layout.flex, right.layout.min_width) == ('1 1 230px', '0')
     assert set(panel.widgets.values()) < set(left.children)
     assert right.children[:2] == (panel.note, panel.picture)
     assert {panel.start, panel.fit_button, panel.copy_button} == set(head.children)

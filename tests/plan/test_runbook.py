@@ -169,7 +169,7 @@ def test_a_terminal_shows_the_ladder_below_the_plan(tmp_path, capsys):
     file = str(LOADING.save(tmp_path/'mine.yaml'))
     assert main(['plan', file]) == main(['plan', file, '--ladder']) == 3
     plan, again = capsys.readouterr().out.split('llama-3.1-70b on 1 x 8x-a100-40\n')[1:]
-    assert 'memory_ladder` (in a terminal --ladder) lists' in plan
+    assert '`memory_ladder`, or `--ladder` in a terminal, lists' in plan
     assert again.startswith(plan)
     heading, first, *_ = again.removeprefix(plan).splitlines()
     assert heading == 'What makes room, each change on top of those above it:'
