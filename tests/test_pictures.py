@@ -74,3 +74,20 @@ def test_a_picture_does_not_change_the_settings_of_matplotlib():
     before = dict(rcParams)
     widest()
     assert dict(rcParams) == before
+
+
+def test_the_site_says_what_a_picture_shows():
+    from docs import describe_images
+    from site_check import Page
+
+    def cell(source, png=False):
+        kind, data = ('code', [{'data': {'image/png': ''}}]) if png else ('markdown', [])
+        return {'cell_type': kind, 'metadata': {}, 'source': source, 'outputs': data}
+    cells = [
+        cell('# A page\n\nWords'), cell('plot()', True), cell('*Each [point](x.ipynb) is\na `plan`.*'),
+        cell('## A section'), cell('plot()', True), cell('**No** caption'), cell('1', False)]
+    describe_images(cells)
+    alts = [c['metadata']['mystnb']['image']['alt'] for c in cells if c['metadata']]
+    assert alts == ['Figure: Each point is a plan.', 'Figure: A section']
+    shown = Page(f'<img alt="{alts[0]}"><img alt=""><img><img alt="_images/0f1e.png">')
+    assert shown.wordless == 3

@@ -129,9 +129,29 @@ def html_links(text: str) -> str:
     return re.sub(r'(<a href="(?!\w+:)[^"#]+)\.ipynb', r'\1.html', text)
 
 
+def plain_words(text: str) -> str:
+    "Give the words of a text without links and marks, on one line."
+    linked = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', text)
+    return ' '.join(re.sub(r'[*`]', '', linked).split())
+
+
+def describe_images(cells: list[dict]) -> None:
+    "Give each image its caption, or the heading above it, as the text for who does not see it."
+    heading = ''
+    for cell, following in zip(cells, [*cells[1:], {'source': ''}]):
+        if cell['cell_type'] == 'markdown':
+            heading = (re.findall(r'(?m)^#+ (.+)$', ''.join(cell['source'])) or [heading])[-1]
+        if not any('image/png' in output.get('data', {}) for output in cell.get('outputs', [])):
+            continue
+        caption = re.match(r'(?s)\*(?!\*).+?\*(?=\s|$)', ''.join(following['source']))
+        words = plain_words(caption[0] if caption else heading)
+        cell['metadata']['mystnb'] = {'image': {'alt': f'Figure: {words}'}}
+
+
 def make_plain(page: Path, source: Path) -> None:
-    "Rewrite a page for Sphinx: no directives, no widgets that need a kernel, local links."
+    "Rewrite a page for Sphinx: no directives or widgets, local links, words for every image."
     notebook = json.loads(page.read_text(encoding='utf-8'))
+    describe_images(notebook['cells'])
     for cell in notebook['cells']:
         text = plain_source(cell)
         if cell['cell_type'] == 'markdown':

@@ -1,7 +1,7 @@
 """Check that the site shows what the pages contain.
 
-It looks for lost paragraphs, dead links, links to the published site, raw markup, and widgets
-without a picture.
+It looks for lost paragraphs, dead links, links to the published site, raw markup, widgets without a
+picture, and pictures without words.
 """
 import json
 import re
@@ -26,6 +26,7 @@ class Page(HTMLParser):
         self.texts = []
         self.links = []
         self.anchors = set()
+        self.wordless = 0  # Pictures with nothing to read aloud, or only the name of a file
         self._silent_depth = 0
         self.feed(text)
 
@@ -33,6 +34,7 @@ class Page(HTMLParser):
         values = dict(attributes)
         if tag in SILENT: self._silent_depth += 1
         self.anchors |= {values[key] for key in ('id', 'name') if values.get(key)}
+        if tag == 'img' and re.fullmatch(r'\S*\.png|', values.get('alt') or ''): self.wordless += 1
         if tag == 'a' and values.get('href'): self.links.append(values['href'])
 
     def handle_endtag(self, tag):
@@ -116,11 +118,12 @@ def raw_markup(page: Page) -> str:
 
 def faults_of_site_page(file: Path, name: Path, site_pages: dict[Path, Page],
                         home: str) -> list[str]:
-    "List the dead links, the links to the published site and the raw markup of a site page."
+    "List dead links, links to the published site, wordless pictures and raw markup of a page."
     page = site_pages[file]
     unique_links = dict.fromkeys(dead_links(file, site_pages))
     messages = [f'{name}: dead link {link}' for link in unique_links]
     messages += [f'{name}: leaves the site: {link}' for link in page.links if link.startswith(home)]
+    if page.wordless: messages.append(f'{name}: {page.wordless} pictures without words')
     markup = raw_markup(page)
     if markup: messages.append(f'{name}: raw markup {markup}')
     return messages

@@ -521,15 +521,11 @@ def _options(control) -> list[tuple]:
     return [(_value_label(control.path, choice), choice) for choice in control.values]
 
 def _widget(control, value):
-    "Make a slider for numbers, a list for words."
+    "Make a list, with its label."
     import ipywidgets
-    settings = {
-        'options': _options(control), 'value': value,
-        'description': control.label, 'tooltip': control.path,
-        'style': {'description_width': '108px'}, 'layout': {'width': 'auto'}}
-    if all(isinstance(choice, int) for choice in control.values):
-        return ipywidgets.SelectionSlider(continuous_update=False, **settings)
-    return ipywidgets.Dropdown(**settings)
+    return ipywidgets.Dropdown(
+        options=_options(control), value=value, description=control.label, tooltip=control.path,
+        style={'description_width': '108px'}, layout={'width': 'auto'})
 
 def _start_list(on_change):
     "List the named recipes to start from."
