@@ -1,4 +1,4 @@
-"""What the cells of the desk leave behind. The pages assert nothing: a reader moves controls, stops a
+"""What the cells of the desk leave behind. They assert nothing: a reader moves controls or stops a
 run, and then runs the next cell, which must not fail.
 """
 import json
@@ -11,7 +11,9 @@ from llm_workbook import estimate
 PAGES = sorted((ROOT/'nbs/desk').glob('*.ipynb'))
 
 
-def sources(name): return code_sources(json.loads((ROOT/'nbs/desk'/name).read_text('utf-8'))['cells'])
+def sources(name):
+    notebook = json.loads((ROOT/'nbs/desk'/name).read_text('utf-8'))
+    return code_sources(notebook['cells'])
 
 
 def after(name, place, monkeypatch):

@@ -84,7 +84,8 @@ def test_the_site_says_what_a_picture_shows():
         kind, data = ('code', [{'data': {'image/png': ''}}]) if png else ('markdown', [])
         return {'cell_type': kind, 'metadata': {}, 'source': source, 'outputs': data}
     cells = [
-        cell('# A page\n\nWords'), cell('plot()', True), cell('*Each [point](x.ipynb) is\na `plan`.*'),
+        cell('# A page\n\nWords'), cell('plot()', True),
+        cell('*Each [point](x.ipynb) is\na `plan`.*'),
         cell('## A section'), cell('plot()', True), cell('**No** caption'), cell('1', False)]
     describe_images(cells)
     alts = [c['metadata']['mystnb']['image']['alt'] for c in cells if c['metadata']]

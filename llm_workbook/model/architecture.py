@@ -142,9 +142,11 @@ def template_for(
     except ValueError: return None
     settings = Path(place) / 'tokenizer_config.json'
     if isinstance(place, str) or not settings.is_file(): return None
-    has_file = any(settings.parent.glob('chat_template*'))
-    written = json.loads(settings.read_text(encoding='utf-8')).get('chat_template')
-    return None if has_file or written else 'plain'
+    if any(settings.parent.glob('chat_template*')): return None
+    try: written = json.loads(settings.read_text(encoding='utf-8')).get('chat_template')
+    except ValueError as error:
+        raise ValueError(f'{name!r}: {settings.name} is no JSON: {error}') from None
+    return None if written else 'plain'
 
 # %% ../../nbs/model/01_architecture.ipynb #e7c23bb1
 def _refuse_kernels(fields, name):

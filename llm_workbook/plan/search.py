@@ -176,11 +176,10 @@ def _combinations(trial) -> Iterator[dict]:
         if all(settings[path] == axes[path][0] for path in unread): yield settings
 
 def _suits(settings, ranks) -> bool:
-    "Say whether so many ranks gain by a strategy; a single one does by FSDP2's weights on the host."
+    "Say whether so many ranks gain by a strategy: one does where FSDP2 has weights on the host."
     strategy = settings['sharding.strategy']
-    if ranks > 1: return strategy != 'none'
-    on_host = settings['sharding.offload_parameters'] == 'cpu'
-    return strategy == 'none' or (strategy == 'fsdp2' and on_host)
+    if ranks > 1 or strategy == 'none': return (ranks > 1) != (strategy == 'none')
+    return strategy == 'fsdp2' and settings['sharding.offload_parameters'] == 'cpu'
 
 def _turns_reentrant(base, settings) -> bool:
     "Say whether TRL turns reentrant checkpointing on, so that a recipe that runs says so."

@@ -193,6 +193,7 @@ def _ipywidgets():
     return ipywidgets
 
 _WIDE = {'width': '640px'}
+_WHOLE_LABEL = {'description_width': 'initial'}  # Not cut, however long
 
 # %% ../../nbs/release/04_chat.ipynb #c0a51eab
 def _expect_chat(chat):
@@ -208,11 +209,9 @@ class ChatPanel:
         self.prompt = ui.Textarea(description='You', placeholder='Ask both', layout=_WIDE)
         self.send = ui.Button(description='Ask', button_style='primary')
         self.clear = ui.Button(description='Begin anew')
-        whole = {'description_width': 'initial'}  # As wide as the words
-        self.longest = ui.BoundedIntText(chat.longest, min=1, max=4096, description='Tokens',
-                                         style=whole)
-        self.temperature = ui.FloatSlider(chat.temperature, min=0, max=2, step=0.1,
-                                          description='Temperature', style=whole)
+        self.longest = ui.BoundedIntText(chat.longest, min=1, max=4096, description='Tokens')
+        self.temperature = ui.FloatSlider(chat.temperature, max=2, step=0.1, style=_WHOLE_LABEL,
+                                          description='Temperature')
         self.answers = ui.HTML()
         controls = ui.HBox([self.send, self.clear, self.longest, self.temperature])
         self.box = ui.VBox([self.prompt, controls, self.answers])
