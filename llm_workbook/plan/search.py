@@ -248,15 +248,15 @@ def _count(settings, draft, spec, node) -> Plan | Refusal:
     "Ask the ledger, and for the seconds of what fits."
     ledger = memory(draft, spec, node)
     rooms = [Room(*row) for row in ledger.rooms(node)]
-    fullest = min(rooms, key=lambda room: room.spare_b)
+    known = [room for room in rooms if room.place != 'disk' or 'disk_b' not in dict(node.assumed)]
+    fullest = min(known, key=lambda room: room.spare_b)
     if fullest.spare_b < 0:
         reason = f'too small: {fullest.where}'
         return Refusal(settings, 'memory', (reason,), -fullest.spare_b, False, draft)
     whole = whole_time(draft, spec, node)
     _, most_b = ledger.band
     return Plan(
-        settings=settings,
-        draft=draft,
+        settings=settings, draft=draft,
         gpu_b=rooms[0].need_b,
         spare_b=rooms[0].spare_b,
         tight=most_b > node.gpu.usable_b,

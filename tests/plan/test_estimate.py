@@ -313,6 +313,18 @@ def test_two_nodes_of_eight_h100_train_a_70b_in_full():
     assert {None, 8} == {p.settings['sharding.group'] for p in plans.accepted + plans.refused}
 
 
+def test_a_disk_whose_size_nobody_gave_refuses_no_plan():
+    base = draft('llama-3.1-70b', '8x-h200', tokens=100_000_000)
+    only = {'method.kind': 'full', 'optimizer.kind': 'adamw_fused', 'sharding.strategy': 'fsdp2'}
+    found = search(base, only)
+    assert base.intervals.saving
+    assert found.accepted
+    assert estimate(found.best.recipe).fits
+    assert 'the disk has' in estimate(found.best.recipe).verdict
+    small = node('8x-h200').changed(disk_b=2 * 10**12)
+    assert not estimate(found.best.recipe, small).fits
+
+
 # The search
 
 def test_every_accepted_plan_is_a_checked_recipe_with_the_figures_of_its_estimate(eight):
