@@ -119,7 +119,7 @@ def test_no_run_that_ran_is_refused_and_none_that_failed_is_promised():
     ran = len(ROWS) + sum(len(published.table(which)['rows']) for which in ROUNDS)
     assert sum(made['verdicts']['ran'].values()) == ran
     assert made['verdicts']['ran']['fits'] >= 190
-    assert made['verdicts']['ran']['not planned'] <= 12  # GPT-2's layers
+    assert 'not planned' not in made['verdicts']['ran']
 
 
 def test_ranges_are_fitted_on_calibration_rows_alone_and_hold_held_out_ones():
