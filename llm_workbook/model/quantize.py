@@ -128,7 +128,7 @@ def load_base(
     revision: str | None = None,  # Commit, tag or branch of a hub id; a `Model` has its own
     attention: str | None = None,  # As `Model.attention`, which a `Model` has; None: the usual
 ) -> 'PreTrainedModel':  # Whole, on the device of this process, in evaluation mode
-    "Load `source` as `method` wants it."
+    "Load `source` as `method` wants it: frozen, where adapters are what trains."
     import torch
     method, precision = _defaults(method, precision)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
@@ -145,7 +145,8 @@ def load_base(
     model.config._name_or_path = model.name_or_path = base.source
     if method.kind == 'qlora' and not keep_payload(model):
         raise ValueError(f'{base.source!r} has no linear layer that NF4 can pack')
-    freeze_towers(model)
+    if method.kind == 'full': freeze_towers(model)
+    else: model.requires_grad_(False)
     return correct_names(model)
 
 def _right_kernels(method):

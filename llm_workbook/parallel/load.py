@@ -357,9 +357,9 @@ def load_sharded(
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     sharding: 'Sharding | None' = None,  # A recipe's `Sharding`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
-    seed: int | None = None,  # Of LoRA adapters that are put on the base; None puts none
+    seed: int | None = None,  # Of the adapters put on the base; None: none, only 'full' trains
 ) -> 'PreTrainedModel':  # Sharded; its `arrived` says what was read
-    "Load `source` as `load_base` and `shard_model` would, each rank its share; on all ranks."
+    "Load on each rank its share of `source`; without `seed`, 'qlora' and 'lora' have no adapters."
     import torch.distributed as dist
     if not dist.is_initialized():
         raise ValueError('no process group: call this on ranks, as `run_ranks` does')
