@@ -27,8 +27,8 @@ def recipes() -> list:
     full = {'method.kind': 'full', 'batch.length': 4096}
     experts = {'method.kind': 'lora', 'sharding.strategy': 'zero3', 'batch.accumulation': 2}
     return [Recipe.named('70b-2x24gb-qlora'), draft('llama-3.1-8b', '1x-rtx-4090'),
-            draft('llama-3.1-70b', 'p5', 2, rows=32).changed(full),
-            draft('llama-3.1-405b', 'p5', 8, rows=64).changed(full),
+            draft('llama-3.1-70b', 'p5', 2, global_batch=32).changed(full),
+            draft('llama-3.1-405b', 'p5', 8, global_batch=64).changed(full),
             draft('mixtral-8x7b', '8x-a100-80').changed(experts)]
 
 

@@ -155,9 +155,14 @@ def _meant(word, names) -> str:
 
 def _key(name) -> str: return sub(r'[\s_]+', '-', str(name).strip().lower())
 
+def _spelled(key, names) -> str:
+    "Give the name that `key` is but for dashes, as rtx4090 is rtx-4090; else `key` itself."
+    return {name.replace('-', ''): name for name in names}.get(key.replace('-', ''), key)
+
 def _find(kind, name):
     known = _tables()[kind]
     key = _key(name)
+    if kind == 'gpus': key = _spelled(key, known)
     if key in known: return known[key]
     suggest = _meant if kind == 'gpus' else nearest
     raise ValueError(f'no figures for {name!r} among the {kind} (a YAML file can give yours); '
@@ -346,6 +351,7 @@ def nodes() -> list[str]:  # Names for `node`, beside any '4x-rtx-4090'
 
 def _counted(text) -> Node:  # From a text such as '2x-rtx-3090', or the name of one GPU
     count, card = fullmatch(r'(?:(\d+)x-?(?=.))?(.*)', text, DOTALL).groups()
+    card = _spelled(card, gpus())
     if count is None and card not in gpus():
         raise ValueError(f'no machine {text!r}, no count as in 2x-rtx-3090, no .yaml file; '
                          f'{_meant(text, [*nodes(), *gpus()])}')
@@ -359,6 +365,9 @@ def node(
     source: str | Path,  # As '2x-rtx-3090', '8x-h100@infiniband-400', of `nodes()`, or a YAML file
 ) -> Node:  # The machine
     "Find or put together a machine."
+    if isinstance(source, Node):
+        raise ValueError(f'{source.name} is found already: give its name, or the YAML file that '
+                         'its `save` writes')
     text = str(source)
     if text.endswith(('.yaml', '.yml')): return Node.load(source)
     text = _key(text)

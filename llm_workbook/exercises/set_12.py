@@ -544,7 +544,7 @@ _RESUME = RankExercise(
 def _drafted():
     "The recipe from which the exercise starts."
     from llm_workbook.plan.estimate import draft
-    recipe = draft('llama-3.1-70b', 'p4de', nodes=2, rows=64, tokens=10_000_000)
+    recipe = draft('llama-3.1-70b', 'p4de', nodes=2, global_batch=64, tokens=10_000_000)
     return recipe.changed({'method.kind': 'full'})
 
 # %% ../../nbs/answers/12_runs.ipynb #19be6c6f

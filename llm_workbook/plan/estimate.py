@@ -41,11 +41,13 @@ def draft(
     hardware: str = '2x-rtx-3090',  # A machine of the hardware page, or a YAML file
     nodes: int = 1,  # Machines of that kind
     length: int = 2048,  # Tokens per row
-    rows: int = 16,  # Rows per optimizer step, over all ranks
+    global_batch: int = 16,  # Rows per optimizer step, over all ranks; not the rows of the data
     tokens: int = 10_000_000,  # Tokens of the whole run; two epochs count twice
+    **unknown: object,  # Refused: `rows`, as it was called before, and what never was there
 ) -> Recipe:  # QLoRA, or LoRA of what does not pack; one row in a pass
     "Write a careful first recipe for `model` on `hardware`."
-    counts = {'nodes': nodes, 'length': length, 'rows': rows, 'tokens': tokens}
+    if unknown: raise TypeError(_no_setting(next(iter(unknown))))
+    counts = {'nodes': nodes, 'length': length, 'global_batch': global_batch, 'tokens': tokens}
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ValueError(f'{name} {count!r} must be a whole number from 1')
@@ -63,8 +65,8 @@ def draft(
             'loading': 'sharded' if ranks > 1 else 'every_rank',
             'activation_checkpointing': 'full'},
         precision={'compute': half, 'loss_scale': 'none' if node.gpu.bf16 else 'dynamic'},
-        batch={'accumulation': _passes(rows, ranks), 'length': length},
-        optimizer={'steps': ceil(tokens / (rows * length))})
+        batch={'accumulation': _passes(global_batch, ranks), 'length': length},
+        optimizer={'steps': ceil(tokens / (global_batch * length))})
     step = estimate_step(recipe, spec_of(recipe), node)
     if step.hours <= _LONG_H: return recipe
     return recipe.changed({'intervals.saving': _steps_between(step)})
@@ -79,6 +81,14 @@ def _recipe_name(model) -> str:
 _LONG_H = 1  # Hours that nobody wants to lose
 
 def _steps_between(step) -> int: return max(1, round(1800 / step.step_s))  # Half an hour
+
+def _no_setting(name) -> str:
+    "Say why `draft` takes no `name`."
+    known = ['model', 'hardware', 'nodes', 'length', 'global_batch', 'tokens']
+    means = nearest(name, known)
+    if name == 'rows':
+        means = 'the rows of a step are global_batch, those of the data are rows of `estimate`'
+    return f'draft takes no {name!r}: {means}'
 
 def _passes(rows, ranks) -> int:
     "Divide the rows of a step over the ranks."

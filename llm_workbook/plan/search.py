@@ -404,10 +404,11 @@ class SearchResult:
             'refused': [_plain(refusal) for refusal in self.refused]}
 
     def __repr__(self):
-        return f'{_work(self)}: {_counts(self.accepted, self.planned, self.refused)}'
+        if not self.accepted: return f'{_work(self)}: {self.why()}'
+        return f'{_headline(self)}\nThe best, {self.best!r}'
 
     def _repr_html_(self):
-        return f'<b>{escape(repr(self))}</b>{"".join(_tables(self))}'
+        return f'<b>{escape(_headline(self))}</b>{"".join(_tables(self))}'
 
 # %% ../../nbs/plan/12_search.ipynb #c3a0d0e2
 def _running(result) -> tuple[Plan, ...]:
@@ -549,6 +550,9 @@ def _scatter(plans, axis):
     return figure
 
 # %% ../../nbs/plan/12_search.ipynb #1faf3d95
+def _headline(plans) -> str:
+    return f'{_work(plans)}: {_counts(plans.accepted, plans.planned, plans.refused)}'
+
 def _work(plans) -> str:
     machines = ' or '.join(str(name) for name in plans.axes['cluster.hardware'])
     return f'{plans.base.model.source}, {plans.base.cluster.nodes} x {machines}'

@@ -25,7 +25,7 @@ def found(): return search(PAIR)
 
 
 @pytest.fixture(scope='module')
-def eight(): return search(draft('llama-3.1-8b', '8x-h100', rows=64, length=4096))
+def eight(): return search(draft('llama-3.1-8b', '8x-h100', global_batch=64, length=4096))
 
 
 def sample(rows, count=40): return rows[::max(1, len(rows) // count)]
@@ -121,7 +121,7 @@ def test_idle_gpus_are_said_where_they_are_paid_for():
     ('llama-3.1-70b', {'batch.accumulation': 8}, False)],
     ids=['experts', 'one pass', 'zero3', 'small adapters'])
 def test_whole_gradients_of_large_adapters_are_warned_of(model, changes, warned):
-    lora = draft(model, 'dgx-h200', nodes=4, rows=32).changed({'method.kind': 'lora'})
+    lora = draft(model, 'dgx-h200', nodes=4, global_batch=32).changed({'method.kind': 'lora'})
     plan = estimate(lora.changed(changes))
     assert any('accumulation-keeps-adapter-gradients' in text for text in plan.warnings) == warned
 
@@ -129,10 +129,10 @@ def test_whole_gradients_of_large_adapters_are_warned_of(model, changes, warned)
 @pytest.mark.parametrize('machine, warned', [('p3dn', True), ('kaggle-2x-t4', True),
                                              ('8x-h100', False), ('2x-rtx-3090', False)])
 def test_a_card_without_a_published_run_is_said(machine, warned):
-    plan = estimate(draft('llama-3.1-8b', machine, rows=64))
+    plan = estimate(draft('llama-3.1-8b', machine, global_batch=64))
     note = f'no run on {plan.node.gpu.name} is behind the range of the seconds'
     assert (note in str(plan)) == (note in plan._repr_html_()) == warned
-    short = estimate(draft('llama-3.1-8b', machine, rows=64, length=128))
+    short = estimate(draft('llama-3.1-8b', machine, global_batch=64, length=128))
     assert note not in str(short)  # They have no range at all
     assert 'the seconds have no range' in str(short)
 
@@ -309,7 +309,7 @@ def test_one_24_gb_card_and_70b_fit_with_the_weights_in_host_memory():
 
 def test_two_nodes_of_eight_h100_train_a_70b_in_full():
     plans = search(
-        draft('llama-3.1-70b', 'p5', nodes=2, rows=32, length=4096), {'method.kind': 'full'})
+        draft('llama-3.1-70b', 'p5', nodes=2, global_batch=32, length=4096), {'method.kind': 'full'})
     assert plans.accepted
     assert plans.best.draft.sharding.strategy in ('fsdp2', 'zero3')
     assert {None, 8} == {p.settings['sharding.group'] for p in plans.accepted + plans.refused}
@@ -394,7 +394,7 @@ def test_no_combination_is_tried_twice(found):
 def test_plans_are_ranked_by_time_or_by_money():
     machines = ['8x-h100', '1x-rtx-4090', '8x-a100-80', '8x-l4']
     axes = {'cluster.hardware': machines, 'method.kind': 'lora', 'batch.loss_head': 'chunked'}
-    base = draft('llama-3.1-8b', '8x-h100', rows=64)
+    base = draft('llama-3.1-8b', '8x-h100', global_batch=64)
     quick = search(base, axes)
     cheap = search(base, axes, by='usd')
     ranks = [
@@ -452,13 +452,13 @@ def test_axes_are_checked(axes, by, words):
 
 @pytest.mark.slow
 def test_fewer_processes_than_gpus_and_several_machines():
-    four = draft('llama-3.1-8b', '8x-h100', rows=64).changed(
+    four = draft('llama-3.1-8b', '8x-h100', global_batch=64).changed(
         {'cluster.processes': 4, 'batch.accumulation': 16})
     half = search(four, {'method.kind': 'lora'})
     assert {p.draft.cluster.ranks for p in half.accepted} == {4}
     assert {p.draft.global_batch for p in half.accepted} == {64}
     axes = {'method.kind': 'lora', 'cluster.nodes': [1, 2], 'cluster.processes': [1, 8]}
-    sizes = search(draft('llama-3.1-8b', 'p5', rows=64), axes)
+    sizes = search(draft('llama-3.1-8b', 'p5', global_batch=64), axes)
     assert {(p.draft.cluster.nodes, p.draft.cluster.processes) for p in sizes.accepted} == {
         (1, 1),
         (1, 8),
@@ -470,7 +470,7 @@ def test_fewer_processes_than_gpus_and_several_machines():
 
 
 def test_a_cpu_can_be_searched_too():
-    plans = search(draft('tiny-base', 'cpu', rows=2, length=128))
+    plans = search(draft('tiny-base', 'cpu', global_batch=2, length=128))
     assert plans.accepted
     assert {p.draft.cluster.device for p in plans.accepted} == {'cpu'}
 
@@ -485,7 +485,7 @@ def test_a_whole_recipe_of_this_package_can_be_searched_around():
 # Speed, in calls of functions: half a millisecond to three on quiet cores
 
 def test_an_estimate_takes_milliseconds():
-    large = draft('llama-3.1-405b', 'p5', nodes=4, rows=32)
+    large = draft('llama-3.1-405b', 'p5', nodes=4, global_batch=32)
     for recipe, most in (PAIR, 3_500), (PAIR.changed({'batch.micro': 2}), 4_400), (large, 11_500):
         estimate(recipe)
         assert calls_of(lambda: estimate(recipe)) < most
@@ -498,8 +498,8 @@ ALL_FIT = {
 
 
 @pytest.mark.parametrize('base, axes, most', [
-    slow_case(draft('llama-3.1-8b', '8x-h100', rows=64, length=4096), None, 1_900),
-    (draft('llama-3.2-1b', '8x-h100', rows=512, length=256), ALL_FIT, 2_400)],
+    slow_case(draft('llama-3.1-8b', '8x-h100', global_batch=64, length=4096), None, 1_900),
+    (draft('llama-3.2-1b', '8x-h100', global_batch=512, length=256), ALL_FIT, 2_400)],
     ids=['thousands', 'all fit'])
 def test_plans_of_a_search_share_their_work(base, axes, most):
     "Two to three times as many calls where the sizes of a layer are computed for each plan."
@@ -559,7 +559,7 @@ def test_a_second_look_at_the_shelf_is_free():
     [
         PAIR,
         PAIR.changed({'sharding.offload_parameters': 'cpu', 'sharding.offload_optimizer': 'cpu'}),
-        draft('tiny-base', 'cpu', rows=2, length=128)])
+        draft('tiny-base', 'cpu', global_batch=2, length=128)])
 def test_a_printed_plan_has_the_figures_of_its_table(recipe):
     plan = estimate(recipe)
     title, verdict, head, *rest = str(plan).splitlines()

@@ -67,7 +67,7 @@ def test_a_gpu_and_a_count_make_a_machine():
         == 'p5')
     assert (
         panel_state(
-            {'cluster.hardware': 'cpu'}, draft('tiny-base', 'cpu', rows=2, length=128)
+            {'cluster.hardware': 'cpu'}, draft('tiny-base', 'cpu', global_batch=2, length=128)
         ).recipe.cluster.device
         == 'cpu'
     )

@@ -32,7 +32,7 @@ QUESTIONS = [  # Model, machine, machines, more for `draft`, axes
     ('llama-2-7b', '8x-a100-80', 1, {}, FULL),
     ('llama-3.1-70b', '8x-h100', 1, {}, LORA),
     ('llama-3.1-70b', '8x-h20', 1, {}, LORA),
-    ('llama-3.1-405b', 'dgx-h100', 4, {'rows': 32}, LORA),
+    ('llama-3.1-405b', 'dgx-h100', 4, {'global_batch': 32}, LORA),
     ('llama-3.1-70b', '1x-h200', 1, {}, QLORA),
     ('llama-3.1-70b', 'dgx-b200', 1, {}, FULL),
     ('llama-3.1-70b', 'gb200-4x', 1, {}, LORA),
@@ -119,7 +119,7 @@ def test_the_longest_rows_are_the_longest_that_fit(card):
 
 
 def test_rows_do_not_outgrow_the_context_of_the_base():
-    plans = search(draft('gemma-2-2b', '1x-b200', rows=1), {'method.kind': 'lora'})
+    plans = search(draft('gemma-2-2b', '1x-b200', global_batch=1), {'method.kind': 'lora'})
     assert plans.longest_context.draft.batch.length == 8192
 
 
@@ -171,7 +171,7 @@ def test_what_does_not_go_with_the_model_or_the_machine_names_its_field(recipe, 
 
 
 def test_a_ladder_and_a_count_name_the_field_too():
-    cpu = draft('tiny-base', 'cpu', rows=2, length=128)
+    cpu = draft('tiny-base', 'cpu', global_batch=2, length=128)
     with pytest.raises(RecipeError, match="cluster.device = 'cpu': .*set it to cuda"):
         memory_ladder(cpu)
     with pytest.raises(RecipeError, match='method.dropout = 0.1'):
@@ -182,7 +182,7 @@ def test_a_ladder_and_a_count_name_the_field_too():
     (ONE, 'method.targets', ('q_proj', 'v_proj'), ('qkv_proj',)),
     (EXPERTS, 'method.dropout', 0.0, 0.1),
     (draft('llama-3.1-8b', '2x-rtx-3090'), 'cluster.processes', 2, 4),
-    (draft('llama-3.1-8b', '2x-rtx-3090', rows=16), 'cluster.nodes', 1, 2)])
+    (draft('llama-3.1-8b', '2x-rtx-3090', global_batch=16), 'cluster.nodes', 1, 2)])
 def test_a_search_skips_what_does_not_go_with_the_model_and_keeps_the_reason(base, axis, good, bad):
     plans = search(base, LORA | {axis: [good, bad], 'batch.micro': 1})
     assert {plan.settings[axis] for plan in plans.accepted} == {good}
