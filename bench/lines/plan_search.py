@@ -16,9 +16,10 @@ def searches() -> dict:
                'sharding.offload_parameters': 'none', 'sharding.offload_optimizer': 'none',
                'method.rank': list(range(4, 44, 4))}
     return {'70B on 2 x RTX 3090': (draft('llama-3.1-70b', '2x-rtx-3090', global_batch=128), more),
-            '8B on 8 x H100': (draft('llama-3.1-8b', '8x-h100', global_batch=512, length=4096), more),
-            '1B on 8 x H100, all fit': (draft('llama-3.2-1b', '8x-h100', global_batch=512, length=256),
-                                        all_fit)}
+            '8B on 8 x H100': (
+                draft('llama-3.1-8b', '8x-h100', global_batch=512, length=4096), more),
+            '1B on 8 x H100, all fit': (
+                draft('llama-3.2-1b', '8x-h100', global_batch=512, length=256), all_fit)}
 
 
 def measure(repetitions: int = 5) -> dict:

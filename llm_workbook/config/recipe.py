@@ -134,6 +134,15 @@ class Data(Part):
     too_long: Literal['refuse', 'drop'] = 'refuse'  # Answers past `batch.length`; texts are split
     mix: _Mix = None  # Several sources by weight, in place of `source`
 
+    def misfit(
+        self,
+        words: 'Iterable[str]',  # Answers
+    ) -> str | None:  # The first that the usual question does not ask for; None: all fit
+        "Find an answer other than positive and negative where the question is the usual one."
+        usual = type(self).model_fields['question'].default
+        if self.question != usual: return None
+        return next((word for word in words if word.lower() not in ('positive', 'negative')), None)
+
     @property
     def origins(self) -> list[Self]:  # This one, or one for each source of the mix
         "Give the data of each source as if it stood alone."
@@ -373,10 +382,13 @@ class Recipe(Document):
         if problems: raise RecipeError(problems)
         return self
 
-    def facts(self) -> dict:  # Dotted field -> value, and four that are derived
-        "Give every field by its dotted name, and four that follow from them, as rules see it."
+    def facts(self) -> dict:  # Dotted field -> value, and five that are derived
+        "Give every field by its dotted name, and five that follow from them, as rules see it."
         words = {word for _, word in self.data.labels if word is not None}
+        misfits = [data.misfit(word for _, word in data.labels if word)
+                   for data in self.data.origins]
         derived = {'cluster.ranks': self.cluster.ranks, 'batch.global': self.global_batch,
+                   'data.misfit': next(filter(None, misfits), None),
                    'data.classes': len(words) or None, 'zero.set': self.zero != Zero()}
         return _flat(self) | derived
 

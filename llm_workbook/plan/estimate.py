@@ -10,10 +10,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from html import escape
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..config.document import Problem, RecipeError
 from ..config.hardware import Node, node as find_node
@@ -35,7 +35,21 @@ from .ranges import (
 from .step_time import StepEstimate, estimate_step
 from .without_tape import attends, has_tape
 
+# %% ../../nbs/plan/11_estimate.ipynb #5ab0c0de
+_Function = TypeVar('_Function')
+
+def _without_rows(function: _Function) -> _Function:
+    "Refuse `rows`, as `global_batch` was called before, by its new name."
+    @wraps(function)
+    def checked(*values, **named):
+        if 'rows' in named:
+            raise TypeError('draft takes no rows: the rows of a step are global_batch, and '
+                            'those of the data are rows of `estimate`')
+        return function(*values, **named)
+    return checked
+
 # %% ../../nbs/plan/11_estimate.ipynb #c0f24259
+@_without_rows
 def draft(
     model: str,  # Preset, packaged name, directory or `owner/name` on the Hub
     hardware: str = '2x-rtx-3090',  # A machine of the hardware page, or a YAML file
@@ -43,10 +57,8 @@ def draft(
     length: int = 2048,  # Tokens per row
     global_batch: int = 16,  # Rows per optimizer step, over all ranks; not the rows of the data
     tokens: int = 10_000_000,  # Tokens of the whole run; two epochs count twice
-    **unknown: object,  # Refused: `rows`, as it was called before, and what never was there
 ) -> Recipe:  # QLoRA, or LoRA of what does not pack; one row in a pass
     "Write a careful first recipe for `model` on `hardware`."
-    if unknown: raise TypeError(_no_setting(next(iter(unknown))))
     counts = {'nodes': nodes, 'length': length, 'global_batch': global_batch, 'tokens': tokens}
     for name, count in counts.items():
         if type(count) is not int or count < 1:
@@ -81,14 +93,6 @@ def _recipe_name(model) -> str:
 _LONG_H = 1  # Hours that nobody wants to lose
 
 def _steps_between(step) -> int: return max(1, round(1800 / step.step_s))  # Half an hour
-
-def _no_setting(name) -> str:
-    "Say why `draft` takes no `name`."
-    known = ['model', 'hardware', 'nodes', 'length', 'global_batch', 'tokens']
-    means = nearest(name, known)
-    if name == 'rows':
-        means = 'the rows of a step are global_batch, those of the data are rows of `estimate`'
-    return f'draft takes no {name!r}: {means}'
 
 def _passes(rows, ranks) -> int:
     "Divide the rows of a step over the ranks."

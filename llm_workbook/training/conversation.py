@@ -391,6 +391,9 @@ def _from_class(row, data):
         raise ValueError(f'the label {label:.40} is not in data.labels; {hint}')
     answer = answers.get(label, label)
     if not answer: return []
+    if not answers and data.misfit([answer]):
+        raise ValueError(f'the label {answer:.40} does not answer {data.question!r}: write '
+                         'data.question, or give the label its word in data.labels')
     question = f'{data.question}\n{text}'
     return [_turn('user', question, 'the question'),
             _turn('assistant', answer, 'the answer')]

@@ -309,7 +309,8 @@ def test_one_24_gb_card_and_70b_fit_with_the_weights_in_host_memory():
 
 def test_two_nodes_of_eight_h100_train_a_70b_in_full():
     plans = search(
-        draft('llama-3.1-70b', 'p5', nodes=2, global_batch=32, length=4096), {'method.kind': 'full'})
+        draft('llama-3.1-70b', 'p5', nodes=2, global_batch=32, length=4096),
+        {'method.kind': 'full'})
     assert plans.accepted
     assert plans.best.draft.sharding.strategy in ('fsdp2', 'zero3')
     assert {None, 8} == {p.settings['sharding.group'] for p in plans.accepted + plans.refused}

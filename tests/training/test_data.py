@@ -164,8 +164,9 @@ def test_label_words_come_from_the_recipe_and_null_drops():
         {'role': 'assistant', 'content': 'good'}]
     assert conversation({'text': 'T', 'stars': '3'}, data) is None
     assert (
-        conversation({'text': 'T', 'stars': 2}, Data(source='x', format='classification'))[
-            'messages'][1]['content'] == '2')
+        conversation(
+            {'text': 'T', 'stars': 2}, Data(source='x', format='classification', question='Well?')
+        )['messages'][1]['content'] == '2')
 
 
 def test_named_test_rows_and_hub_names(tmp_path, monkeypatch):

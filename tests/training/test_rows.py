@@ -159,9 +159,18 @@ def test_a_text_with_a_label_is_not_classified_unasked(label, tmp_path):
         with pytest.raises(DatasetError, match=f"a text and '{label}': set data.labels, .*: text"):
             asked(tmp_path/'a.jsonl', row, **settings)
     assert asked(tmp_path/'a.jsonl', row, format='text') == {'text': 'Stocks fell.'}
-    for settings in {'labels': WORDS}, {'question': 'Which?'}, {'format': 'classification'}:
+    for settings in {'labels': WORDS}, {'question': 'Which?'}:
         made = asked(tmp_path/'a.jsonl', row, **settings)
         assert made['messages'][1]['content'] == ('good' if 'labels' in settings else '1')
+    with pytest.raises(DatasetError, match="the label 1 does not answer 'Is this review positive"):
+        asked(tmp_path/'a.jsonl', row, format='classification')
+
+
+def test_words_that_answer_the_usual_question_need_no_other(tmp_path):
+    row = {'text': 'Good.', 'label': 'Positive'}
+    made = asked(tmp_path/'a.jsonl', row, format='classification')
+    assert [turn['content'] for turn in made['messages']] == [
+        'Is this review positive or negative?\nGood.', 'Positive']
 
 
 def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path):
@@ -363,7 +372,7 @@ def test_a_label_that_judges_no_answer_is_not_read(tmp_path):
 
 def test_a_label_of_a_class_is_no_judgement(tmp_path):
     rows = [{'review': 'Bad.', 'label': False}, {'review': 'Fine.', 'label': True}]
-    made = read(tmp_path/'a.jsonl', rows, format='classification')
+    made = read(tmp_path/'a.jsonl', rows, format='classification', question='Is it good?')
     assert [row['messages'][1]['content'] for row in made] == ['False', 'True']
 
 
