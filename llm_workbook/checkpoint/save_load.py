@@ -320,7 +320,8 @@ def _step(folder):
     "N of a folder that is named checkpoint-N."
     match = re.fullmatch(r'checkpoint-(0|[1-9]\d*)', folder.name)
     if match: return int(match[1])
-    raise ValueError(f"folder {folder.name!r} is not named for its step, as 'checkpoint-100' is")
+    raise ValueError(f"folder {folder.name!r} is not named for its step: after 100 steps, save to "
+                     f"'{folder / 'checkpoint-100'}'")
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #f10b0002
 def frozen_base(
@@ -345,14 +346,14 @@ def _frozen_marks(model):
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #79cc4526
 def save_checkpoint(
-    folder: 'str | Path',  # Named checkpoint-N for step N, the same on all ranks; not committed yet
+    folder: 'str | Path',  # Named checkpoint-N after step N, on all ranks; not committed yet
     model: 'torch.nn.Module',  # What trains: plain, sharded, in DDP, or a DeepSpeed engine
     optimizer: 'torch.optim.Optimizer | None' = None,  # Or accelerate's around it; not DeepSpeed's
     scheduler: 'LRScheduler | None' = None,  # Of the learning rate
     facts: dict | None = None,  # All else that JSON keeps: data position, method, recipe_hash
     wait: bool = True,  # False returns when all is copied to the host, if that has room for it
 ) -> Saving:  # Committed if `wait`; else its `result()` tells
-    "Save together with the other ranks, each its part; nothing is gathered."
+    "Save with the other ranks to `folder`, 'DIRECTORY/checkpoint-N'; DIRECTORY is made if missing."
     begin_s = time.monotonic()
     folder, facts = Path(folder), _json(facts or {}, 'facts')
     step = _step(folder)
@@ -368,7 +369,9 @@ def save_checkpoint(
     if not (wait := wait or not _has_room(shares)): files = _copied(files)
 
     def begin():
-        if rank == 0: begin_save(folder.parent, step, needed_b)
+        if rank != 0: return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        begin_save(folder.parent, step, needed_b)
 
     on_every_rank(begin)
     if _is_engine(model): _save_zero(folder, model, adapted=bool(base.digest))
