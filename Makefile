@@ -24,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-fault test-workbook test-cluster cuda-environment test-cuda-wheel museum mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme dashboard hooks clean distclean
+.PHONY: help quickstart test test-slow test-fault test-workbook test-cluster cuda-environment test-cuda-wheel museum mutants cluster-up cluster-down book lab bench bench-gpu docs dist readme stub dashboard hooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## List the commands
@@ -98,6 +98,9 @@ dist: $(VENV)/.dev ## Build and check the wheel and the source archive in dist
 
 readme: $(VENV)/.dev ## Write README.md from nbs/index.ipynb
 	@$(BIN)/python tools/readme.py
+
+stub: $(VENV)/.dev ## Write the list of names that editors and type checkers read
+	@$(BIN)/python tools/stub.py
 
 dashboard: $(VENV)/.dev ## Write the Grafana dashboard that the package ships
 	@$(BIN)/python tools/dashboard.py

@@ -16,6 +16,7 @@ extras = {key.removesuffix('_requirements'): cfg[key].split()
 for_dev = [needs for name, needs in extras.items() if name != 'lm-eval']
 extras['dev'] = sorted({need for needs in for_dev for need in needs})
 files = sorted(path for path in (folder/'assets').rglob('*') if path.is_file())
+files += [folder/'py.typed', folder/'__init__.pyi']  # For type checkers and editors
 
 setup(
     name=cfg['lib_name'],

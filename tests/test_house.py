@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from measures import measure
-from page import ROOT, pages, skipped
+from page import PACKAGE, ROOT, pages, skipped
 
 GROUND = 'display', 'files', 'squares', 'pictures'  # Modules below all rooms
 # Room, or module beside the rooms -> what it may import; each also imports from itself, without a
@@ -408,6 +408,19 @@ def test_every_function_has_its_assertions(path):
         if len(checks) < 2 or arguments(node) and not fails:
             bare.append(f'{name}: {len(checks)} assertions, failing case: {fails}')
     assert not bare
+
+
+def test_editors_find_every_public_name():
+    import stub
+    from llm_workbook import FACE, names
+    text = (PACKAGE/'__init__.pyi').read_text('utf-8')
+    assert text == stub.text(), 'run make stub'
+    found = {
+        alias.asname: node.module for node in ast.parse(text).body
+        if isinstance(node, ast.ImportFrom) and node.module for alias in node.names}
+    assert found == names()
+    assert {*FACE} <= {*found}
+    assert (PACKAGE/'py.typed').exists()
 
 
 def test_the_readme_is_the_index_page():

@@ -324,6 +324,11 @@ def _step(folder):
                      f"'{folder / 'checkpoint-100'}'")
 
 # %% ../../nbs/checkpoint/04_save_load.ipynb #f10b0002
+def _begin(folder, step, needed_b):
+    "Make the folder of a checkpoint, and what it lies in."
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    begin_save(folder.parent, step, needed_b)
+
 def frozen_base(
     model: 'torch.nn.Module',  # As for `describe_base`; it keeps what was found
     again: bool = False,  # Whether to look again even if nothing seems to have changed
@@ -369,9 +374,7 @@ def save_checkpoint(
     if not (wait := wait or not _has_room(shares)): files = _copied(files)
 
     def begin():
-        if rank != 0: return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        begin_save(folder.parent, step, needed_b)
+        if rank == 0: _begin(folder, step, needed_b)
 
     on_every_rank(begin)
     if _is_engine(model): _save_zero(folder, model, adapted=bool(base.digest))
