@@ -60,6 +60,8 @@ from .config.document import Real as Real
 from .config.document import RecipeError as RecipeError
 from .config.document import Share as Share
 from .config.document import versioned as versioned
+from .config.fields import FieldNote as FieldNote
+from .config.fields import recipe_fields as recipe_fields
 from .config.hardware import Gpu as Gpu
 from .config.hardware import Link as Link
 from .config.hardware import Node as Node

@@ -124,9 +124,9 @@ class Data(Part):
     test_share: Share = 0.1  # Held-out share of the rows when no test rows are named
     format: _Format = 'auto'  # auto: by the columns
     prompt_column: _Column = None  # Name or position (from 0) of the question; None finds it
-    completion_column: _Column = None  # The same for the answer
-    text_column: _Column = None  # The same for the text to read or to judge
-    label_column: _Column = None  # The same for the class
+    completion_column: _Column = None  # Name or position of the answer; None finds it
+    text_column: _Column = None  # Name or position of the text to read or to judge; None finds it
+    label_column: _Column = None  # Name or position of the class; None finds it
     question: str = 'Is this review positive or negative?'  # Asked above each text to be classified
     labels: _Labels = ()  # Label in the file -> word to answer; None drops the rows with that label
     template: Name | None = None  # 'chatml', 'plain' or a file; None: the tokenizer's own
