@@ -6,7 +6,7 @@
 __all__ = ['WorkerProcess', 'Launched', 'launch']
 
 # %% ../../nbs/launching/07_background.ipynb #ed32c212
-import base64, ctypes, gc, importlib, json, os, select, shutil, signal, subprocess, sys
+import atexit, base64, ctypes, gc, importlib, json, os, select, shutil, signal, subprocess, sys
 import tempfile, threading, time, warnings, weakref
 from contextlib import suppress
 from html import escape
@@ -19,7 +19,7 @@ from ..display import html_table
 from ..parallel.fresh_process import end_with_parent, pack_outcome, unpack_outcome
 from ..parallel.ranks import RankError, log_tail
 from ..training.resume import Preempted
-from ..training.run_directory import RunFiles, read_metrics
+from ..training.run_directory import RunFiles, check_start, read_metrics
 from ..training.epochs import rows_of_pass
 from ..training.fine_tune import Run, check_recipe, fine_tune
 
@@ -190,9 +190,10 @@ class _Box:
         self.waits = None  # A launch that came before everything was imported
         self.once = False  # Whether it ends with its first run
         self.last_words = ''  # What it has printed, once it has ended
+        self.owner = os.getpid()
         self.temp = tempfile.mkdtemp(prefix='llmw-workers-')
         self.log = tempfile.TemporaryFile()
-        words = json.dumps([os.getpid(), self.temp, sys.path])
+        words = json.dumps([self.owner, self.temp, sys.path])
         self.process = subprocess.Popen(
             [sys.executable, '-c', _PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.log, bufsize=0, start_new_session=True)
@@ -371,9 +372,8 @@ class Launched:
         self._ended.set()
 
     def __repr__(self):
-        done = max((row['step'] for row in self.metrics), default=0)
         steps = self.recipe.optimizer.steps
-        return f'Launched({self.recipe.name!r}, {self.state}, {done} of {steps} steps)'
+        return f'Launched({self.recipe.name!r}, {self.state}, {_done(self)} of {steps} steps)'
 
     def _repr_html_(self):
         rows = []
@@ -383,7 +383,10 @@ class Launched:
         return f'<p>{escape(repr(self))}</p>' + html_table(('rank', 'last line of its log'), rows)
 
 # %% ../../nbs/launching/07_background.ipynb #985bc9e9
+def _done(run): return max((row['step'] for row in run.metrics), default=0)
+
 def _tell(run, request):
+    if run._ended.is_set(): return
     box = run.workers._box
     with box.lock:
         if box.run is not run: return  # It has ended
@@ -409,6 +412,27 @@ def _unanswered(run, code):
     hint = ' (SIGKILL: memory may have run out)' if code == -9 else ''
     return RuntimeError(f'the process of the run left with exit code {code}{hint}')
 
+# %% ../../nbs/launching/07_background.ipynb #88deb4b9
+_LAUNCHED = weakref.WeakSet()
+
+def _finished_before(recipe, directory, workers):
+    "A run that has nothing left to do, without a process."
+    launched = Launched(recipe, directory, workers)
+    launched._run = Run(recipe, directory, [])
+    launched._ended.set()
+    print(f'{directory.name!r} is finished already, at step {_done(launched)}: nothing was '
+          'started. To begin anew, name another directory, or delete it')
+    return launched
+
+@atexit.register
+def _say_what_ends():
+    "A script that does not wait ends its run: say so."
+    for run in [run for run in _LAUNCHED if not run._ended.is_set()]:
+        if run.workers._box.owner != os.getpid(): continue  # A fork ends without it
+        print(f'llm-workbook: the run in {run.directory.name!r} ends with this Python, at step '
+              f'{_done(run)} of {run.recipe.optimizer.steps}: it saves if it can. `.wait()` waits '
+              'for its end; `launch` with resume=True goes on', file=sys.stderr)
+
 # %% ../../nbs/launching/07_background.ipynb #7179849c
 def _check_launch(recipe, workers, timeout_s):
     "Refuse what cannot be launched, before anything is started; count the steps of its passes."
@@ -431,9 +455,10 @@ def launch(
     timeout_s: float | None = None,  # When to end ranks without a save, naming those that hang, s
     step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits
 ) -> Launched:  # At once, while it runs
-    "Check `recipe` here, and fine-tune beside the kernel."
+    "Check `recipe` and `directory`, and fine-tune beside this Python until it ends."
     counted = _check_launch(recipe, workers, timeout_s)
     directory = Path(directory).absolute()
+    if check_start(counted, directory, resume): return _finished_before(counted, directory, workers)
     launched = Launched(counted, directory, workers or WorkerProcess())
     box = launched.workers._box
     limits = {'resume': resume, 'timeout_s': timeout_s, 'step_timeout_s': step_timeout_s}
@@ -448,4 +473,5 @@ def launch(
             box.run, box.once, box.waits = launched, workers is None, request
             if box.ready.is_set(): _hand_over(box)
     if not alive: _refuse_ended(box)
+    _LAUNCHED.add(launched)
     return launched

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'CHANGEABLE', 'RunFiles', 'run_state', 'mark_run', 'read_metrics', 'write_line', 'mark_stage', 'run_stage',
-           'RunLocked', 'run_lock', 'Start', 'begin_run', 'rate_schedule', 'rows_facts', 'recipe_facts', 'run_status',
-           'announce_import']
+           'RunLocked', 'run_lock', 'Start', 'begin_run', 'rate_schedule', 'check_start', 'rows_facts', 'recipe_facts',
+           'run_status', 'announce_import']
 
 # %% ../../nbs/training/05_run_directory.ipynb #59c4cceb
 import hashlib
@@ -225,10 +225,12 @@ def _wait_for_lock(handle, directory, wait_s):
     while not _take(handle):
         patience_s = max(wait_s, _ASKED_S) if _is_shared(handle) else wait_s
         if time.monotonic() - begin >= patience_s:
-            holder = _lock_text(handle) or 'another process'
-            raise RunLocked(f'{directory.name!r} is taken by {holder}: '
-                            'wait for it, stop it, or name another directory')
+            _refuse_taken(directory, _lock_text(handle))
         time.sleep(0.05)
+
+def _refuse_taken(directory, holder):
+    raise RunLocked(f'{directory.name!r} is taken by {holder or "another process"}: '
+                    'wait for it, stop it, or name another directory')
 
 def _is_shared(handle):
     "Whether nobody holds a lock but those that only ask who has it."
@@ -248,6 +250,19 @@ def _take(handle, shared=False):
 
 def _lock_text(handle): return os.pread(handle, 200, 0).decode('ascii', 'replace')
 
+# %% ../../nbs/training/05_run_directory.ipynb #604495f1
+_FREE = 'no run holds it'
+
+def _holder(directory):
+    "Ask who has the lock, without taking it away from anybody."
+    try:
+        handle = os.open(RunFiles(directory).lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError: return _FREE
+    try:
+        return _FREE if _take(handle, shared=True) else f'held by {_lock_text(handle)}'
+    finally:
+        os.close(handle)
+
 # %% ../../nbs/training/05_run_directory.ipynb #1cc90271
 @dataclass(frozen=True)
 class Start:
@@ -266,10 +281,7 @@ def begin_run(
 ) -> Start:  # Where to begin
     "Refuse another recipe's run, cut the metrics to what is committed, mark the run as running."
     files, run = RunFiles(directory), run_state(directory)
-    _refuse_another(files, run, recipe, resume)
-    if run['state'] == 'finished':
-        _check_finished(files, run, recipe)
-        return Start(run['step'], finished=True)
+    if _is_finished(files, run, recipe, resume): return Start(run['step'], finished=True)
 
     checkpoint = _for_ranks(latest_valid(files.directory, deep=True), recipe)
     if checkpoint and not files.recipe.exists():
@@ -377,6 +389,23 @@ CHANGEABLE = {
 }  # Field -> what a change of it does to a run that goes on
 
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9ba4
+def check_start(
+    recipe: Recipe,  # What to run
+    directory: str | Path,  # Of a run, or where one may begin
+    resume: bool = False,  # As for `begin_run`
+) -> bool:  # Whether the run is finished already
+    "Refuse early what a start in `directory` would refuse; nothing is written."
+    files, holder = RunFiles(directory), _holder(directory)
+    if holder != _FREE: _refuse_taken(files.directory, holder.removeprefix('held by '))
+    return _is_finished(files, run_state(directory), recipe, resume)
+
+def _is_finished(files, run, recipe, resume):
+    "Whether nothing is left to do; raise where `recipe` may not go on here."
+    _refuse_another(files, run, recipe, resume)
+    if run['state'] != 'finished': return False
+    _check_finished(files, run, recipe)
+    return True
+
 def _refuse_another(files, run, recipe, resume):
     "Raise where a run is there that `recipe` may not go on with."
     name, state, step = files.directory.name, run['state'], run['step']
@@ -523,7 +552,7 @@ def _check_finished(files, run, recipe):
 # %% ../../nbs/training/05_run_directory.ipynb #897d7611
 def run_status(
     directory: str | Path,  # Of a run, or where one may begin
-) -> tuple[int, str]:  # 0 finished, 75 preempted and committed, 1 all else; the same in words
+) -> tuple[int, str]:  # 0 finished, 4 goes on now, 75 preempted and committed, 1 else; in words
     "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
     if not as_path(directory).is_dir():
         return 1, f'{Path(directory).name!r} is no directory: no run has begun there'
@@ -533,24 +562,21 @@ def run_status(
     newest = f'newest committed step: {commits[0].step}' if commits else 'no step is committed'
     code = 1
     missing = run['state'] == 'finished' and not RunFiles(directory).results
-    if run['state'] == 'finished' and not missing:
-        code = 0
-    if run['state'] == 'preempted' and (commits or run['step'] == 0):
-        code = EXIT_PREEMPTED
+    if run['state'] == 'finished' and not missing: code = 0
+    if run['state'] == 'preempted' and (commits or run['step'] == 0): code = EXIT_PREEMPTED
+    if holder != _FREE: code = 4
     why = f' ({run["reason"]})' if 'reason' in run else ''
     state = f"{run['state']} at step {run['step']}{why}" + ', but no result is there' * missing
+    if run['state'] == 'running':
+        state = _under_way(directory, holder == _FREE, commits[0].step if commits else 0)
     return code, f'{state}; {newest}; {holder}'
 
-
-def _holder(directory):
-    "Ask who has the lock, without taking it away from anybody."
-    try:
-        handle = os.open(RunFiles(directory).lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError: return 'no run holds it'
-    try:
-        return 'no run holds it' if _take(handle, shared=True) else f'held by {_lock_text(handle)}'
-    finally:
-        os.close(handle)
+def _under_way(directory, is_dead, committed):
+    "How far a run is that has not marked its end: `run.json` has the step where it began."
+    logged = read_metrics(RunFiles(directory).metrics)
+    done = max((row['step'] for row in logged), default=committed)
+    if not is_dead: return f'running at step {done}'
+    return f'failed or killed after step {done}, goes on from step {committed}'
 
 # %% ../../nbs/training/05_run_directory.ipynb #7c933312
 def announce_import(
@@ -558,7 +584,7 @@ def announce_import(
 ) -> bool:  # Whether it was written down
     "Say of a directory that is there and free that libraries are imported for a run in it."
     if os.environ.get('RANK', '0') != '0' or not as_path(directory).is_dir(): return False
-    if _holder(directory) != 'no run holds it': return False
+    if _holder(directory) != _FREE: return False
     try: mark_stage(directory, 'importing')
     except OSError: return False  # The run itself will say what is wrong with the disk
     return True

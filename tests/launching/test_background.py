@@ -18,7 +18,7 @@ from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
 from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.parallel.ranks import RankError, log_tail
 from llm_workbook.training.resume import Preempted
-from llm_workbook.training.run_directory import run_state
+from llm_workbook.training.run_directory import RunLocked, run_lock, run_state
 
 
 @pytest.fixture(scope='module')
@@ -171,11 +171,40 @@ def test_without_workers_a_bad_recipe_starts_none(recipe, tmp_path, monkeypatch)
         launch(recipe, tmp_path/'run', timeout_s=0)
 
 
-def test_what_only_the_directory_knows_is_raised_by_wait(done, recipe, workers):
+def test_a_directory_refuses_before_a_process_starts(done, recipe, tmp_path, monkeypatch):
+    def fail(*words, **how): pytest.fail('a process was started')
+    monkeypatch.setattr(subprocess, 'Popen', fail)
+    with run_lock(tmp_path/'run'), pytest.raises(RunLocked, match='is taken by process'):
+        launch(recipe, tmp_path/'run')
     with pytest.raises(ValueError, match="'run' holds a run already"):
-        launch(recipe, done.directory, workers).wait(60)
-    # It had finished
-    assert launch(recipe, done.directory, workers, resume=True).wait(60).ranks == []
+        launch(recipe, done.directory)
+    with pytest.raises(ValueError, match='the recipe has changed since .*optimizer.clip'):
+        launch(recipe.changed({'optimizer.clip': 0.5}), done.directory, resume=True)
+
+
+def test_a_finished_run_starts_nothing_and_says_how_to_begin_anew(
+    done, recipe, monkeypatch, capsys
+):
+    def fail(*words, **how): pytest.fail('a process was started')
+    monkeypatch.setattr(subprocess, 'Popen', fail)
+    same = launch(recipe, done.directory, resume=True)
+    assert "'run' is finished already, at step 2" in capsys.readouterr().out
+    same.stop()
+    same.kill()
+    assert (same.state, same.error, same.wait(1).ranks) == ('finished', '', [])
+    assert same.wait().saved.is_dir()
+
+
+def test_a_python_that_ends_says_which_run_it_ends(done, endless, capsys, monkeypatch):
+    launching._say_what_ends()
+    said = capsys.readouterr().err
+    assert said.count('\n') == 1
+    assert "the run in 'run' ends with this Python, at step" in said
+    assert 'of 5000' in said
+    assert 'resume=True goes on' in said
+    monkeypatch.setattr(os, 'getpid', lambda: 1)  # As in a fork
+    launching._say_what_ends()
+    assert capsys.readouterr().err == ''
 
 
 def test_the_error_of_a_rank_arrives_as_it_is(recipe, workers, tmp_path):

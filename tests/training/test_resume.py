@@ -27,7 +27,7 @@ from llm_workbook.parallel.ranks import RankError
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.resume import Preempted
 from llm_workbook.training.run_directory import (
-    Start, begin_run, mark_run, read_metrics, run_state, run_status)
+    Start, begin_run, mark_run, read_metrics, run_state, run_status, write_line)
 
 ALONE = {'cluster.processes': 1, 'sharding.strategy': 'none'}
 PLAIN = {'method.kind': 'lora', 'precision.compute': 'float32'}
@@ -344,7 +344,15 @@ def test_a_signal_while_the_result_is_saved_changes_nothing(recipe, tmp_path, mo
 
 
 def test_the_status_says_who_holds_the_run(tmp_path):
-    with run_lock(tmp_path): assert f'held by process {os.getpid()}' in run_status(tmp_path)[1]
+    mark_run(tmp_path, 'running', 0)
+    write_line(tmp_path/'metrics.jsonl', {'step': 16})
+    with run_lock(tmp_path): code, words = run_status(tmp_path)
+    assert (code, words.partition(';')[0]) == (4, 'running at step 16')
+    assert f'held by process {os.getpid()}' in words
+    code, words = run_status(tmp_path)  # As after a kill: the file still says that it runs
+    dead = 'failed or killed after step 16, goes on from step 0'
+    assert (code, words.partition(';')[0]) == (1, dead)
+    (tmp_path/'run.json').unlink()
     assert run_status(tmp_path) == (1, 'none at step 0; no step is committed; no run holds it')
 
 
