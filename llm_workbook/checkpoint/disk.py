@@ -25,7 +25,7 @@ def _free(folder):
 @contextmanager
 def disk_errors(
     folder: str | Path,  # Where the block writes
-    needed_b: int,  # What it writes in all, bytes
+    needed_b: int | None,  # What it writes in all, bytes; None where that is not known
 ) -> Iterator[None]:  # Nothing; every other error passes through
     "Say of an error of the disk how much was needed and is free, whichever library met it."
     try: yield
@@ -35,9 +35,10 @@ def disk_errors(
         folder = Path(folder)
         existing = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
         free_b, _ = _free(existing)
+        needs = 'more' if needed_b is None else f'{needed_b:,} bytes'
         raise OSError(
             code or errno.ENOSPC,
-            f'{folder.name!r} is not saved: it needs {needed_b:,} bytes and the disk has '
+            f'{folder.name!r} is not saved: it needs {needs} and the disk has '
             f'{free_b:,} free ({error}). What was committed before is untouched; make room '
             'and run again') from error
 

@@ -498,7 +498,8 @@ def _held(this, spec, number, instants) -> _Group:
     lasting = [line for line in step if line.lasting]
     base = [line for line in lasting if line.kind in _OF_THE_BASE]
     first, writes = number == 0, number < this.group
-    others = (*loading_lines(this, spec, base, first), *saving_lines(this, lasting, first, writes))
+    others = (*loading_lines(this, spec, base, first),
+              *saving_lines(this, lasting, first, writes, spec.vocab))
     return _Group(tuple(step), others, _Sums.of((*step, *others)))
 
 @lru_cache(1024)

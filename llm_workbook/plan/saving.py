@@ -106,12 +106,23 @@ def saving_lines(
     lasting: list[Line],  # What it holds between steps: those of `resident_lines` that last
     first: bool = True,  # Whether it gathers, where one rank does
     writes: bool = True,  # Whether it has a part of a checkpoint: of several copies one is written
+    vocab: int = 0,  # Entries of the tokenizer that is saved beside adapters; 0 leaves it out
 ) -> list[Line]:  # Of the phase 'save'
     "List what `rank` holds while it saves."
     if not isinstance(rank, Rank):
         raise ValueError(f'{rank!r} is no Rank: take one with rank_of(recipe, spec)')
     kept = [line._replace(phase='save') for line in lasting]
-    return [*kept, *_result(rank, first), *_checkpoints(rank, lasting, first, writes)]
+    result = [*_result(rank, first), *_tokenizer(rank, first, vocab)]
+    return [*kept, *result, *_checkpoints(rank, lasting, first, writes)]
+
+_ENTRY_B = 144  # Of tokenizer.json: Llama 3 and Gemma take 130 for an entry and its merge
+
+def _tokenizer(rank, first, vocab) -> Iterator[Line]:
+    "The tokenizer, which lies beside adapters with the template in force."
+    if not (first and vocab) or rank.method.kind == 'full': return
+    why = 'e * V', {'e': _ENTRY_B, 'V': vocab}, 'tokenizers'
+    yield _saving_line('adapters', '', 'disk', _ENTRY_B * vocab, why,
+                       name='the tokenizer, in a file', every_rank=False)
 
 def _result(rank, first) -> Iterator[Line]:
     "What the export of the result takes."

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from ..checkpoint.consolidate import export_full, without_unpacking
+from ..checkpoint.disk import disk_errors
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save_load import random_state, save_checkpoint, set_random_state
 from ..checkpoint.sharded_files import stored_tensors
@@ -250,11 +251,12 @@ def save_result(
     if run.facts['method'] == 'full':
         saved = _save_model(trainer, files, run.restored or step)
     else:
-        with _whole_tensors(trainer.model):
+        with _whole_tensors(trainer.model), disk_errors(files.adapters, None):
             saved = save_adapters(trainer.model, files.adapters)
     if run.rank == 0:
         if files.adapters.is_dir():  # The chat template in force goes with the adapters
-            trainer.processing_class.save_pretrained(files.adapters)
+            with disk_errors(files.adapters, None):
+                trainer.processing_class.save_pretrained(files.adapters)
             write_certificate(directory, saved, getattr(trainer, 'reach', None),
                               getattr(trainer, 'payload', None))
         reason = _reason(run)

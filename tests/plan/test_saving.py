@@ -4,6 +4,7 @@ import pytest
 from llm_workbook import Recipe, estimate, memory
 from llm_workbook.checkpoint import save_load
 from llm_workbook.config.hardware import node as find_node
+from llm_workbook.files import asset
 from llm_workbook.plan import ledger as plan
 
 LARGE = Recipe.named('70b-2x8-a100-80-full')
@@ -81,3 +82,13 @@ def test_a_checkpoint_of_cpu_ranks_needs_no_copy_to_be_written():
     small = machine.changed(memory_b=2**20)
     [line] = [line for line in memory(recipe, node=small).lines if 'free' in line.symbols]
     assert line.size_b == 0
+
+
+def test_the_tokenizer_beside_adapters_is_planned_and_fits():
+    def planned(name):
+        return [line.size_b for line in memory(Recipe.named(name)).lines if 'tokenizer' in line.name]
+    [tiny_b] = planned('reviews-qlora')
+    assert tiny_b >= (asset('tiny-base')/'tokenizer.json').stat().st_size
+    [llama_b] = planned('70b-2x24gb-qlora')
+    assert llama_b >= 17_210_000  # tokenizer.json of Llama 3, as transformers writes it
+    assert planned('70b-2x8-a100-80-full') == []

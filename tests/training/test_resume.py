@@ -3,6 +3,7 @@ every step."""
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -341,6 +342,18 @@ def test_a_signal_while_the_result_is_saved_changes_nothing(recipe, tmp_path, mo
     two = recipe.changed({'optimizer.steps': 2})
     assert len(run(two, tmp_path/'run').metrics) == 2
     assert run_state(tmp_path/'run') == {'state': 'finished', 'step': 2}
+
+
+def test_a_disk_that_is_full_at_the_end_is_said_in_words(recipe, tmp_path, monkeypatch):
+    save = resuming.save_adapters
+    def save_without_room(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # Of a file: as on a full disk
+        return save(*args)
+    monkeypatch.setattr(resuming, 'save_adapters', save_without_room)
+    words = r"'adapters' is not saved: it needs more and the disk has [\d,]+ free .*make room"
+    with pytest.raises(RankError, match=words):
+        run(recipe.changed({'optimizer.steps': 2}), tmp_path/'run')
+    assert run_state(tmp_path/'run')['state'] == 'running'
 
 
 def test_the_status_says_who_holds_the_run(tmp_path):

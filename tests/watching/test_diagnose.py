@@ -149,6 +149,13 @@ def test_a_check_that_breaks_leaves_the_trouble_possible(monkeypatch):
     assert not found.findings[0].confirmed and 'ZeroDivisionError: sorry' in found.evidence
 
 
+@pytest.mark.parametrize('text', [
+    'Exception: No space left on device (os error 28)',
+    "OSError: [Errno 28] 'adapters' is not saved: the disk has 12 free (No space left on device)"])
+def test_a_full_disk_is_known_whoever_says_it(text):
+    assert diagnose(text).rule == 'disk-full-while-saving'
+
+
 def test_no_token_is_repeated(tmp_path):
     (tmp_path/'job.out').write_text(f'login with {CANARY}\n{OUT_OF_MEMORY} {CANARY}')
     found = diagnose(tmp_path)
