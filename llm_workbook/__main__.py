@@ -16,7 +16,9 @@ import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from shlex import join
 
+from .checkpoint.sharded_files import CheckpointError
 from .config.document import RecipeError
 from .config.fields import recipe_fields
 from .config.hardware import node as find_node
@@ -100,10 +102,18 @@ def _rehearse(arguments):
 
 # %% ../nbs/package/04_command.ipynb #524b4c60
 def _render(arguments):
+    for option in arguments.option:
+        if '=' in option: continue
+        raise ValueError(f'--option {option!r} has no value: write --option {option}=VALUE')
     options = dict(option.split('=', 1) for option in arguments.option)
     rendered = render(_recipe(arguments.recipe), arguments.directory, arguments.head, options,
                       replace=arguments.replace)
     _show(rendered, arguments.json)
+    if arguments.json: return 0
+    for name, commands in rendered.commands.items():
+        for node, words in enumerate(commands):
+            place = f' on node {node}' if len(commands) > 1 else ''
+            print(f'{name}{place}: {join(words)}')
     return 0
 
 def _of_a_run(directory):
@@ -184,8 +194,10 @@ def _preflight(arguments):
     elif result.problems:
         print(*result.problems, sep='\n', flush=True)
         time.sleep(1)  # srun may end all tasks when the first one fails
-    sys.stdout.flush()
     code = 1 if result.problems else 0
+    if code and 'TORCHELASTIC_RUN_ID' in os.environ:
+        print('what torchrun prints below says no more than this: the check has stopped')
+    sys.stdout.flush()
     # A thread in a call that never comes back would keep this process from ending
     if arguments.is_program: os._exit(code)
     return code
@@ -234,14 +246,15 @@ _EPILOG = """examples:
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
   llm-workbook try mine.yaml                       your model in miniature, up to its export
   llm-workbook invariants mine.yaml                and in pairs of runs that must agree
-  llm-workbook train mine.yaml --directory runs/mine
+  torchrun --nproc-per-node 2 -m llm_workbook train mine.yaml --directory runs/mine
+                                                   for its two ranks; one rank needs no torchrun
   llm-workbook status runs/mine
   llm-workbook metrics runs/mine                   all ranks' figures, for Prometheus
   llm-workbook diagnose runs/mine                  what broke, by which evidence, what to change
   llm-workbook exercises                           what is solved, and how well
 
-exit codes: 0 well; 1 failed, or must not start; 2 command or recipe is wrong;
-3 the plan does not fit; 75 stopped on request and saved"""
+exit codes: 0 well, or finished; 1 failed, or must not start; 2 command or recipe is wrong;
+3 the plan does not fit; 4 of status: the run goes on; 75 stopped on request and saved"""
 
 def _verb(verbs, name, function, help):
     parser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + '.')
@@ -384,11 +397,13 @@ def main(
     return arguments.function(arguments)
 
 # %% ../nbs/package/04_command.ipynb #abf002ab
-_FAILED = RunLocked, ConfigMismatch, FloatingPointError  # The recipe is right, and the run fails
+# The recipe is right, and the run fails
+_FAILED = RunLocked, ConfigMismatch, CheckpointError, FloatingPointError
 
 def program() -> int:  # Exit code
     "Be the command `llm-workbook`: errors of the user end in one sentence and code 2."
     gc.disable()  # Imports make much and leave little; `train_here` enables it again
+    sys.stdout.reconfigure(errors='replace')  # A terminal or a log of ASCII has no sign for ±
     is_launched = 'WORLD_SIZE' in os.environ  # Asked now: `train_here` sets it where it is alone
     try: return main(is_program=True)
     except BrokenPipeError: return 1  # As after `| head`

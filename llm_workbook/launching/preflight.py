@@ -38,8 +38,8 @@ from .peer_copies import copy_evidence, copy_findings, node_facts
 
 # %% ../../nbs/launching/05_preflight.ipynb #9dbf5e08
 _FIRST_ROW = 'the first row, trained tokens in brackets:'
-_OFFER = ('not tried yet? try_out(recipe) takes this model in miniature the whole way, and '
-          'check_invariants(recipe) runs it in pairs that must agree')
+_OFFER = ('not tried yet? try_out(recipe), or `llm-workbook try`, takes this model in miniature '
+          'the whole way; check_invariants(recipe), or `llm-workbook invariants`, runs it in pairs')
 
 @dataclass(frozen=True, repr=False)
 class Preflight:

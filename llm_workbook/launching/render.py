@@ -193,6 +193,13 @@ class Rendered:
         "Name what the run would refuse: the files are complete, and no launcher trains with them."
         return [str(problem) for problem in planned_only(self.recipe)]
 
+    @property
+    def missing(self) -> str:  # Empty where every launcher has its commands
+        "Say which launchers have no commands, and why."
+        if 'torchrun' in self.commands: return ''
+        return ('node 0 has no address, so torchrun, accelerate and preflight have no commands: '
+                "render again with head='ADDRESS:PORT' (--head); SLURM needs none")
+
     def to_dict(self) -> dict:  # What rendered.yaml says: recipe, hash, asked, files, commands
         "Give the index."
         return _read_index(self.directory)
@@ -200,7 +207,7 @@ class Rendered:
     def __repr__(self):
         names = ', '.join(self.files)
         line = f'Rendered({self.recipe.name!r}: {names} in {str(self.directory)!r})'
-        return '\n'.join([line, *self.warnings])
+        return '\n'.join(filter(None, [line, *self.warnings, self.missing]))
 
     def _repr_html_(self):
         index = self.to_dict()
@@ -213,6 +220,7 @@ class Rendered:
             text = escape(path.read_text('utf-8'))
             parts.append(f'<details><summary>{escape(f"{name}: {purpose}")}</summary>'
                          f'<pre>{text}</pre></details>')
+        if self.missing: parts.append(f'<p>{escape(self.missing)}</p>')
         if self.warnings:
             parts.append(f'<p>Not run by this version: {escape("; ".join(self.warnings))}</p>')
         return ''.join(parts)

@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import signal
+import sys
 import time
 import warnings
 from array import array
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import join
 
 from ..config.document import RecipeError
 from ..config.passes import in_steps
@@ -88,7 +90,7 @@ def _check_packages(recipe):
     strategy = recipe.sharding.strategy
     if strategy.startswith('zero') and not find_spec('deepspeed'):
         raise ImportError(f'strategy {strategy} needs DeepSpeed: '
-                          'pip install llm-workbook[deepspeed]')
+                          "pip install '.[deepspeed]' in this library's checkout")
     if recipe.model.kernels == 'compile': find_compiler(recipe.cluster.device)
     if recipe.batch.loss_head == 'fused' and recipe.model.head == 'causal_lm':
         check_liger(recipe.cluster.device)
@@ -329,7 +331,7 @@ def train_here(
         set_allocator(recipe)  # A library that is imported may open a GPU
         if not finished: announce_import(directory)
         _import_libraries(finished)
-        rank = _launched_rank(recipe)
+        rank = _launched_rank(recipe, directory)
         check_launcher(recipe, os.environ)
         with warnings.catch_warnings():
             if rank: warnings.simplefilter('ignore')  # Rank 0 says the same
@@ -377,7 +379,7 @@ def _import_libraries(finished):
         gc.freeze()
         gc.enable()
 
-def _launched_rank(recipe):
+def _launched_rank(recipe, directory):
     "Read which rank the launcher has made this process; refuse another number of ranks."
     alone = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1'}
     if 'WORLD_SIZE' not in os.environ and recipe.cluster.ranks == 1:  # Set what torchrun sets
@@ -385,9 +387,8 @@ def _launched_rank(recipe):
     ranks = int(os.environ.get('WORLD_SIZE', 1))
     if ranks != recipe.cluster.ranks:
         cluster = recipe.cluster
-        raise ValueError(f'the recipe is for {cluster.ranks} ranks and {ranks} run: start it with '
-                         f'torchrun --nnodes {cluster.nodes} '
-                         f'--nproc-per-node {cluster.processes}, or change cluster')
+        raise ValueError(f'the recipe asks for {cluster.ranks} ranks, and this start has {ranks}: '
+                         f'{_right_start(cluster, directory)}, or change cluster')
     return int(os.environ.get('RANK', 0))
 
 def _leave_process_group():
@@ -408,3 +409,12 @@ def _end(recipe, directory, rank, result) -> int:
         text = f'stopped on request; the same command goes on after step {step:,}'
     if rank == 0: print(text, flush=True)
     return 0 if step is None else EXIT_PREEMPTED
+
+# %% ../../nbs/training/13_fine_tune.ipynb #10b7bba4
+def _right_start(cluster, directory):
+    "The command that starts as many ranks as a recipe has."
+    if cluster.nodes > 1: return '`llm-workbook render` writes the command of each node'
+    words = sys.argv[1:] if sys.argv[1:2] == ['train'] else ['train', 'RECIPE', '--directory',
+                                                             str(directory)]
+    return (f'start it with torchrun --nproc-per-node {cluster.processes} '
+            f'-m llm_workbook {join(words)}')

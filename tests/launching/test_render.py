@@ -361,6 +361,9 @@ def test_several_nodes_without_an_address_are_refused_by_accelerate_itself():
     from accelerate.commands.config.config_args import load_config_from_file
     rendered = render(WAYS['full'], 'runs/x')
     assert set(rendered.commands) == {'sbatch'}
+    assert 'node 0 has no address' in repr(rendered) and rendered.missing in repr(rendered)
+    assert 'node 0 has no address' in rendered._repr_html_()
+    assert render(WAYS['full'], 'runs/y', head='node1').missing == ''
     with pytest.raises(ValueError, match='main_process_ip_IS_NOT_SET'):
         load_config_from_file('runs/x/accelerate-node0.yaml')
     with pytest.raises(RecipeError, match='node 0 has no address'): check_rendered('runs/x')

@@ -1,4 +1,5 @@
 """The command in a terminal: what a user did wrong is one line, and Ctrl-C ends it."""
+import io
 import os
 import re
 import signal
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from trouble import some_rows, wait_for
 
+from llm_workbook import __main__ as entry
 from llm_workbook.checkpoint import manifest
+from llm_workbook.checkpoint.sharded_files import CheckpointError
 from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.files import asset
 from llm_workbook.training import fine_tune
@@ -81,6 +84,40 @@ def test_what_a_user_did_wrong_is_one_line(recipe, tmp_path):
     assert code == 1, error
     assert 'is taken by process' in lines[-1]
     assert 'Traceback' not in error
+
+
+def test_what_ascii_cannot_write_does_not_fail_a_command(monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), 'ascii', write_through=True)
+    monkeypatch.setattr('sys.stdout', output)
+    monkeypatch.setattr(entry, 'main', lambda is_program: print('ok clocks ± 2 ms') or 0)
+    monkeypatch.setattr('gc.disable', lambda: None)
+    assert entry.program() == 0
+    assert output.buffer.getvalue() == b'ok clocks ? 2 ms\n'
+
+
+def test_another_base_under_a_checkpoint_is_one_line(monkeypatch, capfd):
+    monkeypatch.setattr('sys.stdout', io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr('gc.disable', lambda: None)
+    for name in ('WORLD_SIZE', 'RANK'): monkeypatch.delenv(name, raising=False)
+    def fail(is_program): raise CheckpointError('checkpoint-2 was trained on a base with digest a')
+    monkeypatch.setattr(entry, 'main', fail)
+    assert entry.program() == 1
+    expected = 'llm-workbook: checkpoint-2 was trained on a base with digest a\n'
+    assert capfd.readouterr().err == expected
+
+
+def test_an_option_without_a_value_and_the_commands_that_were_written(recipe, tmp_path, capsys):
+    file = str(recipe.changed({'cluster.nodes': 2, 'sharding.strategy': 'ddp'}).save(
+        tmp_path/'recipe.yaml'))
+    words = ['render', file, str(tmp_path/'run')]
+    with pytest.raises(ValueError, match='write --option time=VALUE'):
+        entry.main([*words, '--option', 'time'])
+    assert entry.main(words) == 0
+    said = capsys.readouterr().out
+    assert 'node 0 has no address' in said and 'sbatch: sbatch' in said
+    assert entry.main([*words, '--head', 'node1']) == 0
+    said = capsys.readouterr().out
+    assert 'torchrun on node 1: ' in said and '--node-rank=1' in said
 
 
 # What a terminal shows

@@ -449,14 +449,21 @@ def test_the_status_says_by_its_code_what_to_do(recipe, tmp_path):
         assert command(['train', 'no.yaml', '--directory', str(tmp_path/'run'), '--status']) == code
 
 
-def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(recipe, tmp_path):
+def test_a_program_with_the_wrong_number_of_ranks_says_how_to_start_it(
+    recipe, tmp_path, monkeypatch
+):
     asked = recipe.changed({'cluster.processes': 8})
     asked.save(tmp_path/'asked.yaml')
     with pytest.raises(
         ValueError,
-        match='for 8 ranks and 1 run: start it with torchrun --nnodes 1 --nproc-per-node 8'
+        match='asks for 8 ranks, and this start has 1: start it with '
+              'torchrun --nproc-per-node 8 -m llm_workbook train RECIPE --directory .*/run, or'
     ):
         command(['train', str(tmp_path/'asked.yaml'), '--directory', str(tmp_path/'run')])
+    typed = ['train', str(tmp_path/'asked.yaml'), '--directory', 'run one']
+    monkeypatch.setattr('sys.argv', ['llm-workbook', *typed])
+    with pytest.raises(ValueError, match=r"-m llm_workbook train \S+/asked.yaml --directory 'run one',"):
+        command(typed)
     assert not (tmp_path/'run').exists()
 
 
