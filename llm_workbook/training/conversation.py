@@ -116,6 +116,8 @@ def detect_format(
         if column in row: continue
         hint = nearest(str(column), list(map(str, row)))
         raise ValueError(f'has no column {column!r}, which data.{role}_column names; {hint}')
+    for role in ('text', 'label') if data.format == 'classification' else ():
+        if role not in _roles(row, data): raise _no_column(role, row)
     if data.format != 'auto': return data.format
     if recipe_columns(data) or data.labels: return _asked_format(row, data)
     return _usual_format(row, data)

@@ -273,6 +273,11 @@ def split_rows(
     for row in rows:
         groups.setdefault(_prompt(row), []).append(row)
     prompts = list(groups)
+    if 0 < round(share * len(rows)) < min(map(len, groups.values()), default=0):
+        shared = 'one prompt' if len(groups) == 1 else f'{len(groups)} prompts'
+        raise ValueError(f'{len(rows)} rows share {shared}, and rows with the same prompt stay on '
+                         f'one side: none fits into a share of {share}. Set data.test_share '
+                         'to 0, or name held-out rows in data.test')
     Random(seed).shuffle(prompts)
     test, most_rows = [], round(share * len(rows))
     for prompt in prompts:

@@ -449,3 +449,26 @@ def test_a_pattern_names_the_file_and_the_line_at_fault(tmp_path, second, words)
         load_rows(Data(source=str(tmp_path/'*.csv'), **STARS))
     with pytest.raises(DatasetError, match='no file has a name like this'):
         load_rows(Data(source=str(tmp_path/'*.tsv'), **STARS))
+
+
+@pytest.mark.parametrize('prompts, words', [
+    (1, '40 rows share one prompt'), (2, '40 rows share 2 prompts')])
+def test_rows_that_share_their_prompts_cannot_be_divided_and_say_so(prompts, words):
+    rows = [
+        {'messages': [
+            {'role': 'user', 'content': f'Question {number % prompts}'},
+            {'role': 'assistant', 'content': f'Answer {number}'}]}
+        for number in range(40)]
+    with pytest.raises(ValueError, match=f'{words}.*Set data.test_share to 0'):
+        split_rows(rows, 0.1)
+    assert split_rows(rows, 0.0) == (rows, [])
+
+
+def test_a_table_without_labels_is_one_sentence(tmp_path):
+    (tmp_path/'a.csv').write_text('text,team\n' + 'Fine.,red\n' * 150)
+    data = Data(
+        source=str(tmp_path/'a.csv'), format='classification', labels={'red': 'r'},
+        question='Team?')
+    words = "has no column for the label: name it with data.label_column.*known: text, team"
+    with pytest.raises(DatasetError, match=words) as refused: load_rows(data)
+    assert str(refused.value).count('for the label') == 1
