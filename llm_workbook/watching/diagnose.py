@@ -147,7 +147,8 @@ def _order(finding):
     seen = finding.sighting
     one, said = finding.trouble, (False, 0)
     if seen is not None: said = not seen.raised, -len(seen.quote)
-    return seen is None, one.consequence, not finding.confirmed, one.general, *said
+    follows = one.consequence and not (seen and seen.first)
+    return seen is None, follows, not finding.confirmed, one.general, *said
 
 def _findings(case, known):
     "Every trouble that fits, each once, the best first."

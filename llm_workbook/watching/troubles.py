@@ -143,6 +143,7 @@ class Sighting(NamedTuple):
     place: str  # The innermost call of your own code before it, as in 'train.py, line 3, in step'
     groups: dict  # Named groups of the signature
     raised: bool  # Whether it is the message of an exception
+    first: bool = False  # Whether torchrun says that this failed first
 
 _RAISED = re.compile(r'^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Interrupt|Hangs|Mismatch)\b')
 _FRAME = re.compile(
@@ -195,15 +196,19 @@ def sightings(
     return found
 
 _BLAMED = re.compile(r'\brank (\d+) (?:failed|left with|was killed|is stuck|waits for)')
+_FIRST = 'Root Cause (first observed failure):'  # Torchrun's report of the rank that failed first
+_REPORTED = re.compile(r'\brank +: (\d+) \(local_rank')
 
 def _sighting(one, excerpt, seen):
     "Describe a match."
     text, before = excerpt.text, excerpt.text[:seen.end()]
-    blamed = _BLAMED.search(before) if excerpt.rank is None else None
+    report = before.rpartition(_FIRST)[2] if _FIRST in before else ''
+    blamed = None
+    if excerpt.rank is None: blamed = _REPORTED.search(report) or _BLAMED.search(before)
     if blamed: excerpt = excerpt._replace(rank=int(blamed[1]))
     quote = _line_at(text, seen.end())
     return Sighting(one, excerpt, quote, last_place(before), seen.groupdict(),
-                    _is_raised(text, seen))
+                    _is_raised(text, seen), bool(report))
 
 def _first_match(one, text):
     if any(re.search(pattern, text) for pattern in one.unless): return None

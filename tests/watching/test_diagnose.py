@@ -91,6 +91,29 @@ def test_ranks_of_one_log_are_told_apart():
     assert [finding.trouble.id for finding in found.findings[1:]] == ['peer-is-gone']
 
 
+KILLED = """[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:4711
+E1129 10:00:00 torch/distributed/elastic/api.py:1] failed (exitcode: -9) local_rank: 1
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+llm_workbook FAILED
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 4710)
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 4711)
+  traceback : Signal 9 (SIGKILL) received by PID 4711
+"""
+
+
+def test_the_failure_that_torchrun_names_first_comes_first():
+    found = diagnose(KILLED)
+    assert (found.rule, found.findings[0].where) == ('rank-was-killed', 'rank 1')
+    assert [finding.trouble.id for finding in found.findings[1:]] == ['peer-is-gone']
+    assert diagnose(KILLED.replace('Root Cause', 'Cause')).rule == 'peer-is-gone'
+
+
 def test_only_the_last_start_of_a_run_is_read(tmp_path):
     log = tmp_path/'logs'/'rank-0.log'
     log.parent.mkdir()
