@@ -276,7 +276,7 @@ def versioned(
             raise ValueError(f'must be a number: start with `version: {newest}`')
         if value > newest:
             raise ValueError(f'is newer than {newest}, the newest this library reads: '
-                             'pip install -U llm-workbook')
+                             'take a newer version of it')
         newer = [f'{number}: {change}' for number, change in formats.items() if number > value]
         if newer:
             raise ValueError(f'is older than {newest}. Fix the fields and write {newest}. '

@@ -144,7 +144,7 @@ def detect() -> Node:  # This machine
     except ImportError:
         if not Path('/proc/driver/nvidia').exists(): return _processor()
         raise ImportError('there is an NVIDIA driver, and reading it needs NVML: '
-                          'pip install "llm-workbook[monitor]"') from None
+                          "pip install '.[monitor]' in this library's checkout") from None
     try: nvml.nvmlInit()
     except nvml.NVMLError: return _processor()
     try: return _with_gpus(nvml)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_targets', 'set_magnitudes', 'add_adapters', 'cast_adapters', 'Trainable', 'trainable', 'moved', 'save_adapters',
-           'load_adapters']
+           'adapters_hint', 'load_adapters']
 
 # %% ../../nbs/model/07_adapters.ipynb #8fcb3cec
 import math
@@ -526,6 +526,14 @@ def save_adapters(
     return norms
 
 # %% ../../nbs/model/07_adapters.ipynb #edbd08f4
+def adapters_hint(
+    directory: 'str | Path',  # Without adapters of its own
+) -> str:  # Another folder, where one has them
+    "Say where adapters may lie that are not in `directory`."
+    inner = as_path(directory) / 'adapters'  # Of a run
+    if not (inner / 'adapter_model.safetensors').is_file(): return 'nothing was saved there'
+    return f"it is the folder of a run; did you mean {str(inner)!r}, which has it?"
+
 def load_adapters(
     source: 'str | PreTrainedModel',  # Base: packaged name, directory, hub id, or the loaded model
     directory: 'str | Path',  # Where `save_adapters` wrote
@@ -539,7 +547,7 @@ def load_adapters(
     from safetensors.torch import load_file
     file = as_path(directory) / 'adapter_model.safetensors'
     if not file.is_file():
-        raise ValueError(f'{Path(directory).name!r} has no {file.name}: nothing was saved there')
+        raise ValueError(f'{Path(directory).name!r} has no {file.name}: {adapters_hint(directory)}')
     is_name = isinstance(source, (str, Path))
     base = load_base(source, method, precision, device, revision) if is_name else source
     tensors = load_file(file)

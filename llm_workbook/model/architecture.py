@@ -63,8 +63,12 @@ def _from_hub(name, revision) -> dict:
         near = get_close_matches(name.lower(), _presets_by_hub_name(), 1)
         hint = 'a directory with its config.json will do'
         if near: hint = f'did you mean {near[0]!r}, which needs no network?'
-        reason = 'is no preset, and the Hub does not give its config.json'
+        reason = f'is no preset, {_no_folder()}, and the Hub does not give its config.json'
         raise ValueError(f'{name!r} {reason}; {hint}') from error
+
+def _no_folder():
+    "Where a name that may be a path was looked for."
+    return f'no folder in {Path.cwd().name!r} (paths are relative to where you start)'
 
 # %% ../../nbs/model/01_architecture.ipynb #fe13b334
 def configuration(
@@ -109,9 +113,9 @@ def load_tokenizer(
 
 def _absent(what, name):
     "An error about a part of a model that is not on this machine, and how to get it there."
-    return ValueError(f'the {what} of {name!r} is not on this machine, and the Hub does not give '
-                      f'it: accept its licence if it has one, then `hf download {name}`. '
-                      '`shrink` makes a recipe that needs no download')
+    return ValueError(f'the {what} of {name!r} is not on this machine: it is {_no_folder()}, and '
+                      'the Hub does not give it: accept its licence if it has one, then '
+                      f'`hf download {name}`. `shrink` makes a recipe that needs no download')
 
 def _template_text(template, tokenizer):
     "Read a chat template, and check that `tokenizer` has what a packaged one needs."

@@ -28,7 +28,8 @@ def check_liger(
                          f'to {instead}, or TRITON_INTERPRET=1 to try it out, slowly')
     if not find_spec('triton') or not find_spec('liger_kernel'):
         raise ImportError(f"{setting} needs Liger's kernels, which are not installed "
-                          f'here: pip install llm-workbook[liger], or set it to {instead}')
+                          f"here: pip install '.[liger]' in this library's checkout, "
+                          f'or set it to {instead}')
     found = version('liger-kernel')
     if Version(found) >= Version(_FLOOR): return found
     raise ImportError(f'{setting} needs liger-kernel {_FLOOR} or newer, not {found}: '

@@ -487,7 +487,7 @@ class PlannerPanel:
 def _import_ipywidgets():
     try: import ipywidgets
     except ImportError:
-        extra = 'the panel needs ipywidgets: pip install "llm-workbook[lab]"'
+        extra = "the panel needs ipywidgets: pip install '.[lab]' in this library's checkout"
         raise ImportError(f'{extra}; `panel_state` needs nothing') from None
     return ipywidgets
 

@@ -21,7 +21,7 @@ def import_zero() -> None:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise ImportError('a rehearsal of ZeRO runs DeepSpeed: '
-                          'pip install llm-workbook[deepspeed]') from error
+                          "pip install '.[deepspeed]' in this library's checkout") from error
 
 # %% ../../nbs/rehearsal/03a_zero_engine.ipynb #e29000cc
 def _start_afresh():

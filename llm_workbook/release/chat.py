@@ -188,8 +188,8 @@ def compare_chat(
 def _ipywidgets():
     try: import ipywidgets
     except ImportError:
-        raise ImportError('the panel needs ipywidgets: pip install "llm-workbook[lab]"; '
-                          '`compare_chat` needs nothing') from None
+        raise ImportError("the panel needs ipywidgets: pip install '.[lab]' in this library's "
+                          'checkout; `compare_chat` needs nothing') from None
     return ipywidgets
 
 _WIDE = {'width': '640px'}

@@ -70,7 +70,7 @@ def harness_score(
     try: from lm_eval import simple_evaluate
     except ImportError:
         raise ImportError('this score needs lm-evaluation-harness: '
-                          'pip install "llm-workbook[lm-eval]"') from None
+                          "pip install '.[lm-eval]' in this library's checkout") from None
     import datasets
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..config.recipe import Method, Model, Precision, Recipe
 from ..display import PALETTE, canvas, html_table, nearest
 from ..files import resolve
-from ..model.adapters import load_adapters, moved
+from ..model.adapters import adapters_hint, load_adapters, moved
 from ..model.architecture import (
     configuration, in_modules, inventory, load_tokenizer, skeleton)
 from ..model.nf4 import pack, scales, state, unpack
@@ -51,7 +51,8 @@ def _adapter_files(adapters):
     folder = Path(adapters)
     for name in (_CONFIG, _TENSORS):
         if not (folder / name).is_file():
-            raise ValueError(f'{folder.name!r} has no {name}: name what `save_adapters` wrote')
+            raise ValueError(f'{folder.name!r} has no {name}: {adapters_hint(folder)}; name what '
+                             '`save_adapters` wrote')
     config = json.loads((folder / _CONFIG).read_text('utf-8'))
     return folder, config, load_file(folder / _TENSORS)
 

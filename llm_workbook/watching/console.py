@@ -28,8 +28,8 @@ class Console:
     ):
         try: import ipywidgets
         except ImportError:
-            raise ImportError('the console needs ipywidgets: pip install "llm-workbook[lab]"; '
-                              '`console_state` needs nothing') from None
+            raise ImportError("the console needs ipywidgets: pip install '.[lab]' in this "
+                              "library's checkout; `console_state` needs nothing") from None
         self.source, self.state = run_source(run), None
         self._done, self._problem = threading.Event(), ''
         self._build(ipywidgets)

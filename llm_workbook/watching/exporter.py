@@ -205,7 +205,7 @@ def _open_nvml():
     except pynvml.NVMLError: return None
     return pynvml
 
-_MISSING = 'the exporter needs {}: pip install "llm-workbook[monitor]"'
+_MISSING = "the exporter needs {}: pip install '.[monitor]' in this library's checkout"
 
 def _card_facts(nvml, number):
     "Ask one card; what it does not know is left out, and so is a card that is lost."

@@ -59,8 +59,8 @@ def check_tracker(
     if tracker not in TRACKERS:
         raise ValueError(f'no tracker {tracker!r}; {nearest(str(tracker), list(TRACKERS))}')
     if find_spec(tracker) is None:
-        raise ImportError(f'{tracker} is not installed: pip install "llm-workbook[track]" '
-                          f'for trackio, pip install {tracker} for it alone')
+        raise ImportError(f"{tracker} is not installed: pip install '.[track]' in this library's "
+                          f'checkout for trackio, pip install {tracker} for it alone')
     return TRACKERS[tracker]
 
 # %% ../../nbs/watching/08_trackers.ipynb #9322be89
