@@ -111,7 +111,7 @@ def test_a_run_without_the_package_is_refused_before_a_base_is_loaded(tmp_path):
     from llm_workbook import check_recipe
     from llm_workbook.model import fused_head
     with (patch.object(fused_head, 'find_spec', return_value=None),
-          pytest.raises((ImportError, RecipeError), match=r'llm-workbook\[liger\]')):
+          pytest.raises((ImportError, RecipeError), match=r"pip install '.\[liger\]'")):
         check_recipe(recipe(**ON_GPU))
 
 

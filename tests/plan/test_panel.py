@@ -236,7 +236,7 @@ def test_the_bundle_has_its_static_twin(panel):
 
 def test_without_ipywidgets_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, 'ipywidgets', None)
-    with pytest.raises(ImportError, match=r'llm-workbook\[lab\]'): PlannerPanel()
+    with pytest.raises(ImportError, match=r"pip install '.\[lab\]'"): PlannerPanel()
 
 
 def test_twenty_changes_take_less_than_a_tenth_of_a_second_each(panel):

@@ -86,7 +86,8 @@ def test_a_checkpoint_of_cpu_ranks_needs_no_copy_to_be_written():
 
 def test_the_tokenizer_beside_adapters_is_planned_and_fits():
     def planned(name):
-        return [line.size_b for line in memory(Recipe.named(name)).lines if 'tokenizer' in line.name]
+        lines = memory(Recipe.named(name)).lines
+        return [line.size_b for line in lines if 'tokenizer' in line.name]
     [tiny_b] = planned('reviews-qlora')
     assert tiny_b >= (asset('tiny-base')/'tokenizer.json').stat().st_size
     [llama_b] = planned('70b-2x24gb-qlora')

@@ -254,7 +254,7 @@ def test_the_bundle_has_its_static_twin(panel):
 
 def test_without_ipywidgets_the_error_names_the_extra(chat, monkeypatch):
     monkeypatch.setitem(sys.modules, 'ipywidgets', None)
-    with pytest.raises(ImportError, match=r'llm-workbook\[lab\]'): ChatPanel(chat)
+    with pytest.raises(ImportError, match=r"pip install '.\[lab\]'"): ChatPanel(chat)
 
 
 def test_the_answer_must_have_room_beside_the_question(chat):

@@ -271,7 +271,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(run, monkeypatch, capsys
 @pytest.mark.parametrize('package', ['prometheus_client', 'pynvml'])
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_path, package):
     for name in (package, 'prometheus_client.core'): monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r'pip install "llm-workbook\[monitor\]"'):
+    with pytest.raises(ImportError, match=r"pip install '.\[monitor\]'"):
         export_metrics(tmp_path, port=0)
 
 
