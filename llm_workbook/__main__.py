@@ -20,7 +20,6 @@ from shlex import join
 
 from .checkpoint.sharded_files import CheckpointError
 from .config.document import RecipeError
-from .config.fields import recipe_fields
 from .config.hardware import node as find_node
 from .config.recipe import Recipe, recipe_names
 from .display import nearest
@@ -76,11 +75,6 @@ def _write_recipe(arguments):
     file = asset('recipes') / f'{arguments.name}.yaml'
     if arguments.json: print(json.dumps(Recipe.load(file).model_dump(mode='json'), indent=1))
     else: print(file.read_text(encoding='utf-8'), end='')
-    return 0
-
-def _fields(arguments):
-    notes = recipe_fields(arguments.field)
-    print(json.dumps([note._asdict() for note in notes], indent=1) if arguments.json else notes)
     return 0
 
 def _plan(arguments):
@@ -196,7 +190,8 @@ def _preflight(arguments):
         time.sleep(1)  # srun may end all tasks when the first one fails
     code = 1 if result.problems else 0
     if code and 'TORCHELASTIC_RUN_ID' in os.environ:
-        print('what torchrun prints below says no more than this: the check has stopped')
+        note = 'what torchrun prints below says no more than this: the check has stopped the start'
+        print(note, file=sys.stderr, flush=True)
     sys.stdout.flush()
     # A thread in a call that never comes back would keep this process from ending
     if arguments.is_program: os._exit(code)
@@ -239,7 +234,6 @@ def _dashboard(arguments):
 _EPILOG = """examples:
   llm-workbook plan 70b-2x24gb-qlora               does it fit, how fast, what does it cost?
   llm-workbook recipes reviews-qlora > mine.yaml   a recipe to change
-  llm-workbook fields method.rank                  what a field of it takes and means
   llm-workbook plan mine.yaml --node 8x-h100       yours, on another machine
   llm-workbook plan mine.yaml --ladder             and what makes room, if memory is short
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
@@ -271,8 +265,6 @@ def _planning_verbs(verbs):
     recipes = _verb(verbs, 'recipes', _list_recipes,
                     'list the recipes of this package, or write one out to make it yours')
     recipes.add_argument('name', nargs='?', help='the one to write out, as in NAME > mine.yaml')
-    fields = _verb(verbs, 'fields', _fields, 'say what the fields of a recipe take and mean')
-    fields.add_argument('field', nargs='?', default='', help='as in method.rank, rank or method')
     plan = _with_recipe(verbs, 'plan', _plan, 'plan memory, time and cost; nothing is loaded')
     plan.add_argument('--node',
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
@@ -301,8 +293,7 @@ def _planning_verbs(verbs):
     pairs = _with_recipe(verbs, 'invariants', _invariants,
                          'run a miniature of the model in pairs that must agree')
     pairs.add_argument('--directory', help='where its files stay; without it they are removed')
-    return [recipes, fields, plan, rehearsal, rendering, report, trial, pairs,
-            _exercise_verb(verbs)]
+    return [recipes, plan, rehearsal, rendering, report, trial, pairs, _exercise_verb(verbs)]
 
 # %% ../nbs/package/04_command.ipynb #649da451
 def _seconds(text):
@@ -319,12 +310,13 @@ def _running_verbs(verbs):
     training.add_argument('--step-timeout', type=_seconds, default=1200, metavar='S',
                           help='longest time between two steps; then the ranks that hang are named')
     training.add_argument('--status', action='store_true',
-                          help='train nothing: say how the run stands, in words and by exit code')
+                          help='train nothing: say how the run stands, as `status` does')
     check = _with_recipe(verbs, 'preflight', _preflight, 'check nodes, software, files and links')
     check.add_argument('--directory', required=True, help='where the run will write')
     check.add_argument('--head', help='node of rank 0')
     check.add_argument('--port', type=int, help='where rank 0 listens')
-    status = _verb(verbs, 'status', _status, 'say how a run stands, in words and by exit code')
+    status = _verb(verbs, 'status', _status, 'say how a run stands, in words and by exit code: '
+                   '0 finished, 4 goes on now, 75 stopped and saved, 1 everything else')
     status.add_argument('directory', type=Path, help='of the run')
     return [training, check, status, _metrics_verb(verbs), _dashboard_verb(verbs),
             _diagnosis_verb(verbs)]
@@ -358,8 +350,8 @@ def _diagnosis_verb(verbs):
     return doctor
 
 # %% ../nbs/package/04_command.ipynb #8face952
-_VERBS = ('recipes', 'fields', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants',
-          'train', 'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
+_VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants', 'train',
+          'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
 
 def _exercise_verb(verbs):
     tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')

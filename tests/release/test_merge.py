@@ -280,6 +280,11 @@ def test_what_was_never_asked_of_the_method_is_refused(adapters, tmp_path):
         with pytest.raises(ValueError, match=words): merged('tiny-base', adapters, *arguments)
     for folder, words in ((None, 'no adapters to merge'), (tmp_path, 'has no adapter_config.json')):
         with pytest.raises(ValueError, match=words): merged('tiny-base', folder)
+    shutil.copytree(adapters, tmp_path/'run/adapters')
+    words = "it is the folder of a run; did you mean '.*/run/adapters'"
+    with pytest.raises(ValueError, match=words): merged('tiny-base', tmp_path/'run')
+    with pytest.raises(ValueError, match=words):
+        load_adapters('tiny-base', tmp_path/'run', device='cpu')
 
 
 def test_a_packed_base_is_refused(tampered, tmp_path):
