@@ -222,6 +222,7 @@ from .launching.slurm import SlurmError as SlurmError
 from .launching.slurm import Status as Status
 from .launching.slurm import submit as submit
 from .model.adapters import Trainable as Trainable
+from .model.adapters import adapters_hint as adapters_hint
 from .model.adapters import add_adapters as add_adapters
 from .model.adapters import cast_adapters as cast_adapters
 from .model.adapters import check_targets as check_targets
@@ -250,6 +251,7 @@ from .model.architecture import materialise as materialise
 from .model.architecture import parsed_config as parsed_config
 from .model.architecture import presets as presets
 from .model.architecture import skeleton as skeleton
+from .model.architecture import template_for as template_for
 from .model.architecture import towers as towers
 from .model.architecture import usual_attention as usual_attention
 from .model.architecture import weight_use as weight_use
@@ -323,7 +325,9 @@ from .model.pieces import define_operators as define_operators
 from .model.pieces import example_borders as example_borders
 from .model.pieces import longest_example as longest_example
 from .model.quantize import Fingerprint as Fingerprint
+from .model.quantize import check_packed_base as check_packed_base
 from .model.quantize import fingerprint as fingerprint
+from .model.quantize import float32_modules as float32_modules
 from .model.quantize import keep_payload as keep_payload
 from .model.quantize import load_base as load_base
 from .model.quantize import load_nf4 as load_nf4
@@ -480,9 +484,12 @@ from .plan.panel import nearest_fit as nearest_fit
 from .plan.panel import panel_state as panel_state
 from .plan.panel import svg_image as svg_image
 from .plan.parameter_groups import TrainedTensor as TrainedTensor
+from .plan.parameter_groups import bucket_fills as bucket_fills
 from .plan.parameter_groups import decays as decays
 from .plan.parameter_groups import parameter_groups as parameter_groups
 from .plan.parameter_groups import partition as partition
+from .plan.parameter_groups import partitions as partitions
+from .plan.parameter_groups import pieces as pieces
 from .plan.parameter_groups import touched_tensors as touched_tensors
 from .plan.parameter_groups import trained_tensors as trained_tensors
 from .plan.preferences import ReferencePass as ReferencePass
@@ -527,6 +534,11 @@ from .plan.tape import backward_instants as backward_instants
 from .plan.tape import cast as cast
 from .plan.tape import elementwise as elementwise
 from .plan.tape import fullest_forward as fullest_forward
+from .plan.without_tape import TAPED as TAPED
+from .plan.without_tape import attends as attends
+from .plan.without_tape import has_tape as has_tape
+from .plan.without_tape import played as played
+from .plan.zero_buffers import zero_buffers as zero_buffers
 from .rehearsal.caching_allocator import CachingAllocator as CachingAllocator
 from .rehearsal.caching_allocator import Reserved as Reserved
 from .rehearsal.caching_allocator import replayed as replayed
@@ -547,6 +559,9 @@ from .rehearsal.load import LoadRehearsal as LoadRehearsal
 from .rehearsal.load import rehearse_load as rehearse_load
 from .rehearsal.micro_batch import micro_batch as micro_batch
 from .rehearsal.micro_batch import ones_row as ones_row
+from .rehearsal.played_layers import PlayedLayer as PlayedLayer
+from .rehearsal.played_layers import PlayedLayers as PlayedLayers
+from .rehearsal.played_layers import played_layers as played_layers
 from .rehearsal.program import RecordedStep as RecordedStep
 from .rehearsal.program import record_step as record_step
 from .rehearsal.program import rehearsable as rehearsable
@@ -680,6 +695,7 @@ from .training.conversation import read_columns as read_columns
 from .training.conversation import recipe_columns as recipe_columns
 from .training.conversation import row_places as row_places
 from .training.conversation import rows_error as rows_error
+from .training.conversation import unread_fields as unread_fields
 from .training.data import load_rows as load_rows
 from .training.data import source_names as source_names
 from .training.data import split_rows as split_rows
@@ -768,6 +784,7 @@ from .training.rank_run import read_converted as read_converted
 from .training.rank_run import set_up_device as set_up_device
 from .training.rank_run import tell_stage as tell_stage
 from .training.reach import Reach as Reach
+from .training.reach import check_reach as check_reach
 from .training.reach import make_reach as make_reach
 from .training.reach import write_certificate as write_certificate
 from .training.resume import Preempted as Preempted
@@ -781,6 +798,7 @@ from .training.run_directory import STAGES as STAGES
 from .training.run_directory import Start as Start
 from .training.run_directory import announce_import as announce_import
 from .training.run_directory import begin_run as begin_run
+from .training.run_directory import check_start as check_start
 from .training.run_directory import mark_run as mark_run
 from .training.run_directory import mark_stage as mark_stage
 from .training.run_directory import rate_schedule as rate_schedule
@@ -807,6 +825,7 @@ from .training.tokens import answer_tokens as answer_tokens
 from .training.tokens import assistant_mask as assistant_mask
 from .training.tokens import check_rows as check_rows
 from .training.tokens import end_tokens as end_tokens
+from .training.tokens import save_generation as save_generation
 from .training.tokens import token_view as token_view
 from .training.tool_calls import FilledRow as FilledRow
 from .training.tool_calls import PROBE_TOOL as PROBE_TOOL

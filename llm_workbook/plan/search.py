@@ -362,8 +362,7 @@ class SearchResult:
         def changes(plan): return plan.tight, len(differences(self.base, plan.draft))
         return min(_running(self), key=changes)
 
-    def front(
-        self,
+    def front(self,
         method: str,  # 'qlora', 'lora' or 'full'
     ) -> tuple[Plan, ...]:  # By memory, ascending
         "Give the plans of a method that no other of it beats in both memory and speed."
@@ -372,8 +371,7 @@ class SearchResult:
             raise ValueError(f'method {method!r} was not tried; tried: {", ".join(tried)}')
         return tuple(_front(plan for plan in self.accepted if plan.draft.method.kind == method))
 
-    def why(
-        self,
+    def why(self,
         settings: dict | None = None,  # Dotted field -> value; None: all plans
     ) -> str:  # One line for each reason, the most frequent first
         "Say what became of the plans with these settings."
@@ -386,8 +384,7 @@ class SearchResult:
         lines += [_reason_line(self, *row) for row in _reasons(groups[2])]
         return '\n'.join([_counts(*groups), *lines])
 
-    def plot(
-        self,
+    def plot(self,
         axis: str = 'memory',  # Or 'money': hours against USD
     ) -> 'Figure':  # Every plan that fits, and the front of each method
         "Draw the choice between memory and speed, or between time and money."

@@ -164,8 +164,10 @@ def _attention_of_gpus():
     import torch
     of_cpu = torch.nn.functional.scaled_dot_product_attention
 
-    def attention(query, key, value, attn_mask=None, dropout_p=0., *more, **named):
-        return of_cpu(query, key, value, attn_mask, 0., *more, **named)
+    def attention(*inputs, **named):
+        if len(inputs) > 4: inputs = *inputs[:4], 0., *inputs[5:]  # After the mask
+        else: named['dropout_p'] = 0.
+        return of_cpu(*inputs, **named)
 
     return patch.object(torch.nn.functional, 'scaled_dot_product_attention', attention)
 

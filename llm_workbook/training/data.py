@@ -275,9 +275,8 @@ def split_rows(
     prompts = list(groups)
     if 0 < round(share * len(rows)) < min(map(len, groups.values()), default=0):
         shared = 'one prompt' if len(groups) == 1 else f'{len(groups)} prompts'
-        raise ValueError(f'{len(rows)} rows share {shared}, and rows with the same prompt stay on '
-                         f'one side: none fits into a share of {share}. Set data.test_share '
-                         'to 0, or name held-out rows in data.test')
+        raise ValueError(f'{len(rows)} rows share {shared}, none of whose rows fit into a share of '
+                         f'{share}: set data.test_share to 0, or name held-out rows in data.test')
     Random(seed).shuffle(prompts)
     test, most_rows = [], round(share * len(rows))
     for prompt in prompts:
@@ -293,8 +292,7 @@ def split_rows(
 # %% ../../nbs/training/01_data.ipynb #667ff434
 def _find(source, split):
     "Find the files of one split, as paths; or a name on the Hub, as a string."
-    try:
-        places = sorted(map(Path, glob(source))) if _is_pattern(source) else [resolve(source)]
+    try: places = sorted(map(Path, glob(source))) if _is_pattern(source) else [resolve(source)]
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: ~ of nobody
         raise _source_error(f'{source:.80}', str(error)) from None
     if not places:
@@ -508,8 +506,7 @@ def _warn_of_share(data):
     "Say that no share is held out where held-out rows are there; 0 and the default ask for none."
     if data.test_share in (0, Data.model_fields['test_share'].default): return
     warnings.warn(f'{Path(data.source).name}: data.test_share {data.test_share} is not used, '
-                  'since there are held-out rows: take it out',
-                  stacklevel=3)  # Where `load_rows` was called
+                  'since there are held-out rows: take it out', stacklevel=3)
 
 def _check_apart(train, test, source):
     prompts = {_prompt(row) for row in train}

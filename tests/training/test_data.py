@@ -459,7 +459,7 @@ def test_rows_that_share_their_prompts_cannot_be_divided_and_say_so(prompts, wor
             {'role': 'user', 'content': f'Question {number % prompts}'},
             {'role': 'assistant', 'content': f'Answer {number}'}]}
         for number in range(40)]
-    with pytest.raises(ValueError, match=f'{words}.*Set data.test_share to 0'):
+    with pytest.raises(ValueError, match=f'{words}.*set data.test_share to 0'):
         split_rows(rows, 0.1)
     assert split_rows(rows, 0.0) == (rows, [])
 
