@@ -20,6 +20,7 @@ from shlex import join
 
 from .checkpoint.sharded_files import CheckpointError
 from .config.document import RecipeError
+from .config.fields import recipe_fields
 from .config.hardware import node as find_node
 from .config.recipe import Recipe, recipe_names
 from .display import nearest
@@ -75,6 +76,11 @@ def _write_recipe(arguments):
     file = asset('recipes') / f'{arguments.name}.yaml'
     if arguments.json: print(json.dumps(Recipe.load(file).model_dump(mode='json'), indent=1))
     else: print(file.read_text(encoding='utf-8'), end='')
+    return 0
+
+def _fields(arguments):
+    notes = recipe_fields(arguments.field)
+    print(json.dumps([note._asdict() for note in notes], indent=1) if arguments.json else notes)
     return 0
 
 def _plan(arguments):
@@ -234,6 +240,7 @@ def _dashboard(arguments):
 _EPILOG = """examples:
   llm-workbook plan 70b-2x24gb-qlora               does it fit, how fast, what does it cost?
   llm-workbook recipes reviews-qlora > mine.yaml   a recipe to change
+  llm-workbook fields method.rank                  what a field of it takes and means
   llm-workbook plan mine.yaml --node 8x-h100       yours, on another machine
   llm-workbook plan mine.yaml --ladder             and what makes room, if memory is short
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
@@ -265,6 +272,8 @@ def _planning_verbs(verbs):
     recipes = _verb(verbs, 'recipes', _list_recipes,
                     'list the recipes of this package, or write one out to make it yours')
     recipes.add_argument('name', nargs='?', help='the one to write out, as in NAME > mine.yaml')
+    fields = _verb(verbs, 'fields', _fields, 'say what the fields of a recipe take and mean')
+    fields.add_argument('field', nargs='?', default='', help='as in method.rank, rank or method')
     plan = _with_recipe(verbs, 'plan', _plan, 'plan memory, time and cost; nothing is loaded')
     plan.add_argument('--node',
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
@@ -293,7 +302,8 @@ def _planning_verbs(verbs):
     pairs = _with_recipe(verbs, 'invariants', _invariants,
                          'run a miniature of the model in pairs that must agree')
     pairs.add_argument('--directory', help='where its files stay; without it they are removed')
-    return [recipes, plan, rehearsal, rendering, report, trial, pairs, _exercise_verb(verbs)]
+    return [recipes, fields, plan, rehearsal, rendering, report, trial, pairs,
+            _exercise_verb(verbs)]
 
 # %% ../nbs/package/04_command.ipynb #649da451
 def _seconds(text):
@@ -350,8 +360,8 @@ def _diagnosis_verb(verbs):
     return doctor
 
 # %% ../nbs/package/04_command.ipynb #8face952
-_VERBS = ('recipes', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants', 'train',
-          'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
+_VERBS = ('recipes', 'fields', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants',
+          'train', 'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
 
 def _exercise_verb(verbs):
     tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')

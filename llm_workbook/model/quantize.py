@@ -18,7 +18,7 @@ from pathlib import Path
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
 from .architecture import (
-    auto_class, base_config, correct_names, freeze_towers, usual_attention)
+    auto_class, base_config, configuration, correct_names, freeze_towers, usual_attention)
 from .half_matmul import upcast_half_matmul
 from .whole_blocks import read_whole_blocks
 from .weight_files import check_index
@@ -87,7 +87,8 @@ def check_packed_base(
     method: 'Method',  # Likewise
 ) -> None:
     "Refuse a base that is packed on disk where `method` cannot train it; warn of what it lacks."
-    packed = getattr(base_config(base), 'quantization_config', None)
+    _, raw = configuration(base.source, base.revision)
+    packed = raw.get('quantization_config')
     if not packed: return
     by = packed.get('quant_method')
     if by == 'bitsandbytes' and method.kind == 'qlora': return

@@ -21,7 +21,7 @@ from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe, planned_only
 from ..model.adapters import add_adapters, cast_adapters, check_targets
 from ..model.architecture import (
-    configuration, load_tokenizer, materialise, skeleton)
+    check_attention, configuration, load_tokenizer, materialise, skeleton)
 from ..model.liger_layers import use_liger_layers
 from ..model.quantize import keep_payload, nf4_config
 from ..model.recompute import recompute_selectively
@@ -74,6 +74,7 @@ def _refuse(recipe, facts):
         problems.append(Problem(field, repr(facts[field]), text))
     if problems: raise RecipeError(problems, recipe.name)
     model, method = recipe.model, recipe.method
+    check_attention(model.source, model.attention, model.revision)
     if method.kind != 'full' and method.targets != 'all-linear':
         check_targets(model.source, method.targets, model.revision)
 
@@ -356,6 +357,7 @@ def _skeleton(recipe, layers):
     name, raw = configuration(recipe.model.source, recipe.model.revision)
     if layers: raw = shortened(raw, _depth(recipe), layers)
     model = skeleton(raw, name, recipe.model.head, recipe.model.classes)
+    model._supports_sdpa = True  # It may stand for flash; `_refuse` has asked for its own
     model.set_attn_implementation(recipe.model.attention)
     if recipe.method.kind == 'qlora': _put_4bit_layers(model, recipe)
     if getattr(model.config, 'pad_token_id', 0) is None: model.config.pad_token_id = 0

@@ -131,4 +131,4 @@ def test_a_task_in_the_cloud_installs_it():
     extra = [line for line in skypilot(recipe(**ON_GPU), '/mnt/run', 'shared', 'H100').splitlines()
              if 'pip install' in line]
     assert len(extra) == 1
-    assert "pip install '.[liger]'" in extra[0]
+    assert 'llm-workbook[liger]' in extra[0]

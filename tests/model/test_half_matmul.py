@@ -74,7 +74,7 @@ def loss_of_a_step(upcast):
     "Train one step of a bfloat16 model that FSDP2 has sharded; give loss and norm of gradients."
     assert upcast_dtypes() == upcast  # A fork has what its parent had
     with torch_half_matmul():  # `load_base` would decide by this CPU
-        model = load_base('tiny-base', Method(kind='lora'), device='cpu')
+        model = load_base('tiny-base', Method(kind='lora'), device='cpu').requires_grad_()
     assert upcast_dtypes() == upcast
     shard_model(model.train())
     ids = torch.arange(2, 130).reshape(2, 64)

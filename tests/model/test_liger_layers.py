@@ -102,4 +102,4 @@ def test_a_run_is_refused_before_a_base_is_loaded():
 def test_a_task_in_the_cloud_installs_it():
     from llm_workbook.launching.job_scripts import skypilot
     lines = skypilot(recipe(**ON_GPU), '/mnt/run', 'shared', 'H100').splitlines()
-    assert sum("pip install '.[liger]'" in line for line in lines) == 1
+    assert sum('llm-workbook[liger]' in line for line in lines) == 1

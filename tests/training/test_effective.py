@@ -219,7 +219,8 @@ def alone(recipe):
             {'precision.compute': 'float32', 'method.storage': 'float32'},
             "method.storage: asked 'float32', found 'bfloat16'"),
         (
-            {'model.head': 'classification', 'data.format': 'classification'},
+            {'model.head': 'classification', 'data.format': 'classification',
+             'data.labels': {1: 'negative', 5: 'positive'}},
             "model.head: asked 'classification', found 'causal_lm'")])
 def test_adapters_and_packed_layers(alone, tmp_path, changes, words):
     asked, made = alone

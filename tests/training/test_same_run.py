@@ -207,7 +207,7 @@ def test_steps_end_not_before_the_committed_one(recipe, tmp_path):
 def test_a_recipe_is_read_back_from_a_checkpoint_as_it_was(recipe, tmp_path):
     labels = {'1': 'bad', '3': None, '5': 'good'}
     asked = recipe.changed({
-        'method.targets': ['q_proj'], 'data.labels': labels,
+        'method.targets': ['q_proj'], 'data.labels': labels, 'data.question': 'Good or bad?',
         'cluster.variables': {'NCCL_DEBUG': 'INFO'},
         'data.text_column': 3})
     directory = stopped_run(asked, tmp_path/'run', rows=ROWS)
