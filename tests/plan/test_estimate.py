@@ -466,8 +466,9 @@ def test_fewer_processes_than_gpus_and_several_machines():
         (2, 1),
         (2, 8)}
     assert {p.draft.global_batch for p in sizes.accepted} == {64}
-    assert {p.draft.sharding.strategy for p in sizes.accepted if p.draft.cluster.ranks == 1} == {
-        'none'}
+    alone = [p.draft.sharding for p in sizes.accepted if p.draft.cluster.ranks == 1]
+    assert {(how.strategy, how.offload_parameters) for how in alone} == {
+        ('none', 'none'), ('fsdp2', 'cpu')}
 
 
 def test_a_cpu_can_be_searched_too():
