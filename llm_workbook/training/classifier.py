@@ -17,13 +17,13 @@ from pathlib import Path
 from ..config.recipe import Recipe
 from ..display import html_table
 from ..model.adapters import load_adapters
-from ..model.architecture import load_tokenizer
+from ..model.architecture import base_config, load_tokenizer
 from ..model.quantize import load_base
 from .conversation import DataRow
 from .data import load_rows
 from .mix import mix_rows
 from .run_directory import RunFiles
-from .tokens import assistant_mask, check_rows
+from .tokens import assistant_mask, check_pad, check_rows
 
 # %% ../../nbs/training/10_classifier.ipynb #85efffbd
 def class_names(
@@ -72,8 +72,10 @@ def class_rows(
     splits = load_rows(recipe.data, recipe.seed)
     train, test = [[_class_row(recipe, names, row) for row in rows] for rows in splits]
     tokenizer = class_tokenizer(recipe)
+    words = base_config(recipe.model).get_text_config(decoder=True).vocab_size
+    check_pad(tokenizer, words)
     for name, rows in (('training rows', train), ('held-out rows', test)):
-        report = check_rows(rows, tokenizer, recipe.batch.length)
+        report = check_rows(rows, tokenizer, recipe.batch.length, vocabulary=words)
         if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     present = {row['label'] for row in train}
     absent = [name for number, name in enumerate(names) if number not in present]

@@ -54,7 +54,7 @@ from .reach import check_reach
 from .resume import Preempted, guarded_train, save_result
 from .run_directory import (
     RunFiles, Start, announce_import, begin_run, read_metrics, rows_facts, run_lock, run_state)
-from .tokens import check_rows
+from .tokens import check_pad, check_rows
 from .trainer import make_trainer
 from .watchdog import EXIT_PREEMPTED, Preemption
 
@@ -138,19 +138,27 @@ def _read_rows(recipe):
     if recipe.model.head == 'classification': return class_rows(recipe)
     train, held = load_rows(recipe.data, recipe.seed)
     tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
+    if recipe.batch.micro > 1 or recipe.method.objective == 'dpo':
+        check_pad(tokenizer, _words(recipe))
     train = _tokenised(recipe, train, tokenizer, 'training rows')
     if recipe.intervals.evaluation:
         held = _tokenised(recipe, held, tokenizer, 'held-out rows')
     return mix_rows(recipe, train), held
 
+def _words(recipe):
+    "Count the rows of the embedding of the base."
+    return base_config(recipe.model).get_text_config(decoder=True).vocab_size
+
 def _tokenised(recipe, rows, tokenizer, name):
     "Add tokens and labels to each row; one row for each sequence that trains."
     data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
-    if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long)
-    if any('rejected' in row for row in rows[:1]):
-        raise ValueError(f'{name} are pairs of a chosen and a rejected answer: set '
-                         'method.objective to dpo, or data.completion_column to chosen')
-    report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long)
+    words = _words(recipe)
+    if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long, words)
+    pairs = sum('rejected' in row for row in rows)
+    if pairs:
+        raise ValueError(f'{pairs:,} of {len(rows):,} {name} are pairs of a chosen and a rejected '
+                         'answer: set method.objective to dpo, or data.completion_column to chosen')
+    report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long, words)
     if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     tokenised = []
     for row, found in zip(rows, report.tokenised, strict=True):

@@ -56,11 +56,11 @@ def pair_scores(
 # %% ../../nbs/training/11b_preferences.ipynb #187b073c
 _ANY_LENGTH = 10**9
 
-def _answers(rows, tokenizer, side):
+def _answers(rows, tokenizer, side, vocabulary):
     "Give ids and labels of one answer of each pair, cut behind the last token that counts."
     if side == 'rejected':
         rows = [row | {'text' if 'text' in row else 'messages': row['rejected']} for row in rows]
-    try: report = check_rows(rows, tokenizer, _ANY_LENGTH, 'last')
+    try: report = check_rows(rows, tokenizer, _ANY_LENGTH, 'last', vocabulary=vocabulary)
     except DatasetError as error:
         problems = [(number, f'{side}: {why}') for number, why in error.problems]
         raise DatasetError(error.source, problems, error.unit) from None
@@ -85,28 +85,45 @@ def tokenise_pairs(
     tokenizer: 'PreTrainedTokenizerFast',  # With a chat template, if rows are conversations
     length: int = 1024,  # Tokens of an answer and its question at most: `batch.length`
     too_long: str = 'refuse',  # Or 'drop' pairs with a longer one: `data.too_long`
+    vocabulary: int | None = None,  # Rows of the embedding of the base; None asks for no ids below
 ) -> list[dict]:  # The rows with `PAIR_KEYS`; fewer where pairs are dropped
     "Tokenise both answers of every pair; raise one error that names each that compares nothing."
     if any('rejected' not in row for row in rows):
         raise ValueError('a row without rejected is no pair: read rows with data.format preference')
-    made, problems = [], []
-    sides = [_answers(rows, tokenizer, side) for side in ('chosen', 'rejected')]
+    made, problems, late = [], [], []
+    sides = [_answers(rows, tokenizer, side, vocabulary) for side in ('chosen', 'rejected')]
     for number, (row, *answers) in enumerate(zip(rows, *sides, strict=True), 1):
         if 'text' in row: answers = _behind_the_same(*answers)
-        longest = max(len(ids) for ids, _ in answers)
         columns = [array('i', column) for answer in answers for column in answer]
+        fault = _too_long(answers, length)
         if answers[0] == answers[1]:
             problems.append((number, row, 'has two answers of the same tokens: take the row out'))
-        elif longest <= length: made.append(row | dict(zip(PAIR_KEYS, columns)))
-        elif too_long == 'refuse':
-            problems.append((number, row, f'has an answer that ends at token {longest:,}, past '
-                             f'batch.length {length:,}; raise batch.length, shorten it, or set '
-                             "data.too_long to 'drop'"))
+        elif not fault: made.append(row | dict(zip(PAIR_KEYS, columns)))
+        elif too_long == 'drop': late.append(fault)
+        else: problems.append((number, row, f'{fault}; raise batch.length, shorten it, or set '
+                               "data.too_long to 'drop'"))
     if problems: raise rows_error(problems, 'pairs')
-    dropped = len(rows) - len(made)
-    if dropped: warnings.warn(f'{dropped:,} of {len(rows):,} pairs have an answer past '
-                              'batch.length and are left out', stacklevel=2)
+    if late: warnings.warn(_left_out(late, len(rows)), stacklevel=2)
     return made
+
+# %% ../../nbs/training/11b_preferences.ipynb #888bfecd
+_QUESTION = 'has a question of'
+
+def _too_long(answers, length):
+    "Say what of a pair ends past `length`; '' where all of it fits."
+    longest = max(len(ids) for ids, _ in answers)
+    if longest <= length: return ''
+    labels = answers[0][1]
+    question = next((place for place, label in enumerate(labels) if label != -100), len(labels))
+    if question >= length:
+        return f'{_QUESTION} {question:,} tokens, which fills batch.length {length:,}'
+    return f'has an answer that ends at token {longest:,}, past batch.length {length:,}'
+
+def _left_out(faults, rows):
+    "Count the pairs that are left out, and those that have no room for any answer."
+    text = f'{len(faults):,} of {rows:,} pairs have an answer past batch.length and are left out'
+    questions = sum(fault.startswith(_QUESTION) for fault in faults)
+    return f'{text}; the question of {questions:,} fills it alone' if questions else text
 
 # %% ../../nbs/training/11b_preferences.ipynb #ca3d30f5
 class PairCollator:

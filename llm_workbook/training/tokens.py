@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Answer', 'Written', 'Tokens', 'ChatFormat', 'end_tokens', 'save_generation', 'answer_tokens', 'assistant_mask',
-           'TokenView', 'token_view', 'TokenReport', 'check_rows']
+           'TokenView', 'token_view', 'TokenReport', 'check_rows', 'check_pad']
 
 # %% ../../nbs/training/02_tokens.ipynb #7a0c1d04
 import os, re, warnings
@@ -404,6 +404,7 @@ def check_rows(
     length: int = 1024,  # Tokens of a sequence at most: the recipe's `batch.length`
     answers: str = 'all',  # Or 'last': the recipe's `data.answers`
     too_long: str = 'refuse',  # Or 'drop' answers past `length`: the recipe's `data.too_long`
+    vocabulary: int | None = None,  # Rows of the embedding of the base; None asks for no ids below
 ) -> TokenReport:  # Counts, and the tokens
     "Tokenise every row; raise one error that names each that cannot be learned from."
     if too_long not in ('refuse', 'drop'):
@@ -411,7 +412,8 @@ def check_rows(
     whole, problems = [], []
     for row, found in zip(rows, _all_tokens(rows, tokenizer, answers), strict=True):
         whole.append([] if isinstance(found, str) else found)
-        reason = found if isinstance(found, str) else _row_fault(found, length, too_long)
+        if isinstance(found, str): reason = found
+        else: reason = _row_fault(found, length, too_long) or _beyond(found, tokenizer, vocabulary)
         if reason: problems.append((len(whole), row, reason))
     if problems: raise rows_error(problems)
     _warn_of_systems(rows, tokenizer)
@@ -442,6 +444,27 @@ def _row_fault(found, length, too_long):
                     'so its end would not train; raise batch.length, shorten it, '
                     "or set data.too_long to 'drop'")
     return ''
+
+# %% ../../nbs/training/02_tokens.ipynb #15542518
+def _beyond(found, tokenizer, vocabulary):
+    "Say which token of a row the embedding of the base does not have; '' when it has all."
+    largest = max((max(tokens.ids, default=0) for tokens in found), default=0)
+    if vocabulary is None or largest < vocabulary: return ''
+    token = tokenizer.convert_ids_to_tokens(largest)
+    return (f'has the token {token!r} with the id {largest}, and the embedding of the base ends at '
+            f'{vocabulary - 1}: take it out of the row or the template, use the tokenizer of the '
+            f'base, or save a base after model.resize_token_embeddings({len(tokenizer)})')
+
+def check_pad(
+    tokenizer: 'PreTrainedTokenizerFast',  # With a pad token or without
+    vocabulary: int,  # Rows of the embedding of the base
+) -> None:
+    "Refuse a pad token that the embedding of the base does not have."
+    pad = tokenizer.pad_token_id
+    if pad is None or pad < vocabulary: return
+    raise ValueError(f'the pad token {tokenizer.pad_token!r} has the id {pad}, and the embedding '
+                     f'of the base ends at {vocabulary - 1}: set pad_token in '
+                     f'tokenizer_config.json to a token of the base, as {tokenizer.eos_token!r}')
 
 # %% ../../nbs/training/02_tokens.ipynb #a2b8b314
 _TOGETHER = 1000  # Rows that are tokenised at once: fast, and little to hold

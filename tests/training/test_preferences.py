@@ -343,6 +343,32 @@ def test_pairs_that_only_tokens_show_are_named_by_line(tmp_path):
         tokenise_pairs(marked, tokenizer)
 
 
+def test_a_question_that_fills_the_row_is_told_from_a_long_answer(tmp_path):
+    tokenizer = load_tokenizer('tiny-base')
+    long = {'prompt': 'Hi ' * 100, 'chosen': 'Ho', 'rejected': 'No'}
+    rows = read(tmp_path, PAIR, PAIR | {'chosen': 'Ho ' * 200}, long)
+    with pytest.raises(DatasetError, match='line 3: has a question of [0-9]+ tokens, which fills'):
+        tokenise_pairs(rows, tokenizer, 64)
+    said = '2 of 3 pairs have an answer past batch.length and are left out; the question of 1 fills'
+    with pytest.warns(UserWarning, match=said):
+        assert len(tokenise_pairs(rows, tokenizer, 64, 'drop')) == 1
+
+
+def test_columns_of_margins_and_scores_are_named_as_unread(tmp_path):
+    scored = PAIR | {'margin': 0.5, 'score_chosen': 1, 'score_rejected': 5}
+    with pytest.warns(UserWarning, match='not read: margin, score_chosen, score_rejected'):
+        read(tmp_path, scored, format='preference')
+
+
+def test_pairs_of_a_later_source_of_a_mix_are_not_trained_as_answers(recipe, tmp_path):
+    answers = tmp_path/'answers.jsonl'
+    answers.write_text(json.dumps({'prompt': 'Hi', 'completion': 'Ho'}))
+    mix = [{'source': str(answers), 'test_share': 0.0}, {'source': recipe.data.source}]
+    changes = {'data': {'mix': mix}, 'method.objective': 'answers', 'method.beta': 0.1}
+    with pytest.raises(ValueError, match=f'{PAIRS} of {PAIRS + 1} training rows are pairs'):
+        check_recipe(recipe.changed(changes))
+
+
 @pytest.mark.parametrize('changes, said', [
     ({'data.format': 'auto', 'method.objective': 'answers', 'method.beta': 0.1},
      'training rows are pairs of a chosen and a rejected answer: set method.objective to dpo'),
