@@ -38,7 +38,8 @@ from .release.try_out import try_out
 from .report import reconcile
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
-from .training.run_directory import RunFiles, RunLocked, run_status
+from .training.run_directory import RunFiles, run_status
+from .training.run_lock import RunLocked
 from .watching.diagnose import diagnose
 from .watching.exporter import RunCollector, export_metrics, write_textfile
 

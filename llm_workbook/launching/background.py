@@ -6,9 +6,9 @@
 __all__ = ['WorkerProcess', 'Launched', 'launch']
 
 # %% ../../nbs/launching/07_background.ipynb #ed32c212
-import atexit, base64, ctypes, gc, importlib, json, os, select, shutil, signal, subprocess, sys
-import tempfile, threading, time, warnings, weakref
-from contextlib import suppress
+import atexit, base64, ctypes, gc, importlib, json, os, select, shutil, signal, socket, subprocess
+import sys, tempfile, threading, time, warnings, weakref
+from contextlib import ExitStack, suppress
 from html import escape
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ..parallel.fresh_process import end_with_parent, pack_outcome, unpack_outco
 from ..parallel.ranks import RankError, log_tail
 from ..training.resume import Preempted
 from ..training.run_directory import RunFiles, check_start, read_metrics
+from ..training.run_lock import Hold, adopt_hold, take_hold
 from ..training.epochs import rows_of_pass
 from ..training.fine_tune import Run, check_recipe, fine_tune
 
@@ -52,6 +53,7 @@ class _Nursery:
         self.kernel, self.temp, self.pid = kernel, Path(temp), os.getpid()
         self.child, self.stop_sent = None, False
         self.ended, self.unread = False, b''
+        self.door, self.handle = socket.socket(fileno=0), None  # Of the lock of the next run
         self.out = os.dup(1)
         os.dup2(2, 1)  # What libraries print must not get among the answers
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # Orphans come here
@@ -62,12 +64,14 @@ class _Nursery:
     def requests(self):
         "What the kernel has asked since the last time; EOFError once it has gone."
         pause_s = 0.02 if self.child else 0.5
-        readable, _, _ = select.select([0], [], [], pause_s)
-        data = os.read(0, 2**16) if readable else b''
+        readable, _, _ = select.select([self.door], [], [], pause_s)
+        data, handles = b'', []
+        if readable: data, handles, _, _ = socket.recv_fds(self.door, 2**16, 1)
+        for self.handle in handles: os.set_inheritable(self.handle, False)
         hung_up = readable and not data
         if self.ended or hung_up or os.getppid() != self.kernel: raise EOFError
         *lines, self.unread = (self.unread + data).split(b'\n')
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in lines if line]
 
     def obey(self, do, **request):
         if do == 'end': self.end()
@@ -85,6 +89,7 @@ class _Nursery:
         self.child = os.fork()
         if self.child:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            os.close(self.handle)  # The child holds the directory
             return
         try:
             packed = pack_outcome(_outcome(self, **request))
@@ -158,6 +163,7 @@ def _become_child(nursery, directory, folder, env):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent(nursery.pid)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    adopt_hold(Hold(Path(directory), nursery.handle))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env, TMPDIR=str(nursery.temp), LLMW_LOGS=f'{directory}/logs')
@@ -187,16 +193,18 @@ class _Box:
         self.lock = threading.RLock()
         self.ready = threading.Event()  # Everything is imported, or the nursery has ended
         self.run = None  # The `Launched` that it works for
-        self.waits = None  # A launch that came before everything was imported
+        self.waits = None  # A launch that came before everything was imported, and its `Hold`
         self.once = False  # Whether it ends with its first run
         self.last_words = ''  # What it has printed, once it has ended
         self.owner = os.getpid()
         self.temp = tempfile.mkdtemp(prefix='llmw-workers-')
         self.log = tempfile.TemporaryFile()
         words = json.dumps([self.owner, self.temp, sys.path])
-        self.process = subprocess.Popen(
-            [sys.executable, '-c', _PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, bufsize=0, start_new_session=True)
+        self.door, inside = socket.socketpair()  # Unlike a pipe, it carries open files
+        with inside:
+            self.process = subprocess.Popen(
+                [sys.executable, '-c', _PROGRAM, words], stdin=inside, stdout=subprocess.PIPE,
+                stderr=self.log, bufsize=0, start_new_session=True)
         self.listener = threading.Thread(target=_listen, args=(self,), name='workers', daemon=True)
         self.listener.start()
 
@@ -238,10 +246,12 @@ class WorkerProcess:
         return f'WorkerProcess({state}, process {self._box.process.pid}{busy})'
 
 # %% ../../nbs/launching/07_background.ipynb #a8aa61b9
-def _send(box, **request):
+def _send(box, hold=None, **request):
+    "Write a request to the nursery, and hand over the lock of a run with it."
     with box.lock, suppress(OSError, ValueError):  # It may be gone; then the listener knows
-        _write(box.process.stdin.fileno(), json.dumps(request) + '\n')
-        if request == {'do': 'end'}: box.process.stdin.close()
+        if hold: socket.send_fds(box.door, [b'\n'], [hold.handle])
+        _write(box.door.fileno(), json.dumps(request) + '\n')
+        if request == {'do': 'end'}: box.door.close()
 
 # %% ../../nbs/launching/07_background.ipynb #0b2d69cb
 def _why_ended(box):
@@ -287,12 +297,17 @@ def _hand_over(box):
     "Everything is imported: start the launch that waited for it."
     with box.lock:
         box.ready.set()
-        if box.waits: _send(box, **box.waits)
+        if box.waits:
+            request, hold = box.waits
+            _send(box, hold, **request)
+            os.close(hold.handle)  # From now on the nursery holds the directory
         box.waits = None
 
 def _end_run(box, answer, code):
     with box.lock:
-        run, box.run, box.waits = box.run, None, None
+        run, waits = box.run, box.waits
+        box.run = box.waits = None
+        if waits: waits[1].release()  # It was never handed over
     if run: run._end(answer, code)
 
 # %% ../../nbs/launching/07_background.ipynb #37393377
@@ -456,22 +471,32 @@ def launch(
     step_timeout_s: float | None = 1200.0,  # Longest time between two steps, s; None waits
 ) -> Launched:  # At once, while it runs
     "Check `recipe` and `directory`, and fine-tune beside this Python until it ends."
-    counted = _check_launch(recipe, workers, timeout_s)
     directory = Path(directory).absolute()
-    if check_start(counted, directory, resume): return _finished_before(counted, directory, workers)
-    launched = Launched(counted, directory, workers or WorkerProcess())
+    with ExitStack() as until_handed_over:
+        hold = take_hold(directory)  # First of all: whoever comes second is refused at once
+        until_handed_over.callback(hold.release)
+        hold.sign('a start by ')  # Not a process that saves when it is told to stop
+        counted = _check_launch(recipe, workers, timeout_s)
+        if check_start(counted, directory, resume):
+            return _finished_before(counted, directory, workers)
+        launched = Launched(counted, directory, workers or WorkerProcess())
+        limits = {'resume': resume, 'timeout_s': timeout_s, 'step_timeout_s': step_timeout_s}
+        request = {'do': 'run', 'recipe': recipe.dump(), 'directory': str(directory),
+                   'folder': os.getcwd(), 'env': dict(os.environ), 'how': limits}
+        _queue(launched, (request, hold), workers is None)
+        until_handed_over.pop_all()
+    _LAUNCHED.add(launched)
+    return launched
+
+def _queue(launched, waits, once):
+    "Give a launch to its workers, now or when they have imported everything."
     box = launched.workers._box
-    limits = {'resume': resume, 'timeout_s': timeout_s, 'step_timeout_s': step_timeout_s}
-    request = {'do': 'run', 'recipe': recipe.dump(), 'directory': str(directory),
-               'folder': os.getcwd(), 'env': dict(os.environ), 'how': limits}
     with box.lock:
         if box.run:
             raise RuntimeError(f'these workers are busy with {box.run.directory.name!r}: '
                                'wait for it, or make others')
-        alive = box.process.poll() is None
-        if alive:
-            box.run, box.once, box.waits = launched, workers is None, request
+        if box.process.poll() is None:
+            box.run, box.once, box.waits = launched, once, waits
             if box.ready.is_set(): _hand_over(box)
-    if not alive: _refuse_ended(box)
-    _LAUNCHED.add(launched)
-    return launched
+            return
+    _refuse_ended(box)

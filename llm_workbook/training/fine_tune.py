@@ -48,12 +48,13 @@ from .mix import mix_rows
 from .packed_attention import check_packed_rows
 from .packed_rows import fill_bins
 from .rank_run import (
-    check_payload, payload_digest, set_up_device, tell_stage)
+    check_payload, kept_error, payload_digest, set_up_device, tell_stage)
 from .preferences import check_reference, tokenise_pairs
 from .reach import check_reach
 from .resume import Preempted, guarded_train, save_result
 from .run_directory import (
-    RunFiles, Start, announce_import, begin_run, read_metrics, rows_facts, run_lock, run_state)
+    RunFiles, Start, announce_import, begin_run, mark_run, read_metrics, rows_facts, run_state)
+from .run_lock import run_lock
 from .tokens import check_pad, check_rows
 from .trainer import make_trainer
 from .watchdog import EXIT_PREEMPTED, Preemption
@@ -154,10 +155,9 @@ def _tokenised(recipe, rows, tokenizer, name):
     data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
     words = _words(recipe)
     if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long, words)
-    pairs = sum('rejected' in row for row in rows)
-    if pairs:
-        raise ValueError(f'{pairs:,} of {len(rows):,} {name} are pairs of a chosen and a rejected '
-                         'answer: set method.objective to dpo, or data.completion_column to chosen')
+    if any('rejected' in row for row in rows[:1]):
+        raise ValueError(f'{name} are pairs of a chosen and a rejected answer: set '
+                         'method.objective to dpo, or data.completion_column to chosen')
     report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long, words)
     if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     tokenised = []
@@ -178,10 +178,11 @@ def train_rank(
     held: list[dict] | None = None,  # Held-out rows, as `check_recipe` gives them; None reads them
 ) -> dict:  # This rank's shards, payload, memory, saved, seconds; or the step as `preempted`
     "Fine-tune on this rank, together with the others."
-    if recipe.model.head == 'classification':
-        return train_loop(recipe, directory, rows, start, step_timeout_s, held)
-    with Preemption(limit_s=recipe.intervals.session_s):  # Before anything that takes time
-        return _train(recipe, directory, rows, start, step_timeout_s, held)
+    with kept_error(directory):
+        if recipe.model.head == 'classification':
+            return train_loop(recipe, directory, rows, start, step_timeout_s, held)
+        with Preemption(limit_s=recipe.intervals.session_s):  # Before anything that takes time
+            return _train(recipe, directory, rows, start, step_timeout_s, held)
 
 # %% ../../nbs/training/13_fine_tune.ipynb #bd48994d
 def _train(recipe, directory, rows, start, step_timeout_s, held):
@@ -277,12 +278,12 @@ def fine_tune(
 ) -> Run:  # Of a run that finished on every rank, now or before
     "Check `recipe`, start its ranks, train or go on, and save; `Preempted` when told to stop."
     _check_timeout(step_timeout_s)
-    rows, held = check_recipe(recipe)
-    _check_machine(recipe)
     directory = Path(directory)
-    asked, number = recipe, rows_of_pass(recipe, rows)
-    recipe = in_steps(asked, number)
-    with run_lock(directory):
+    with run_lock(directory):  # First of all: whoever comes second is refused at once
+        rows, held = check_recipe(recipe)
+        _check_machine(recipe)
+        asked, number = recipe, rows_of_pass(recipe, rows)
+        recipe = in_steps(asked, number)
         start = begin_run(recipe, directory, resume, _rows_facts(recipe, rows, held))
         note_epochs(directory, asked, number)
         check_reference(recipe, directory, start)
@@ -333,22 +334,22 @@ def train_here(
     "Train or go on in this process, as one of those that torchrun or srun has started."
     directory = Path(directory)
     _check_timeout(step_timeout_s)
-    with Preemption(interrupts=False), _after_the_cause():  # Before anything that takes time
+    rank = _launched_rank(recipe, directory)
+    with Preemption(interrupts=False) as stopping, _after_the_cause():
         _end_with_agent()
-        finished = run_state(directory)['state'] == 'finished'
-        set_allocator(recipe)  # A library that is imported may open a GPU
-        if not finished: announce_import(directory)
-        _import_libraries(finished)
-        rank = _launched_rank(recipe, directory)
-        check_launcher(recipe, os.environ)
-        with warnings.catch_warnings():
-            if rank: warnings.simplefilter('ignore')  # Rank 0 says the same
-            rows, held = ([], []) if finished else check_recipe(recipe)
-        asked = recipe
-        if finished: recipe = noted_steps(directory, asked)
-        else: recipe = in_steps(asked, rows_of_pass(asked, rows))
-        os.environ.update(fsdp_env(recipe))
-        with run_lock(directory) if rank == 0 else nullcontext():
+        with run_lock(directory) if rank == 0 else nullcontext():  # Before anything that takes time
+            finished = run_state(directory)['state'] == 'finished'
+            set_allocator(recipe)  # A library that is imported may open a GPU
+            if rank == 0 and not finished: announce_import(directory)
+            _import_libraries(finished)
+            check_launcher(recipe, os.environ)
+            with warnings.catch_warnings():
+                if rank: warnings.simplefilter('ignore')  # Rank 0 says the same
+                rows, held = ([], []) if finished else check_recipe(recipe)
+            asked = recipe
+            if finished: recipe = noted_steps(directory, asked)
+            else: recipe = in_steps(asked, rows_of_pass(asked, rows))
+            os.environ.update(fsdp_env(recipe))
             start = Start(finished=finished)
             if rank == 0:
                 known = None if finished else _rows_facts(recipe, rows, held)
@@ -358,7 +359,8 @@ def train_here(
             if start.finished: return _end(recipe, directory, rank, {})
             os.environ.setdefault('LLMW_LOGS', '')  # Somebody reads what rank 0 prints
             if rank == 0: print(_start_text(recipe, len(rows), start), flush=True)
-            result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
+            if stopping.signal: result = _stop_early(directory, rank, start)
+            else: result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
             _leave_process_group()
         return _end(recipe, directory, rank, result)
 
@@ -398,6 +400,13 @@ def _launched_rank(recipe, directory):
         raise ValueError(f'the recipe asks for {cluster.ranks} ranks, and this start has {ranks}: '
                          f'{_right_start(cluster, directory)}, or change cluster')
     return int(os.environ.get('RANK', 0))
+
+def _stop_early(directory, rank, start):
+    "End a rank that was told to stop before it has met the others: there is nothing to save."
+    if rank == 0:
+        mark_run(directory, 'preempted', start.step)
+        tell_stage(directory, 'ended')
+    return {'preempted': start.step}
 
 def _leave_process_group():
     import torch.distributed as dist

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'CHANGEABLE', 'RunFiles', 'run_state', 'mark_run', 'read_metrics', 'write_line', 'mark_stage', 'run_stage',
-           'RunLocked', 'run_lock', 'Start', 'begin_run', 'rate_schedule', 'check_start', 'rows_facts', 'recipe_facts',
-           'run_status', 'announce_import']
+           'Start', 'begin_run', 'rate_schedule', 'check_start', 'rows_facts', 'recipe_facts', 'run_status',
+           'announce_import']
 
 # %% ../../nbs/training/05_run_directory.ipynb #59c4cceb
 import hashlib
@@ -13,22 +13,20 @@ import json
 import logging
 import math
 import os
-import socket
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from ..checkpoint.disk import check_disk, disk_errors
+from ..checkpoint.disk import disk_errors
 from ..checkpoint.manifest import (
     DamagedCheckpoint, check_checkpoint, latest_valid, survey)
 from ..config.document import RecipeError
 from ..config.passes import known_steps
 from ..config.recipe import Recipe, differences
 from ..files import as_path, publish
+from .run_lock import LOCK, lock_holder
 from .watchdog import EXIT_PREEMPTED
 
 # %% ../../nbs/training/05_run_directory.ipynb #257663f9
@@ -39,7 +37,7 @@ class RunFiles:
     ):
         self.directory = as_path(directory)
         self.recipe = self.directory / 'recipe.yaml'  # What was asked
-        self.lock = self.directory / '.llmw.lock'  # Held while a run goes on: see `run_lock`
+        self.lock = self.directory / LOCK  # Held while a run goes on: see `run_lock`
         self.state = self.directory / 'run.json'  # How far the run says it is: see `run_state`
         self.metrics = self.directory / 'metrics.jsonl'  # One line per logged step
         self.of_ranks = self.directory / 'metrics'  # A file of lines for each rank
@@ -83,6 +81,12 @@ class RunFiles:
     ) -> Path:  # A JSON file, where `model.kernels` is `compile`
         "Say where a rank writes what it has compiled."
         return self.of_ranks / f'compiled-{rank:05}.json'
+
+    def error(self,
+        rank: int,  # Whose
+    ) -> Path:  # A text file; none of a rank that has not failed since the last start
+        "Say where a rank writes what has ended it."
+        return self.directory / 'errors' / f'rank-{rank:05}.txt'
 
 # %% ../../nbs/training/05_run_directory.ipynb #0c13fe6f
 def run_state(
@@ -180,89 +184,6 @@ def run_stage(
         return {'stage': str(mark['stage']), 'since': float(mark['since'])} | why
     except (FileNotFoundError, ValueError, KeyError, TypeError): return None
 
-# %% ../../nbs/training/05_run_directory.ipynb #ad76e91c
-class RunLocked(RuntimeError):
-    "Another run writes into the same directory."
-
-@contextmanager
-def run_lock(
-    directory: str | Path,  # Of the run; made if absent
-    wait_s: float = 0.0,  # How long to wait for another run to end, s
-    trust: bool = False,  # Whether another user may have run here before
-) -> Iterator[Path]:  # The directory, for the `with` block alone
-    "Hold a directory for one run; the system lets go when the process is gone, however it ends."
-    import fcntl
-    lock, process = RunFiles(directory).lock, os.getpid()
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(directory, 0, files=0)  # Refuses a directory that cannot be written to
-    holder = f'process {process} on {socket.gethostname()}'.encode()
-    with disk_errors(lock, len(holder)):
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        if not trust:
-            _refuse_other_user(handle, lock.parent)
-        _wait_for_lock(handle, lock.parent, wait_s)
-        with disk_errors(lock, len(holder)):
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, holder, 0)
-        yield lock.parent
-    finally:
-        if os.getpid() == process:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # A fork must not end it
-        os.close(handle)
-
-# %% ../../nbs/training/05_run_directory.ipynb #8bd1036b
-def _refuse_other_user(handle, directory):
-    owner, user = os.fstat(handle).st_uid, os.geteuid()
-    if owner == user: return
-    raise PermissionError(f'{directory.name!r} was run by user {owner}, not by you ({user}); '
-                          'trust=True goes on')
-
-_ASKED_S = 1.0  # Whoever asks for the status has the lock for an instant, and is no run
-
-def _wait_for_lock(handle, directory, wait_s):
-    begin = time.monotonic()
-    while not _take(handle):
-        patience_s = max(wait_s, _ASKED_S) if _is_shared(handle) else wait_s
-        if time.monotonic() - begin >= patience_s:
-            _refuse_taken(directory, _lock_text(handle))
-        time.sleep(0.05)
-
-def _refuse_taken(directory, holder):
-    raise RunLocked(f'{directory.name!r} is taken by {holder or "another process"}: '
-                    'wait for it, stop it, or name another directory')
-
-def _is_shared(handle):
-    "Whether nobody holds a lock but those that only ask who has it."
-    import fcntl
-    shared = _take(handle, shared=True)
-    if shared: fcntl.flock(handle, fcntl.LOCK_UN)
-    return shared
-
-def _take(handle, shared=False):
-    "Try to lock an open file; say whether that worked."
-    import fcntl
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError: return False
-    return True
-
-def _lock_text(handle): return os.pread(handle, 200, 0).decode('ascii', 'replace')
-
-# %% ../../nbs/training/05_run_directory.ipynb #604495f1
-_FREE = 'no run holds it'
-
-def _holder(directory):
-    "Ask who has the lock, without taking it away from anybody."
-    try:
-        handle = os.open(RunFiles(directory).lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError: return _FREE
-    try:
-        return _FREE if _take(handle, shared=True) else f'held by {_lock_text(handle)}'
-    finally:
-        os.close(handle)
-
 # %% ../../nbs/training/05_run_directory.ipynb #1cc90271
 @dataclass(frozen=True)
 class Start:
@@ -295,6 +216,7 @@ def begin_run(
     if not files.recipe.exists():
         _publish(files.recipe, recipe.dump())
     _cut_metrics(files, step, checkpoint)
+    for file in files.error(0).parent.glob('*'): file.unlink()  # Of an earlier start
     mark_run(directory, 'running', step)
     mark_stage(directory, 'importing')
     values = recipe.model_dump(mode='json')
@@ -391,13 +313,11 @@ CHANGEABLE = {
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9ba4
 def check_start(
     recipe: Recipe,  # What to run
-    directory: str | Path,  # Of a run, or where one may begin
+    directory: str | Path,  # Of a run, or where one may begin; its lock is held
     resume: bool = False,  # As for `begin_run`
 ) -> bool:  # Whether the run is finished already
     "Refuse early what a start in `directory` would refuse; nothing is written."
-    files, holder = RunFiles(directory), _holder(directory)
-    if holder != _FREE: _refuse_taken(files.directory, holder.removeprefix('held by '))
-    return _is_finished(files, run_state(directory), recipe, resume)
+    return _is_finished(RunFiles(directory), run_state(directory), recipe, resume)
 
 def _is_finished(files, run, recipe, resume):
     "Whether nothing is left to do; raise where `recipe` may not go on here."
@@ -556,7 +476,7 @@ def run_status(
     "Say how a run stands by its own word, by its checkpoints, and by who holds its lock."
     if not as_path(directory).is_dir():
         return 1, f'{Path(directory).name!r} is no directory: no run has begun there'
-    holder = _holder(directory)  # First: a process writes its last state before it lets go
+    holder = lock_holder(directory)  # First: a process writes its last state before it lets go
     run, directory = run_state(directory), Path(directory)
     commits = survey(directory).valid
     newest = f'newest committed step: {commits[0].step}' if commits else 'no step is committed'
@@ -564,12 +484,13 @@ def run_status(
     missing = run['state'] == 'finished' and not RunFiles(directory).results
     if run['state'] == 'finished' and not missing: code = 0
     if run['state'] == 'preempted' and (commits or run['step'] == 0): code = EXIT_PREEMPTED
-    if holder != _FREE: code = 4
+    if holder: code = 4
     why = f' ({run["reason"]})' if 'reason' in run else ''
     state = f"{run['state']} at step {run['step']}{why}" + ', but no result is there' * missing
     if run['state'] == 'running':
-        state = _under_way(directory, holder == _FREE, commits[0].step if commits else 0)
-    return code, f'{state}; {newest}; {holder}'
+        state = _under_way(directory, not holder, commits[0].step if commits else 0)
+    held = f'held by {holder}' if holder else 'no run holds it'
+    return code, f'{state}; {newest}; {held}'
 
 def _under_way(directory, is_dead, committed):
     "How far a run is that has not marked its end: `run.json` has the step where it began."
@@ -580,11 +501,10 @@ def _under_way(directory, is_dead, committed):
 
 # %% ../../nbs/training/05_run_directory.ipynb #7c933312
 def announce_import(
-    directory: str | Path,  # Of a run, or where one may begin
+    directory: str | Path,  # Of a run, or where one may begin; its lock is held
 ) -> bool:  # Whether it was written down
-    "Say of a directory that is there and free that libraries are imported for a run in it."
-    if os.environ.get('RANK', '0') != '0' or not as_path(directory).is_dir(): return False
-    if _holder(directory) != _FREE: return False
+    "Say of a run that goes on that libraries are imported for it."
+    if not RunFiles(directory).recipe.exists(): return False
     try: mark_stage(directory, 'importing')
     except OSError: return False  # The run itself will say what is wrong with the disk
     return True

@@ -47,6 +47,9 @@ def _read_directory(directory):
     excerpts = []
     for file in sorted(directory.glob('logs/rank-*.log')):
         excerpts += _read_log(file, f'logs/{file.name}', int(file.stem.partition('-')[2]))
+    for file in sorted(RunFiles(directory).error(0).parent.glob('rank-*.txt')):
+        rank = int(file.stem.partition('-')[2])
+        excerpts += _read_log(file, f'{file.parent.name}/{file.name}', rank)
     for pattern in ('*.out', '*.err', '*.log', 'logs/*.out', 'logs/*.err'):
         for file in sorted(directory.glob(pattern)):
             excerpts += _read_log(file, str(file.relative_to(directory)))
@@ -293,6 +296,7 @@ def _what_was_read(case, known):
     for excerpt in case.excerpts:
         rank = '' if excerpt.rank is None else f' of rank {excerpt.rank}'
         spoken.append(f'{excerpt.source}{rank} ({len(excerpt.text.splitlines()):,} lines)')
+    if case.directory and not spoken: spoken.append('no log, and no error that a rank has left')
     if case.recipe: spoken.append(f'recipe {case.recipe.name}')
     if case.directory: spoken.append(f'run {case.directory.name}: {_status(case.directory)}')
     if case.model is not None: spoken.append(type(case.model).__name__)

@@ -154,7 +154,8 @@ class _DirectorySource(RunSource):
         if run['state'] == 'preempted':
             return _Standing('preempted', True, '', run['step'], goes_on)
         if run['state'] == 'finished': return _Standing('finished', True)
-        errors = [_last_error(self.log(tab)) for tab in range(len(self.tabs))]
+        ranks = range(len(self.tabs))
+        errors = [_last_error(self.log(rank) + log_tail(self.files.error(rank))) for rank in ranks]
         said = next(filter(None, errors), 'its logs name no error')
         return _Standing('failed', True, f'no process holds the run any more: {said}; {goes_on}')
 

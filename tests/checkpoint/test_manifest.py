@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from llm_workbook.checkpoint import manifest as commits
 from llm_workbook.checkpoint.disk import disk_errors, check_disk
-from llm_workbook.training.run_directory import RunLocked, run_lock
+from llm_workbook.training.run_lock import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import (
     MANIFEST, DamagedCheckpoint, Manifest, Seal, begin_save, check_checkpoint, commit_checkpoint,
     latest_valid, prune,
@@ -697,7 +697,7 @@ def test_a_commit_that_ends_while_somebody_looks_is_no_damage(run, monkeypatch):
 
 HOLD = """
 import sys, time
-from llm_workbook.training.run_directory import run_lock
+from llm_workbook.training.run_lock import run_lock
 with run_lock(sys.argv[1]):
     print('held', flush=True)
     time.sleep(60)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from trouble import children, wait_for
 
-from llm_workbook.training.run_directory import RunLocked
+from llm_workbook.training.run_lock import RunLocked
 from llm_workbook.checkpoint.manifest import latest_valid
 from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.training.resume import Preempted

@@ -22,7 +22,7 @@ from trouble import disturb, files, fine_tune, losses, wait_for
 from llm_workbook.training import fine_tune as training
 from llm_workbook.checkpoint.save_load import CheckpointError, load_checkpoint, save_checkpoint
 from llm_workbook.checkpoint.disk import check_disk
-from llm_workbook.training.run_directory import RunLocked, run_lock
+from llm_workbook.training.run_lock import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import MANIFEST, DamagedCheckpoint, latest_valid, survey
 from llm_workbook.parallel.ranks import RankError, run_ranks
 from llm_workbook.config.recipe import Recipe
@@ -178,7 +178,7 @@ def test_08_a_part_that_was_deleted_is_damage(part, copy, caplog):
 
 HOLD_THE_LOCK = '''
 import sys, time
-from llm_workbook.training.run_directory import run_lock
+from llm_workbook.training.run_lock import run_lock
 with run_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(100)

@@ -2,23 +2,27 @@
 however they end."""
 import gc
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
+from itertools import groupby
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from trouble import fine_tune, small_recipe, steps_done, wait_for
+from trouble import files, fine_tune, small_recipe, steps_done, wait_for
 
 from llm_workbook.launching import background as launching
 from llm_workbook.checkpoint.manifest import check_checkpoint, latest_valid
 from llm_workbook.launching.background import WorkerProcess, launch
 from llm_workbook.parallel.ranks import RankError, log_tail
 from llm_workbook.training.resume import Preempted
-from llm_workbook.training.run_directory import RunLocked, run_lock, run_state
+from llm_workbook.training.run_directory import run_state
+from llm_workbook.training.run_lock import RunLocked, lock_holder, run_lock, take_hold
 
 
 @pytest.fixture(scope='module')
@@ -182,6 +186,48 @@ def test_a_directory_refuses_before_a_process_starts(done, recipe, tmp_path, mon
         launch(recipe.changed({'optimizer.clip': 0.5}), done.directory, resume=True)
 
 
+LAUNCH = """
+import sys
+from llm_workbook.config.recipe import Recipe
+from llm_workbook.launching.background import launch
+run = launch(Recipe.load('recipe.yaml'), 'run')
+print('launched', flush=True)
+sys.stdin.readline()
+run.kill()
+"""
+
+
+def test_of_two_launches_the_second_is_refused_while_the_first_one_imports(recipe, tmp_path):
+    recipe.save(tmp_path/'recipe.yaml')
+    first = subprocess.Popen(
+        [sys.executable, '-c', LAUNCH], cwd=tmp_path, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == 'launched\n'
+        assert files(tmp_path/'run') <= {'.llmw.lock'}, 'the run has begun: it is too late'
+        with pytest.raises(RunLocked, match=f'taken by a start by process {first.pid} on'):
+            launch(recipe, tmp_path/'run')
+        first.kill()
+        first.wait()
+        with run_lock(tmp_path/'run', wait_s=20): pass  # Until its workers have seen that
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_a_directory_is_free_at_no_instant_between_launch_and_end(recipe, workers, tmp_path):
+    workers.ready()
+    run = launch(recipe, tmp_path/'run', workers)
+    holders = []
+    while run.state == 'running': holders.append(lock_holder(tmp_path/'run'))
+    run.wait()
+    in_turn = [holder for holder, _ in groupby(holders)]
+    assert all(in_turn[:-1]), in_turn
+    assert any(re.fullmatch(r'process \d+ on .*', holder) for holder in in_turn), in_turn
+    assert f'process {os.getpid()} on' not in in_turn[-1]
+    assert lock_holder(tmp_path/'run') == ''
+
+
 def test_a_finished_run_starts_nothing_and_says_how_to_begin_anew(
     done, recipe, monkeypatch, capsys
 ):
@@ -280,9 +326,10 @@ def test_a_run_whose_process_is_killed_says_so(endless, workers):
     assert below(workers) == []
 
 
-def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
+def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch, tmp_path):
+    hold = take_hold(tmp_path/'run')
     box = SimpleNamespace(
-        lock=threading.RLock(), ready=threading.Event(), once=False, waits={'do': 'run'})
+        lock=threading.RLock(), ready=threading.Event(), once=False, waits=({'do': 'run'}, hold))
     sent = []
     box.run = launching.Launched(None, None, SimpleNamespace(_box=box))
     monkeypatch.setattr(launching, '_send', lambda box, **what: sent.append(what))
@@ -301,6 +348,7 @@ def test_a_run_that_is_withdrawn_cannot_be_handed_over(monkeypatch):
     assert sent == []
     assert box.run is None
     assert box.waits is None
+    assert lock_holder(tmp_path/'run') == ''
 
 
 def test_what_a_nursery_has_imported_is_not_collected_again_in_every_child(monkeypatch):

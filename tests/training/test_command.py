@@ -17,7 +17,9 @@ from llm_workbook.checkpoint.sharded_files import CheckpointError
 from llm_workbook.config.recipe import Recipe, shrink
 from llm_workbook.files import asset
 from llm_workbook.training import fine_tune
-from llm_workbook.training.run_directory import read_metrics, run_lock, run_state
+from llm_workbook.training.run_directory import begin_run, read_metrics, run_state
+from llm_workbook.training.run_lock import lock_holder, run_lock
+from llm_workbook.watching.diagnose import diagnose
 
 PROGRAM = sys.executable, '-m', 'llm_workbook'
 
@@ -170,6 +172,20 @@ def test_rank_0_alone_speaks_under_torchrun_and_in_the_loop(tmp_path, warm):
         'step 3', 'finished'], lines
 
 
+def test_a_run_that_fails_in_a_terminal_leaves_its_error_for_the_doctor(recipe, tmp_path, warm):
+    wild = recipe.changed({
+        'optimizer.learning_rate': 1e30, 'optimizer.schedule': 'constant',
+        'optimizer.warmup': 0.0})
+    code, error = refused(tmp_path, wild)
+    assert code == 1, error
+    found = diagnose(tmp_path/'run')
+    assert 'failed or killed after step' in found.read
+    assert 'errors/rank-00000.txt of rank 0' in found.read
+    assert 'The last error in it: FloatingPointError: loss nan at step' in found.read
+    assert begin_run(wild, tmp_path/'run', resume=True).step == 0  # As the next start does
+    assert 'no error that a rank has left' in diagnose(tmp_path/'run').read
+
+
 # Ctrl-C
 
 def started(folder, recipe):
@@ -198,7 +214,8 @@ def test_ctrl_c_during_imports_ends_at_once_and_says_so(recipe, tmp_path):
     assert 'interrupted while no step was under way' in log
     assert 'Traceback' not in log
     assert 'Error' not in log
-    assert not (tmp_path/'run').exists()
+    assert run_state(tmp_path/'run')['state'] == 'none'
+    assert lock_holder(tmp_path/'run') == ''
 
 
 @pytest.mark.slow

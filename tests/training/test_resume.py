@@ -22,7 +22,7 @@ from llm_workbook.training import fine_tune as training
 from llm_workbook.training import resume as resuming
 from llm_workbook.training import run_directory
 from llm_workbook.training import watchdog
-from llm_workbook.training.run_directory import RunLocked, run_lock
+from llm_workbook.training.run_lock import RunLocked, run_lock
 from llm_workbook.checkpoint.manifest import survey
 from llm_workbook.parallel.ranks import RankError
 from llm_workbook.config.recipe import Recipe
@@ -386,9 +386,9 @@ def test_a_start_waits_for_whoever_only_asks_for_the_status(tmp_path):
 def test_a_run_that_ends_while_it_is_asked_for_stands_as_it_ended(tmp_path, monkeypatch):
     def holder_that_ends(directory):
         mark_run(directory, 'preempted', 0)
-        return 'no run holds it'
+        return ''
     mark_run(tmp_path, 'running', 0)
-    monkeypatch.setattr('llm_workbook.training.run_directory._holder', holder_that_ends)
+    monkeypatch.setattr('llm_workbook.training.run_directory.lock_holder', holder_that_ends)
     code, words = run_status(tmp_path)
     assert (code, words.partition(';')[0]) == (75, 'preempted at step 0')
 

@@ -15,7 +15,8 @@ from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.training import fine_tune as training
 from llm_workbook.training.run_directory import (
     CHANGEABLE, RunFiles, Start, begin_run, mark_run, read_metrics, recipe_facts, rows_facts,
-    run_lock, run_state, run_status, write_line)
+    run_state, run_status, write_line)
+from llm_workbook.training.run_lock import run_lock
 
 ROWS = rows_facts([{'input_ids': [5, 6, 7], 'labels': [-100, 6, 7]}])
 

@@ -20,8 +20,8 @@ import pytest
 from trouble import wait_for
 
 from llm_workbook.config.recipe import Recipe
-from llm_workbook.training.run_directory import (
-    RunFiles, mark_run, mark_stage, run_lock, run_status)
+from llm_workbook.training.run_directory import RunFiles, mark_run, mark_stage, run_status
+from llm_workbook.training.run_lock import run_lock
 from llm_workbook.watching.console import Console
 from llm_workbook.watching.metrics import sample_metrics
 from llm_workbook.watching.moment import ConsoleState, log_html
@@ -297,7 +297,8 @@ def test_while_it_imports_and_loads_it_says_so(sampled):
 
 HOLDER = """
 import signal, sys
-from llm_workbook.training.run_directory import mark_run, run_lock
+from llm_workbook.training.run_directory import mark_run
+from llm_workbook.training.run_lock import run_lock
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 with run_lock(sys.argv[1]):
     print('held', flush=True)
