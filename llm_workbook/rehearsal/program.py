@@ -272,7 +272,6 @@ def _adapted_libraries(recipe, gpu):
         stack.enter_context(without_ddp_peers())
         if recipe.pads: stack.enter_context(_padded_rows())
         if recipe.precision.compute == 'float16': stack.enter_context(_finite_gradients())
-        if '8bit' in recipe.optimizer.kind: stack.enter_context(_own_overrides())
         if recipe.method.kind == 'qlora': stack.enter_context(_bitsandbytes_with_fakes())
         fused, layers = recipe.batch.loss_head == 'fused', recipe.model.kernels == 'liger'
         if gpu or fused or layers: stack.enter_context(gpu_kernels(fused, gpu, layers))
@@ -343,11 +342,6 @@ def _quietly():
             random.setstate(of_python)
             numpy.random.set_state(of_numpy)
             torch.set_rng_state(of_torch)
-
-def _own_overrides():
-    "What bitsandbytes remembers of the optimizers of this process, put aside."
-    from bitsandbytes.optim import GlobalOptimManager
-    return patch.object(GlobalOptimManager, '_instance', None)
 
 # %% ../../nbs/rehearsal/04_program.ipynb #326d0088
 def _depth(recipe): return find_spec(recipe.model.source, recipe.model.revision).layers

@@ -13,6 +13,8 @@ from pathlib import Path
 from ..config.recipe import Data, Recipe
 from ..display import binary_size
 from ..files import resolve
+from ..model.architecture import load_tokenizer
+from ..training.classifier import class_names
 from ..training.data import load_rows, source_names
 from ..training.fine_tune import Run
 from ..training.mix import mixture
@@ -194,6 +196,25 @@ def _versions_text():
         except PackageNotFoundError: continue
     return ', '.join(found)
 
+# %% ../../nbs/release/02a_model_card.ipynb #30b35ecd
+_LOADING = """peft reads classes and pad token from the base, which has not those of this head:
+
+```python
+from peft import AutoPeftModelForSequenceClassification as Classifier
+model = Classifier.from_pretrained('adapters', {options})
+```
+
+`adapters` is this folder, or its name on the Hub."""
+
+def _use_text(run):
+    "Give the lines that load the adapters of a classifier with the names of its classes."
+    recipe = run.recipe
+    if recipe.model.head != 'classification' or recipe.method.kind == 'full': return ''
+    names = dict(enumerate(class_names(recipe)))
+    numbers = {name: number for number, name in names.items()}
+    pad = load_tokenizer(run.saved).pad_token_id
+    return _LOADING.format(options=f'id2label={names}, label2id={numbers}, pad_token_id={pad}')
+
 # %% ../../nbs/release/02a_model_card.ipynb #97981587
 def model_card(
     run: Run,  # That has finished
@@ -218,6 +239,7 @@ def model_card(
     parts = [
         f'---\n{head}\n---',
         f'# {recipe.name}\n\n{what} of {base}, {learned} with llm-workbook.',
+        _section('Use', _use_text(run)),
         _section('Data', _data_text(recipe, shown)),
         _section('Training', _settings_text(run)),
         _section('Results', _losses_text(run), _samples_text(samples)),

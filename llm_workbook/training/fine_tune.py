@@ -155,9 +155,10 @@ def _tokenised(recipe, rows, tokenizer, name):
     data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
     words = _words(recipe)
     if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long, words)
-    if any('rejected' in row for row in rows[:1]):
-        raise ValueError(f'{name} are pairs of a chosen and a rejected answer: set '
-                         'method.objective to dpo, or data.completion_column to chosen')
+    pairs = sum('rejected' in row for row in rows)
+    if pairs:
+        raise ValueError(f'{pairs:,} of {len(rows):,} {name} are pairs of a chosen and a rejected '
+                         'answer: set method.objective to dpo, or data.completion_column to chosen')
     report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long, words)
     if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     tokenised = []

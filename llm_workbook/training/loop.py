@@ -31,9 +31,9 @@ from .float16 import attach_scaler, overflowed, scale_values
 from .grouped_rows import group_loader
 from .live_settings import NO_DECAY
 from .memory_trace import memory_trace
-from llm_workbook.training.rank_run import (
-    RankRun, check_payload, check_shards, commit_step, load_step, payload_digest, read_converted,
-    set_up_device, tell_stage)
+from .rank_run import (
+    RankRun, check_payload, check_shards, commit_step, load_step, own_overrides, payload_digest,
+    read_converted, set_up_device, tell_stage)
 from .reach import make_reach
 from .resume import save_result
 from .run_directory import Start, rate_schedule, recipe_facts
@@ -141,7 +141,8 @@ def make_optimizer(
     groups = [{'params': with_decay, 'weight_decay': settings.weight_decay},
               {'params': without_decay, 'weight_decay': 0.0}]
     groups = [group for group in groups if group['params']]
-    optimizer = _optimizer_class(settings.kind)(groups, lr=settings.learning_rate)
+    with own_overrides(settings.kind):
+        optimizer = _optimizer_class(settings.kind)(groups, lr=settings.learning_rate)
     schedule, warmup_steps = rate_schedule(recipe)
     scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=warmup_steps,
                               num_training_steps=settings.steps)

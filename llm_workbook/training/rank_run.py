@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEPT_CHECKPOINTS', 'set_up_device', 'RunLog', 'tell_stage', 'kept_error', 'RankRun', 'commit_step', 'load_step',
-           'read_converted', 'check_shards', 'payload_digest', 'check_payload', 'bring_head']
+           'read_converted', 'check_shards', 'payload_digest', 'check_payload', 'bring_head', 'own_overrides']
 
 # %% ../../nbs/training/06_rank_run.ipynb #12a0c104
 import logging
@@ -380,3 +380,12 @@ def _is_gathered(head):
     if not isinstance(head, FSDPModule): return True
     group = head._get_fsdp_state()._fsdp_param_group
     return any(module is not head for module in group.modules)
+
+# %% ../../nbs/training/06_rank_run.ipynb #c4d4071c
+def own_overrides(
+    kind: str,  # Of an optimizer, in the words of the recipe or of the trainer
+) -> AbstractContextManager:  # Make the optimizer inside of it
+    "Let an 8-bit optimizer know nothing of those that this process has made before."
+    if '8bit' not in kind: return nullcontext()
+    from bitsandbytes.optim import GlobalOptimManager
+    return patch.object(GlobalOptimManager, '_instance', None)

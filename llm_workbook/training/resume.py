@@ -22,7 +22,7 @@ from ..model.adapters import save_adapters
 from ..parallel.agreement import on_every_rank
 from .float16 import overflowed, scale_values
 from .rank_run import (
-    RankRun, commit_step, load_step, read_converted, tell_stage)
+    RankRun, commit_step, load_step, own_overrides, read_converted, tell_stage)
 from .reach import write_certificate
 from .run_directory import RunFiles, Start, mark_run
 from .tokens import save_generation
@@ -76,6 +76,9 @@ class _Guarded:
         self._tokens = 0, []  # TRL's count before this update; real tokens of its batches
         self._collate = self.data_collator
         self.data_collator = self._collate_numbered
+
+    def create_optimizer(self, *model):
+        with own_overrides(self.args.optim): return super().create_optimizer(*model)
 
     def _collate_numbered(self, rows):
         import torch

@@ -60,3 +60,25 @@ def test_a_report_says_what_was_planned_and_what_was_measured(run):
 def test_a_run_that_was_finished_before_has_no_memory_of_its_ranks(run):
     card = model_card(replace(run, ranks=[]))
     assert 'measured, rank' not in card and 'measured, all steps' in card
+
+
+def test_the_lines_of_a_classifier_load_it_with_plain_peft(tmp_path):
+    import torch
+    from llm_workbook.model.architecture import load_tokenizer
+    from llm_workbook.training.classifier import reload_classifier
+    recipe = small_recipe(tmp_path, **{
+        'model.head': 'classification', 'model.classes': 3, 'method.kind': 'lora',
+        'cluster.processes': 1, 'sharding.strategy': 'none', 'intervals.saving': 0,
+        'batch.length': 128, 'optimizer.steps': 1, 'data.source': 'sample-reviews',
+        'data.format': 'classification', 'data.text_column': 'text', 'data.label_column': 'stars',
+        'data.labels': {1: 'bad', 2: 'bad', 3: 'fair', 4: 'good', 5: 'good'}})
+    run = fine_tune(recipe, tmp_path/'run')
+    [_, code, *_] = model_card(run).split('## Use')[1].replace('```python', '```').split('```')
+    scope = {}
+    exec(code.replace("'adapters'", repr(str(run.saved))), scope)
+    model = scope['model'].eval()
+    assert model.config.id2label == {0: 'bad', 1: 'fair', 2: 'good'}
+    texts = load_tokenizer(run.saved)(['So good.', 'Bad'], return_tensors='pt', padding=True)
+    given = {name: texts[name] for name in ('input_ids', 'attention_mask')}
+    with torch.no_grad(): expected = reload_classifier(recipe, run.directory)(**given).logits
+    assert torch.allclose(model(**given).logits, expected, atol=1e-6)

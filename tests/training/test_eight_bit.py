@@ -12,7 +12,7 @@ import os
 import pytest
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
-from trouble import slow_case, some_rows
+from trouble import slow_case, small_recipe, some_rows
 
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.fine_tune import fine_tune
@@ -68,3 +68,30 @@ def test_flat_parts_have_other_blocks(losses, strategy, record_property):
     assert apart(two, one) <= 2 * rounding
     assert apart(two, exact_two) > 1e-5, '32 bits would be as near'
     assert two[-1] < two[0] - 1
+
+
+def states(recipe, directory):
+    "Train one step in this process; give the type of the state of each weight that trains."
+    from llm_workbook.model.quantize import load_base
+    from llm_workbook.training.fine_tune import check_recipe
+    from llm_workbook.training.trainer import make_trainer
+    base = load_base(recipe.model, recipe.method, recipe.precision, 'cpu')
+    directory.mkdir()
+    trainer = make_trainer(recipe, directory, check_recipe(recipe)[0], base)
+    trainer.train()
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    optimizer = trainer.optimizer.optimizer
+    return {names[parameter]: state['state1'].dtype for parameter, state in optimizer.state.items()}
+
+
+def test_a_second_run_of_a_process_has_its_own_settings(tmp_path):
+    "transformers gives an embedding 32 bits; the first adapter of the next run has its place."
+    import torch
+    full = small_recipe(tmp_path, 8, **{
+        'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 1,
+        'optimizer.kind': 'adamw_8bit', 'intervals.saving': 0})
+    first = states(full, tmp_path/'full')
+    second = states(full.changed({'method': {'kind': 'lora', 'rank': 64}}), tmp_path/'lora')
+    assert first['model.embed_tokens.weight'] == torch.float32
+    assert torch.uint8 in first.values()
+    assert set(second.values()) == {torch.uint8}
