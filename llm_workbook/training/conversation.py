@@ -8,6 +8,7 @@ __all__ = ['DatasetError', 'RowPlace', 'DataRow', 'rows_error', 'row_places', 'r
 
 # %% ../../nbs/training/00_conversation.ipynb #6ac00004
 import json
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -27,14 +28,25 @@ class DatasetError(ValueError):
 
     def __str__(self):
         lines = []
-        for number, reason in self.problems[:10]:
+        for number, reason in _examples(self.problems):
             place = f'{self.unit} {number}: ' if number else ''
             lines.append(place + reason)
         count = len(self.problems)
         if count == 1: return f'{self.source}: {lines[0]}'
-        if count > 10: lines.append(f'and {count - 10} more')
+        if count > len(lines): lines.append(f'and {count - len(lines)} more')
         heading = f'{self.source}: {count} problems'
         return '\n  '.join([heading, *lines])
+
+_OF_ONE_ROW = re.compile('\'.*?(?:\'|$)|".*?(?:"|$)|[0-9]+', re.DOTALL)  # In a reason
+
+def _examples(problems):
+    "At most ten problems, in their order: one of each kind, then the first of the others."
+    kinds = {}
+    for place, (_, reason) in enumerate(problems):
+        kinds.setdefault(_OF_ONE_ROW.sub('', reason), place)
+    first = set(kinds.values())
+    chosen = sorted(range(len(problems)), key=lambda place: place not in first)[:10]
+    return [problems[place] for place in sorted(chosen)]
 
 class RowPlace(NamedTuple):
     "Where a row was read."

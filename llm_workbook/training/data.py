@@ -77,17 +77,17 @@ def _object(pairs):
     raise ValueError(f'an object has the key {twice!r} twice; take one out')
 
 # %% ../../nbs/training/01_data.ipynb #c2d6014a
+class _Unreadable(ValueError):
+    "In place of a row: why its line cannot be read."
+
 def _read_jsonl(path, data):
-    rows, problems = [], []
-    for number, line in _numbered_lines(path):
-        try:
-            rows.append((number, _parse(line)))
-        except (json.JSONDecodeError, RecursionError) as error:
-            problems.append((number, f'is no complete JSON value ({error}); was it cut off?'))
-        except ValueError as error:
-            problems.append((number, f'cannot be read as JSON ({error})'))
-    if problems: raise DatasetError(path.name, problems, 'line')
-    return rows
+    return [(number, _read_line(line)) for number, line in _numbered_lines(path)]
+
+def _read_line(line):
+    try: return _parse(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return _Unreadable(f'is no complete JSON value ({error}); was it cut off?')
+    except ValueError as error: return _Unreadable(f'cannot be read as JSON ({error})')
 
 def _read_json(path, data):
     text = _read_text(path)
@@ -177,13 +177,13 @@ def _read_table(path, data):
     if is_tsv and text_column in header:
         for _, cells in lines:
             _rejoin_text(cells, header.index(text_column), width)
-    problems = []
+    rows, fix = [], 'take out or add a tab' if is_tsv else 'put a field with commas in quotes'
     for number, cells in lines:
-        if len(cells) == width: continue
-        fix = 'take out or add a tab' if is_tsv else 'put a field with commas in quotes'
-        problems.append((number, f'has {len(cells)} fields instead of {width}: {fix}'))
-    if problems: raise DatasetError(path.name, problems, 'line')
-    return [(number, dict(zip(header, cells))) for number, cells in lines]
+        row = dict(zip(header, cells))
+        if len(cells) != width:
+            row = _Unreadable(f'has {len(cells)} fields instead of {width}: {fix}')
+        rows.append((number, row))
+    return rows
 
 def _header(path, lines, data):
     "Name the columns: by number if the recipe does so, else by the first line, which is taken off."
@@ -425,13 +425,14 @@ def _convert(place, numbered, data, on_bad):
     conversations, problems = [], []
     for number, row in numbered:
         try:
+            if isinstance(row, _Unreadable): raise row
             made = conversation(row, data)
             conversations.append(made and DataRow(made, RowPlace(name, unit, number)))
         except ValueError as error:
             problems.append((number, str(error)))
     if not problems: return conversations
     fault = DatasetError(name, problems, unit)
-    if on_bad == 'error': raise fault
+    if on_bad == 'error' or any(isinstance(row, _Unreadable) for _, row in numbered): raise fault
     share = f'{len(problems)} of {len(numbered)} rows'
     warnings.warn(f'{share} are left out: {fault}', stacklevel=4)  # Where `load_rows` was called
     return conversations

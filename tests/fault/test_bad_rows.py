@@ -55,6 +55,26 @@ def test_13_a_bad_row_is_named_with_its_number_and_reason(good, bad, words, tmp_
     assert all(f'line {number}: ' in str(caught.value) for number in (2, 5))
 
 
+def test_13_one_row_of_each_kind_is_shown_however_many_there_are(tmp_path):
+    kinds = [bad for good, bad, _ in BAD.values() if good is GOOD]
+    rows = [GOOD, *[with_answer(content='')] * 30]
+    for bad in kinds: rows += [bad, bad]
+    with pytest.raises(DatasetError) as caught: load_rows(write(tmp_path/'rows.jsonl', rows))
+    said = str(caught.value)
+    assert len(caught.value.problems) == len(rows) - 1
+    assert said.startswith(f'rows.jsonl: {len(rows) - 1} problems\n  line 2: turn 2 (assistant) is ')
+    for words in {words for good, _, words in BAD.values() if good is GOOD}: assert words in said
+    assert said.endswith(f'and {len(rows) - 11} more')
+
+
+def test_13_lines_that_cannot_be_read_do_not_hide_the_rows_at_fault(tmp_path):
+    (tmp_path/'rows.csv').write_text('prompt,completion\nHi,Ho\nHi\nHi,\nHi,"Ho"\nHi,Ho,Ha\n')
+    with pytest.raises(DatasetError) as caught: load_rows(Data(source=str(tmp_path/'rows.csv')))
+    assert [number for number, _ in caught.value.problems] == [3, 4, 6]
+    with pytest.raises(DatasetError, match='has 1 fields instead of 2'):
+        load_rows(Data(source=str(tmp_path/'rows.csv')), on_bad='skip')
+
+
 # A line that is cut off (None) may have been a good row, and is never left out
 LEFT_OUT = {name: case for name, case in BAD.items() if case[1]}
 
