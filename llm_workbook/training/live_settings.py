@@ -258,11 +258,15 @@ def _reentrant(live):
     return _one(function.keywords.get('use_reentrant') for function in functions)
 
 # %% ../../nbs/training/08_live_settings.ipynb #792a1f7b
+def _policies(live):
+    "List the types that FSDP2 has for each parameter: since torch 2.15 its groups have none."
+    return [parameter.mp_policy for group in live.groups for parameter in group.fsdp_params]
+
 def _compute(live):
     "Read the type of the matrix products from the first object that decides it."
     if live.packed:
         return _one(_dtype(getattr(m, 'compute_dtype', None)) for m in live.packed)
-    policies = [group.mp_policy.param_dtype for group in live.groups]
+    policies = [policy.param_dtype for policy in _policies(live)]
     if any(policies): return _one(_dtype(dtype) for dtype in policies)
     if live.engine: return _engine_dtype(live.engine)
     if live.accelerator.native_amp:
@@ -295,8 +299,7 @@ def _master(live):
 # %% ../../nbs/training/08_live_settings.ipynb #9d3c1d69
 def _reduce(live):
     "Read the type in which gradients are summed over the ranks."
-    policies = [_dtype(group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
-                for group in live.groups]
+    policies = [_dtype(policy.reduce_dtype or policy.param_dtype) for policy in _policies(live)]
     if any(policies): return _one(policies)
     if live.engine: return _dtype(live.engine.communication_data_type)
     return _dtypes(live.trained)

@@ -61,8 +61,8 @@ def reduced(o):
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
     layer = o.model.model.layers[0]
-    layer._get_fsdp_state()._fsdp_param_group.mp_policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16)
+    for parameter in layer._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        parameter.mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def stowaway(o):

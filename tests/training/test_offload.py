@@ -172,7 +172,9 @@ def test_the_hook_of_trl_needs_an_accelerator():
     import torch
     from trl.models.activation_offloading import OffloadActivations
     if torch.accelerator.is_available(): pytest.skip('there is one here')
-    with pytest.raises(AttributeError, match="no attribute 'type'"): OffloadActivations()
+    # torch's build with CUDA has a name for the device, and then finds no driver
+    with pytest.raises((AttributeError, RuntimeError), match="no attribute 'type'|CUDA"):
+        OffloadActivations()
 
 
 def test_a_shrunk_recipe_keeps_saved_tensors_where_they_are():
