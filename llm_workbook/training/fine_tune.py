@@ -420,11 +420,14 @@ def _start_text(recipe, rows, start):
     return (f'{recipe.name} {now}: {rows:,} rows, {recipe.global_batch:,} a step, '
             f'{ranks} rank{"s" * (ranks > 1)}; loading {recipe.model.source}')
 
+_NO_FAILURE = '. What torchrun prints below is no failure: it takes every early end for one'
+
 def _end(recipe, directory, rank, result) -> int:
     "Let rank 0 say how the run has ended; give back the exit code."
     step, text = result.get('preempted'), f'finished: {Run(recipe, directory, []).saved}'
     if step is not None:
         text = f'stopped on request; the same command goes on after step {step:,}'
+        if 'TORCHELASTIC_RUN_ID' in os.environ: text += _NO_FAILURE
     if rank == 0: print(text, flush=True)
     return 0 if step is None else EXIT_PREEMPTED
 

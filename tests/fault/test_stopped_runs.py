@@ -70,14 +70,16 @@ def log_of_signalled_run(long, directory, number, rank=None) -> str:
 @pytest.mark.slow
 def test_01_sigterm_to_torchrun_saves_one_step_on_all_ranks(long, tmp_path, warm):
     log = log_of_signalled_run(long, tmp_path/'run', signal.SIGTERM)
-    assert 'SignalException' in log, log[-3000:]
+    said, _, traceback = log.partition('What torchrun prints below is no failure')
+    assert 'stopped on request; the same command goes on after step' in said, log[-3000:]
+    assert 'SignalException' in traceback and 'Traceback' not in said, log[-3000:]
     assert_resumed_as_undisturbed(tmp_path/'run', long)
 
 
 @pytest.mark.slow
 def test_02_a_signal_to_one_rank_saves_one_step_on_all_ranks(long, tmp_path, warm):
     log = log_of_signalled_run(long, tmp_path/'run', signal.SIGUSR1, rank=1)
-    assert 'exitcode  : 75' in log, log[-3000:]
+    assert 'exitcode  : 75' in log.partition('below is no failure')[2], log[-3000:]
 
 
 @pytest.mark.slow

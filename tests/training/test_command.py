@@ -267,3 +267,17 @@ def test_a_rank_ends_with_the_agent_that_started_it(tmp_path):
     agent.kill()
     agent.wait()
     assert wait_for(lambda: not is_alive(), 10)
+
+
+def test_a_stop_under_torchrun_says_that_its_traceback_is_no_failure(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
+    assert fine_tune._end(recipe, tmp_path, 0, {'preempted': 4}) == 75
+    assert capsys.readouterr().out.endswith('goes on after step 4\n')
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'x')
+    assert fine_tune._end(recipe, tmp_path, 0, {'preempted': 4}) == 75
+    assert 'What torchrun prints below is no failure' in capsys.readouterr().out
+    assert fine_tune._end(recipe, tmp_path, 1, {'preempted': 4}) == 75
+    assert fine_tune._end(recipe, tmp_path, 0, {}) == 0
+    assert 'torchrun prints' not in capsys.readouterr().out
