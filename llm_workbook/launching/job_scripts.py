@@ -12,6 +12,7 @@ from shlex import quote
 
 import yaml
 
+from .. import __version__
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe
 from ..display import nearest
@@ -268,6 +269,22 @@ def trainjob(
         'metadata': {'name': _object_name(recipe)},
         'spec': spec})
 
+# %% ../../nbs/launching/01_job_scripts.ipynb #28af9ca4
+_WHEEL_PATTERN = r'(~/|\./|/)?([\w.-]+/)*llm_workbook-[\w.+-]+\.whl'
+_COMMIT_PATTERN = r'git\+https://[A-Za-z0-9][\w./-]*@[\w./-]+'
+
+def _installation(package, extra) -> tuple[str, dict]:
+    "The command that installs this library on a node, and the file that it needs there."
+    if package is None: return f"pip install 'llm-workbook{extra}=={__version__}'", {}
+    text = str(package)
+    if re.fullmatch(_COMMIT_PATTERN, text, re.ASCII):
+        return f"pip install 'llm-workbook{extra} @ {text}'", {}
+    if re.fullmatch(_WHEEL_PATTERN, text, re.ASCII):
+        place = f'~/{Path(text).name}'
+        return f'pip install {place}"{extra}"', {place: text}
+    raise ValueError(f"package {text!r:.80} is no wheel llm_workbook-….whl and no commit "
+                     "'git+https://…@…': in a checkout, `make dist` builds the wheel in dist")
+
 # %% ../../nbs/launching/01_job_scripts.ipynb #7b2ac182
 _SKYPILOT_RUN = """\
 set -eu
@@ -283,7 +300,7 @@ def skypilot(
     directory: 'str | Path',  # Where the volume is mounted, and the run writes
     volume: str,  # Of SkyPilot, one that all nodes can write to
     gpu: str,  # As SkyPilot calls it, as in 'H100' or 'A100-80GB'
-    file: 'str | Path' = 'recipe.yaml',  # The recipe's YAML here; it is copied to every node
+    package: 'str | Path | None' = None,  # A wheel, or 'git+https://…'; None: this version, PyPI's
     secrets: tuple = ('HF_TOKEN',),  # Names of environment variables, never their values
 ) -> str:  # YAML for `sky launch`
     "Render a task of SkyPilot."
@@ -293,20 +310,19 @@ def skypilot(
     if cluster.device == 'cpu':
         raise ValueError(f'{recipe.name} is for CPUs: SkyPilot is asked for GPUs here')
     card = _matching(gpu, r'[A-Za-z0-9][A-Za-z0-9-]{0,30}', 'gpu')
-    recipe_file = _matching(file, r'(~/|\./|/)?[A-Za-z0-9_][\w./-]*', 'file')
     needs = {'deepspeed': recipe.sharding.strategy.startswith('zero'),
              'liger': recipe.batch.loss_head == 'fused' or recipe.model.kernels == 'liger'}
     extras = ','.join(name for name, needed in needs.items() if needed)
-    extra = f'[{extras}]' if extras else ''
+    setup, wheel = _installation(package, f'[{extras}]' if extras else '')
     task = {
         'name': recipe.name,
         'num_nodes': cluster.nodes,
         'resources': {'accelerators': {card: cluster.processes}},
-        'file_mounts': {'~/recipe.yaml': recipe_file},
+        'file_mounts': {'~/recipe.yaml': 'recipe.yaml'} | wheel,
         'volumes': {place: _matching(volume, _OBJECT_PATTERN, 'volume')},
         'envs': transport_env(recipe),
         'secrets': dict.fromkeys(_secret_names(secrets)),
-        'setup': f"pip install 'llm-workbook{extra}'",
+        'setup': setup,
         'run': _SKYPILOT_RUN.format(
             nodes=cluster.nodes, processes=cluster.processes, directory=place)}
     return _yaml_file(recipe, {key: value for key, value in task.items() if value != {}})

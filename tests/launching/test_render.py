@@ -14,6 +14,7 @@ import yaml
 from trouble import assert_commands_train, small_recipe
 from warm import forked_programs
 
+from llm_workbook import __version__
 from llm_workbook.launching import render as rendering
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.recipe import Recipe, recipe_names, shrink
@@ -62,10 +63,9 @@ def pages(name) -> dict:
     texts = {file: path.read_text('utf-8') for file, path in rendered.files.items()}
     texts['trainjob.yaml'] = trainjob(
         recipe, '/mnt/run', 'ghcr.io/you/llm-workbook:0.1.0', 'shared-run', secret='hub')
-    return (
-        texts
-        if recipe.cluster.device == 'cpu'
-        else texts | {'skypilot.yaml': skypilot(recipe, '/mnt/run', 'shared-run', 'H100')})
+    if recipe.cluster.device == 'cpu': return texts
+    task = skypilot(recipe, '/mnt/run', 'shared-run', 'H100')
+    return texts | {'skypilot.yaml': task.replace(f'=={__version__}', '==VERSION')}
 
 
 @pytest.mark.parametrize('name', KEPT)
@@ -579,6 +579,38 @@ def test_a_task_of_skypilot_has_the_fields_of_its_schema_and_its_commands_run(pl
             '--nnodes=2', f'--node-rank={rank}', '--nproc-per-node=4', '--master-addr=10.0.0.1',
             '/home of mine/recipe.yaml'} <= set(seen)
     with pytest.raises(ValueError, match='is for CPUs'): skypilot(PLAIN, '/m', 'v', 'H100')
+
+
+WHEEL = 'llm_workbook-0.1.0+mine-py3-none-any.whl'
+COMMIT = 'git+https://github.com/llm-workbook/llm-workbook@0123abcd'
+
+
+@pytest.mark.parametrize('package, installed, mounted', [
+    (None, f'llm-workbook[deepspeed]=={__version__}', {}),
+    (f'../dist/{WHEEL}', f'{{home}}/{WHEEL}[deepspeed]', {f'~/{WHEEL}': f'../dist/{WHEEL}'}),
+    (Path(f'/far/{WHEEL}'), f'{{home}}/{WHEEL}[deepspeed]', {f'~/{WHEEL}': f'/far/{WHEEL}'}),
+    (COMMIT, f'llm-workbook[deepspeed] @ {COMMIT}', {})], ids=['PyPI', 'wheel', 'far', 'commit'])
+def test_a_task_of_skypilot_installs_what_it_was_rendered_with(
+    package, installed, mounted, place
+):
+    recipe = Recipe.named('70b-2x4-h100-zero3-qlora-classifier')
+    task = yaml.safe_load(skypilot(recipe, '/mnt/run', 'shared-run', 'H100', package))
+    assert task['file_mounts'] == {'~/recipe.yaml': 'recipe.yaml'} | mounted
+    (place/'pip').write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN"\n')
+    (place/'pip').chmod(0o755)
+    env = {'PATH': f'{place}:{os.environ["PATH"]}', 'SEEN': str(place/'seen'), 'HOME': '/my home'}
+    subprocess.run(['bash', '-c', task['setup']], env=env, check=True, timeout=20)
+    words = (place/'seen').read_text().split('\0')[:-1]
+    assert words == ['install', installed.format(home='/my home')]
+
+
+@pytest.mark.parametrize('package', [
+    '.', 'llm-workbook', 'dist/other-0.1.0-py3-none-any.whl', "dist/llm_workbook-$(x)'.whl",
+    'git+https://github.com/llm-workbook/llm-workbook', "git+https://a@b'; rm -rf ~; '", ''])
+def test_what_is_no_wheel_and_no_commit_is_not_installed(package):
+    big = Recipe.named('70b-2x8-a100-80-full')
+    with pytest.raises(ValueError, match='is no wheel .* `make dist` builds the wheel'):
+        skypilot(big, '/mnt/run', 'shared-run', 'H100', package)
 
 
 # Real launches
