@@ -95,12 +95,26 @@ def check_packed_base(
     disk = f'{base.source!r} is packed on disk by {by}'
     whole = 'name the checkpoint that it was made from, in 16 bit'
     if method.kind == 'qlora':
-        raise ValueError(f'{disk}, and is not packed in NF4 a second time: {whole}')
+        raise ValueError(f'{disk}, and is not packed in NF4 a second time: {whole}{_elsewhere(by)}')
     if not _unpacks(packed):
-        raise ValueError(f'{disk}, and transformers does not unpack it: {whole}')
-    if method.kind == 'lora':
-        warnings.warn(f'{disk}, and is unpacked while it loads: its adapters can be used beside '
-                      f'it and are not merged into it; to export a merged model, {whole}')
+        other = '' if method.kind == 'full' else _elsewhere(by)
+        raise ValueError(f'{disk}, and transformers does not unpack it: {whole}{other}')
+    if method.kind != 'lora': return
+    if by == 'fp8': what = 'a merged model is in 16 bit and takes about twice the bytes'
+    else: what = f'they are not merged into it; to export a merged model, {whole}'
+    warnings.warn(f'{disk}, and is unpacked while it loads: its adapters can be used beside it; '
+                  f'{what}')
+
+_PEFT_NEEDS = {  # To train adapters on what stays packed: peft 0.21, transformers 5.23
+    'gptq': 'gptqmodel 7.0 and optimum 1.24, on a GPU or a CPU',
+    'awq': 'gptqmodel 7.0 and optimum 1.24, on a GPU or a CPU',
+    'aqlm': 'aqlm 1.0.2, on a GPU or a CPU', 'hqq': 'hqq, on a GPU', 'eetq': 'eetq, on a GPU'}
+
+def _elsewhere(by):
+    "Say what it takes to train adapters on a packed base without this library; '' if nothing can."
+    if by not in _PEFT_NEEDS: return ''
+    return ('. As it is, it never trains here, where 4 bits are NF4; peft by itself trains '
+            f'adapters on it, and needs {_PEFT_NEEDS[by]}')
 
 # %% ../../nbs/model/04_quantize.ipynb #773ef824
 def _pretrained(base, method, precision, device):

@@ -123,6 +123,7 @@ def _describe(merge, recipe, folder):
     place = resolve(base.source)
     config = AutoConfig.from_pretrained(place, revision=base.revision, trust_remote_code=False)
     config.dtype = merge.dtype
+    if hasattr(config, 'quantization_config'): del config.quantization_config  # It was unpacked
     if merge.into == 'nf4':
         config.quantization_config = nf4_config(merge.method, recipe.precision).to_dict()
     config.save_pretrained(folder)

@@ -8,20 +8,22 @@ __all__ = ['MERGE_TARGETS', 'Merge', 'merged', 'predictions', 'Gate', 'gate', 'M
 # %% ../../nbs/release/02_merge.ipynb #afe50a93
 import json
 import math
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from re import fullmatch
 from typing import NamedTuple
 
+from ..checkpoint.consolidate import without_unpacking
 from ..config.recipe import Method, Model, Precision, Recipe
-from ..display import PALETTE, canvas, html_table, nearest
+from ..display import PALETTE, binary_size, canvas, html_table, nearest
 from ..files import resolve
 from ..model.adapters import adapters_hint, load_adapters, moved
 from ..model.architecture import (
     configuration, in_modules, inventory, load_tokenizer, skeleton)
 from ..model.nf4 import pack, scales, state, unpack
 from ..model.quantize import fingerprint, float32_modules, load_base, payload_bytes
-from ..model.weight_files import Weights, origins
+from ..model.weight_files import UnpackedWeights, Weights, origins
 from .scores import evaluating
 from ..training.tokens import assistant_mask
 
@@ -216,11 +218,8 @@ def _checked_pairs(base, adapters, into, method):
 def _checked_base(base, revision, into, method, pairs, dtype):
     "Find the base: weights, pairs and packed ones by their names on disk, places, float32 modules."
     name, raw = configuration(base, revision)
-    if raw.get('quantization_config'):
-        raise ValueError(f'{name!r} is packed already, there is no 16-bit base in it: '
-                         'name the checkpoint it was made from')
+    weights = _whole_weights(base, revision, name, raw.get('quantization_config'))
     model = skeleton(raw, name)
-    weights = Weights(base, revision)
     found = _origins(model, weights)
     kept = ('tower',) if into == 'dequantised' else ()  # No adapter was trained on its rounding
     packs = method.kind == 'qlora'
@@ -231,6 +230,19 @@ def _checked_base(base, revision, into, method, pairs, dtype):
     pairs = _on_disk(pairs, found, weights)
     _fits(name, weights.tensors, pairs, packed)
     return weights, pairs, packed, _places(found, weights), float32_modules(model, dtype)
+
+def _whole_weights(base, revision, name, packed):
+    "Open the files of the base; those in FP8 are unpacked, as they were for the training."
+    weights = Weights(base, revision)
+    if not packed: return weights
+    if packed.get('quant_method') != 'fp8':
+        raise ValueError(f'{name!r} is packed already, there is no 16-bit base in it: '
+                         'name the checkpoint it was made from')
+    unpacked = UnpackedWeights(weights)
+    warnings.warn(f'{name!r} is packed in FP8 and is merged unpacked: '
+                  f'{binary_size(unpacked.total_b, 1)} in 16 bit in the place of '
+                  f'{binary_size(weights.total_b, 1)}', stacklevel=5)  # Where `Merge` was made
+    return unpacked
 
 def _places(found, weights) -> dict:
     "Tensor on disk -> the parameter that it is a part of, and its first number there."
@@ -367,7 +379,13 @@ def merged(
     with merge.weights:
         for name in tqdm(merge.changed, desc='merging', unit='weight', delay=3, leave=False):
             _put(model, name, merge.parts(name), merge.places.get(name, (name, 0)))
+    if into != 'nf4': _forget_packing(model)
     return model
+
+def _forget_packing(model):
+    "Let a base that was unpacked while it loaded be saved as what it is now, not packed again."
+    with without_unpacking(model): whole = getattr(model, '_weight_conversions', None)
+    model._weight_conversions = whole
 
 # %% ../../nbs/release/02_merge.ipynb #0286b005
 def _padded(lists, device):

@@ -431,7 +431,7 @@ def test_a_base_in_fp8_is_judged_before_a_rank_starts(tmp_path):
         check_recipe(recipe)
     with pytest.raises(ValueError, match='packed on disk by fp8, and is not packed in NF4'):
         check_recipe(recipe.changed({'method.kind': 'qlora'}))
-    with pytest.warns(UserWarning, match='are not merged into it'):
+    with pytest.warns(UserWarning, match='a merged model is in 16 bit'):
         check_recipe(recipe.changed({'method.kind': 'lora'}))
 
 
