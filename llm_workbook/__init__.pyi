@@ -72,6 +72,9 @@ from .config.hardware import links as links
 from .config.hardware import node as node
 from .config.hardware import nodes as nodes
 from .config.hardware import same_nodes as same_nodes
+from .config.other_names import OtherName as OtherName
+from .config.other_names import other_name as other_name
+from .config.other_names import other_names as other_names
 from .config.passes import in_steps as in_steps
 from .config.passes import known_steps as known_steps
 from .config.passes import steps_of_pass as steps_of_pass

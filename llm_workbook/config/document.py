@@ -16,6 +16,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .other_names import other_name
 from ..display import nearest
 from ..files import as_path, publish
 
@@ -61,6 +62,8 @@ def _dotted_paths(model) -> dict[str, str]:
     return inner | {key: key for key in model.model_fields}
 
 def _unknown_key(key, model) -> str:
+    elsewhere = other_name(key)
+    if elsewhere: return str(elsewhere)
     paths = _dotted_paths(model)
     near = get_close_matches(key, paths, 1)
     return f"did you mean '{paths[near[0]]}'?" if near else nearest(key, list(model.model_fields))
@@ -75,7 +78,11 @@ def _reason(error, model) -> str:
         return 'must be 1 to 64 letters, digits, dots, dashes or underscores'
     if kind == 'literal_error':
         words = error['ctx']['expected'].replace("'", '').replace(' or ', ', ').split(', ')
-        return f'must be one of {", ".join(words)}; {nearest(str(error["input"]), words)}'
+        hint = nearest(str(error['input']), words)
+        others = '' if hint.startswith('known: ') else f'; {hint}'
+        return f'must be one of {", ".join(words)}{others}'
+    if kind == 'model_type':
+        return 'must be a part with fields: write them below it, or in braces as {field: value}'
     return error['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')
 
 # %% ../../nbs/config/01_document.ipynb #5ac1b93a

@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 from pydantic_core import PydanticUndefined
 
 from .document import Part
+from .other_names import other_name
 from .recipe import Recipe
 from ..display import html_table, nearest
 
@@ -105,5 +106,5 @@ def recipe_fields(
     if found: return _FieldNotes(found)
     known = [note.path for note in notes]
     words = {name.rpartition('.')[2]: name for name in known}
-    hint = nearest(path, [*known, *words])
+    hint = other_name(path) or nearest(path, [*known, *words])
     raise ValueError(f'a recipe has no field {path!r}; {hint}')

@@ -300,6 +300,7 @@ class Optimizer(Part):
     @model_validator(mode='before')
     @classmethod
     def _leave_out_no_steps(cls, values):
+        if not isinstance(values, dict): return values  # The check that follows refuses it
         return {name: value for name, value in values.items() if (name, value) != ('steps', None)}
 
     @model_validator(mode='after')

@@ -44,7 +44,7 @@ WRONG = [  # dotted field, value, words in the message
     ('seed', 1.5, 'valid integer'),
     ('seed', True, 'valid integer'),
     ('seed', 2**32, 'less than'),
-    ('model', 'tiny-base', 'valid dictionary'),
+    ('model', 'tiny-base', 'must be a part with fields'),
     ('model.source', None, 'valid string'),
     ('model.source', '', 'at least 1 character'),
     ('model.sorce', 'x', "did you mean 'source'?"),
