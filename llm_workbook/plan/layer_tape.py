@@ -263,7 +263,7 @@ def _gated(tape, both, width, setting) -> Tensor:
         'gated product', (both,), width, both.element_b,
         saves=(both,) if setting.kernels != 'plain' else (both, activated),
         over=setting.kernels == 'liger',
-        work_b=2 * activated.size_b if setting.kernels != 'liger' else 0)
+        work_b=2 * activated.size_b if setting.kernels == 'compile' else 0)
 
 def _mlp(tape, x, linear, setting) -> Tensor:
     if 'gate_up_proj' in linear:
@@ -292,15 +292,23 @@ def _mlp(tape, x, linear, setting) -> Tensor:
 # %% ../../nbs/plan/03_layer_tape.ipynb #7fc780a0
 def _order(tape, spec) -> Tensor: return tape.tensor('order of tokens', spec.experts_per_token, 8)
 
+def _weights_b(setting) -> int:
+    "Bytes of an element in products of experts: autocast leaves them in the type of the weights."
+    return setting.stream_b if setting.casts else setting.compute_b
+
 def _gradients_b(unit, kind, setting) -> int:
     "Bytes of the gradients of a kind of weight in one layer."
     if not setting.trains: return 0
     return sum(weight.numel for weight in unit.weights if weight.kind == kind) * setting.grad_b
 
+_CAST_BACK = 'qwen3_moe',  # Whose router gives its weights in the type of its product
+
 def _router(tape, x, unit, setting, spec) -> Tensor:
     "The weights of the chosen experts, for each token."
     experts, chosen, compute_b = unit.experts, spec.experts_per_token, setting.compute_b
-    saves = (x,) if setting.trains else ()
+    x = _cast(tape, 'router: 16-bit input', x, compute_b)
+    adapted = any(path.endswith('.gate') for path, _ in setting.expert_ranks)
+    saves = (x,) if setting.trains or adapted else ()
     p = tape.op(
         'router', (x,), experts, compute_b,
         saves=saves,
@@ -313,20 +321,44 @@ def _router(tape, x, unit, setting, spec) -> Tensor:
         'router: chosen', (p,), chosen, 4,
         saves=(_order(tape, spec),))
     total = tape.tensor('router: sum', 1, 4)
-    return tape.op(
+    p = tape.op(
         'router: normalised', (p,), chosen, 4,
         saves=(p, total))
+    if spec.kind not in _CAST_BACK: return p
+    return _cast(tape, 'router: 16 bit', p, compute_b)
+
+# %% ../../nbs/plan/03_layer_tape.ipynb #56325c95
+def _in_order(tape, x, p, stream_b, spec) -> Tensor:
+    "What experts made, times the weights of a router, and added up for each token."
+    narrow_b, wide_b = x.element_b, max(x.element_b, p.element_b)
+    weighted_b = wide_b * x.width * tape.rows
+    p = tape.op(
+        'router: sorted', (p,), spec.experts_per_token, p.element_b,
+        saves=(_order(tape, spec),))
+    x = tape.op(
+        'experts: weighted', (x, p), x.width, wide_b,
+        saves=(x, p),
+        work_b=2 * weighted_b if wide_b > narrow_b else weighted_b)  # One of them is cast
+    x = tape.op(
+        'tokens in order', (x,), x.width, wide_b,
+        saves=(_order(tape, spec),),
+        work_b=weighted_b)
+    x = tape.op('experts: sum', (x,), spec.hidden, wide_b)
+    return _cast(tape, 'experts: 16 bit', x, stream_b)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #56325c94
 def _experts(tape, x, unit, setting, spec) -> Tensor:
-    chosen, hidden, compute_b = spec.experts_per_token, spec.hidden, setting.compute_b
+    chosen, hidden, stream_b = spec.experts_per_token, spec.hidden, x.element_b
+    compute_b = _weights_b(setting)
     routed = chosen * hidden  # Each token is there once for every expert that it visits
     inner = chosen * spec.moe_intermediate
     third_b = _gradients_b(unit, 'expert', setting) // 3  # Of gate, up or down
     p = _router(tape, x, unit, setting, spec)
     x = tape.op(
-        'tokens by expert', (x,), routed, compute_b,
-        saves=(_order(tape, spec),))
+        'tokens by expert', (x,), routed, stream_b,
+        saves=(_order(tape, spec),),
+        work_b=x.size_b)
+    x = _cast(tape, 'experts: 16-bit input', x, compute_b)
     offsets = tape.tensor('experts: offsets', unit.experts, 4, rows=1)
     folded = _folded(tape, unit, 'gate_up_proj', setting)
     saves = (x,) if setting.trains or folded else ()
@@ -341,18 +373,7 @@ def _experts(tape, x, unit, setting, spec) -> Tensor:
         'experts: down', (x, *folded), routed, compute_b,
         saves=(*saves, *folded),
         grads_b=third_b)
-    p = tape.op(
-        'router: sorted', (p,), chosen, 4,
-        saves=(_order(tape, spec),))
-    x = tape.op(
-        'experts: weighted', (x, p), routed, 4,
-        saves=(x, p),
-        work_b=4 * routed * setting.rows)
-    x = tape.op(
-        'tokens in order', (x,), routed, 4,
-        saves=(_order(tape, spec),))
-    x = tape.op('experts: sum', (x,), hidden, 4)
-    return _cast(tape, 'experts: 16 bit', x, compute_b)
+    return _in_order(tape, x, p, stream_b, spec)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #f42cd9c8
 def _folded(tape, unit, name, setting) -> tuple[Tensor, ...]:
@@ -362,7 +383,7 @@ def _folded(tape, unit, name, setting) -> tuple[Tensor, ...]:
         if weight.kind != 'expert' or not weight.path.endswith(name): continue
         rank = ranks.get(weight.path)
         if not rank: continue
-        compute_b = setting.compute_b
+        compute_b = _weights_b(setting)
         height, width = weight.shape[-2:]
         pair = rank * (width + height)  # Numbers in both factors
         factors = tape.tensor(f'experts: {name}, pair', pair, compute_b, rows=1)

@@ -507,6 +507,17 @@ class _LazyChunks:
         if beyond: return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(rows_of_rank, rows - start))
 
+# %% ../../nbs/rehearsal/01_fake_tensors.ipynb #b2db1263
+def _in_any_type(shapes):
+    "Experts are multiplied in float32 and float16 too: torch says the shape for bfloat16 alone."
+    def run(mat_a, mat_b, offs=None, **rest):
+        import torch
+        from torch._meta_registrations import _create_grouped_mm_output_tensor
+        wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
+        if wide: return _create_grouped_mm_output_tensor(mat_a, mat_b, offs, mat_a.dtype)
+        return shapes(mat_a, mat_b, offs=offs, **rest)
+    return run
+
 # %% ../../nbs/rehearsal/01_fake_tensors.ipynb #b2db1264
 def _swap_if_changed(swap):
     "A module moved to where it is keeps its parameters: 4-bit ones could not be swapped."
@@ -528,6 +539,7 @@ def _running_sums(position_ids): return position_ids.cumsum(-1)
 def _patches(packed):
     "Change what would fail with fakes, or would run other operations than with real tensors."
     import torch
+    import torch._meta_registrations as shapes
     import transformers.masking_utils as masks
     from accelerate import PartialState
     from torch._subclasses.fake_tensor import FakeTensor
@@ -541,6 +553,7 @@ def _patches(packed):
     # It finds the borders of packed examples in the numbers of the positions: fakes have none
     if packed:
         yield patch.object(masks, 'find_packed_sequence_indices', _running_sums)
+    yield _wrapped(shapes, '_meta_grouped_mm_common', _in_any_type)  # Products of experts
     # FSDP2 would make the parts of all ranks
     yield patch.object(_fsdp_param, '_chunk_with_empty', _LazyChunks)
     # accelerate tells parameters apart by their addresses
