@@ -781,6 +781,7 @@ from .training.rank_run import bring_head as bring_head
 from .training.rank_run import check_payload as check_payload
 from .training.rank_run import check_shards as check_shards
 from .training.rank_run import commit_step as commit_step
+from .training.rank_run import kept_error as kept_error
 from .training.rank_run import load_step as load_step
 from .training.rank_run import payload_digest as payload_digest
 from .training.rank_run import read_converted as read_converted
@@ -796,7 +797,6 @@ from .training.resume import resumable as resumable
 from .training.resume import save_result as save_result
 from .training.run_directory import CHANGEABLE as CHANGEABLE
 from .training.run_directory import RunFiles as RunFiles
-from .training.run_directory import RunLocked as RunLocked
 from .training.run_directory import STAGES as STAGES
 from .training.run_directory import Start as Start
 from .training.run_directory import announce_import as announce_import
@@ -808,11 +808,17 @@ from .training.run_directory import rate_schedule as rate_schedule
 from .training.run_directory import read_metrics as read_metrics
 from .training.run_directory import recipe_facts as recipe_facts
 from .training.run_directory import rows_facts as rows_facts
-from .training.run_directory import run_lock as run_lock
 from .training.run_directory import run_stage as run_stage
 from .training.run_directory import run_state as run_state
 from .training.run_directory import run_status as run_status
 from .training.run_directory import write_line as write_line
+from .training.run_lock import Hold as Hold
+from .training.run_lock import LOCK as LOCK
+from .training.run_lock import RunLocked as RunLocked
+from .training.run_lock import adopt_hold as adopt_hold
+from .training.run_lock import lock_holder as lock_holder
+from .training.run_lock import run_lock as run_lock
+from .training.run_lock import take_hold as take_hold
 from .training.step_phases import DoneStep as DoneStep
 from .training.step_phases import PHASES as PHASES
 from .training.step_phases import StepClock as StepClock

@@ -7,12 +7,12 @@ __all__ = ['safe_path', 'sbatch', 'trainjob', 'skypilot']
 
 # %% ../../nbs/launching/01_job_scripts.ipynb #d38375a2
 import re
+from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 
 import yaml
 
-from .. import __version__
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe
 from ..display import nearest
@@ -275,7 +275,7 @@ _COMMIT_PATTERN = r'git\+https://[A-Za-z0-9][\w./-]*@[\w./-]+'
 
 def _installation(package, extra) -> tuple[str, dict]:
     "The command that installs this library on a node, and the file that it needs there."
-    if package is None: return f"pip install 'llm-workbook{extra}=={__version__}'", {}
+    if package is None: return f"pip install 'llm-workbook{extra}=={version('llm-workbook')}'", {}
     text = str(package)
     if re.fullmatch(_COMMIT_PATTERN, text, re.ASCII):
         return f"pip install 'llm-workbook{extra} @ {text}'", {}

@@ -156,12 +156,20 @@ def panel_state(
     try:
         changes = _changes(chosen, base.cluster.device)
         changes |= _attention(chosen, base) | _template(chosen, base)
-        recipe = base.changed(changes | _precision(changes, base))
+        recipe = _renamed(base.changed(changes | _precision(changes, base)), base)
         return PanelState(chosen, recipe, estimate(recipe), ())
     except RecipeError as error:
         return PanelState(chosen, None, None, tuple(str(problem) for problem in error.problems))
     except (ValueError, ImportError) as error:
         return PanelState(chosen, None, None, (str(error),))
+
+_CHANGED = '-changed'
+
+def _renamed(recipe, base) -> Recipe:
+    "Let a recipe that is no longer its base say so in its name."
+    if recipe.changed({'name': base.name}) == base: return base
+    name = base.name.removesuffix(_CHANGED)[:64 - len(_CHANGED)] + _CHANGED
+    return recipe.changed({'name': name})
 
 def _default_base() -> Recipe: return draft('llama-3.1-70b', '2x-rtx-3090')
 
@@ -375,7 +383,7 @@ def nearest_fit(
     same_optimizer = {'optimizer.kind': wanted.optimizer.kind}
     for axes in (same_method | same_optimizer, same_method, {}):
         found = search(wanted, axes)
-        if found.accepted: return found.fewest_changes.recipe
+        if found.accepted: return _renamed(found.fewest_changes.recipe, base)
     raise ValueError(_nearest_miss(found))
 
 def _sound_recipe(state, base) -> Recipe:
@@ -391,7 +399,6 @@ def _nearest_miss(found) -> str:
     if not short: return f'{head}: {found.why()}'
     nearest_one = min(short, key=lambda refusal: refusal.short_b)
     return f'{head}; the nearest lacks {gib(nearest_one.short_b, 1)}: take more or larger GPUs'
-
 
 # %% ../../nbs/plan/13_panel.ipynb #bdcc4147
 class PlannerPanel:

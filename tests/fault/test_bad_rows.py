@@ -62,7 +62,8 @@ def test_13_one_row_of_each_kind_is_shown_however_many_there_are(tmp_path):
     with pytest.raises(DatasetError) as caught: load_rows(write(tmp_path/'rows.jsonl', rows))
     said = str(caught.value)
     assert len(caught.value.problems) == len(rows) - 1
-    assert said.startswith(f'rows.jsonl: {len(rows) - 1} problems\n  line 2: turn 2 (assistant) is ')
+    heading = f'rows.jsonl: {len(rows) - 1} problems'
+    assert said.startswith(f'{heading}\n  line 2: turn 2 (assistant) is ')
     for words in {words for good, _, words in BAD.values() if good is GOOD}: assert words in said
     assert said.endswith(f'and {len(rows) - 11} more')
 

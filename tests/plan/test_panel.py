@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from llm_workbook import PlannerPanel, Recipe, controls, draft, panel_state, recipe_names
+from llm_workbook.plan.panel import nearest_fit
 
 BASE = draft('llama-3.1-70b', '2x-rtx-3090')
 
@@ -31,7 +32,7 @@ def _restored(request):
 
 def test_a_state_is_a_recipe_and_its_estimate():
     state = panel_state({'batch.micro': 2})
-    assert state.recipe == BASE.changed({'batch.micro': 2})
+    assert state.recipe == BASE.changed({'batch.micro': 2, 'name': f'{BASE.name}-changed'})
     assert state.estimate.recipe == state.recipe
     assert Recipe.parse(state.yaml) == state.recipe
     assert state.verdict == state.estimate.verdict
@@ -204,12 +205,27 @@ def test_a_recipe_that_was_changed_is_no_longer_the_named_one(panel):
     panel.widgets['batch.length'].value = 8192
     assert panel.start.value == ''
     assert panel.adopt.batch.length == 8192
+    assert panel.adopt.name == '70b-1xh200-qlora-changed'
+    panel.widgets['batch.micro'].value = 2
+    assert panel.adopt.name == '70b-1xh200-qlora-changed'
     panel.start.value = '70b-1xh200-qlora'
     assert panel.adopt == Recipe.named('70b-1xh200-qlora')
     panel.widgets['batch.micro'].value = 64
     panel.fit_button.click()
     assert panel.start.value == ''
+    assert panel.adopt.name == '70b-1xh200-qlora-changed'
     panel.begin(BASE)
+
+
+def test_a_recipe_that_was_made_to_fit_or_has_a_long_name_is_called_changed():
+    large = Recipe.named('70b-1xh200-qlora').changed({'batch.micro': 64, 'name': 'a' * 64})
+    state = panel_state({}, large)
+    assert state.recipe == large
+    fitting = nearest_fit(state, large)
+    assert fitting.name == 'a' * 56 + '-changed'
+    assert nearest_fit(panel_state({}, fitting), fitting).name == fitting.name
+    back = panel_state({'batch.micro': 32}, large).settings | {'batch.micro': 64}
+    assert panel_state(back, large).recipe.name == large.name
 
 
 def test_a_contradiction_is_shown_and_left_again(panel):
