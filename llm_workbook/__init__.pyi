@@ -351,6 +351,7 @@ from .model.spec import spec as spec
 from .model.spec import spec_of as spec_of
 from .model.weight_files import Entry as Entry
 from .model.weight_files import Origin as Origin
+from .model.weight_files import UnpackedWeights as UnpackedWeights
 from .model.weight_files import Weights as Weights
 from .model.weight_files import check_index as check_index
 from .model.weight_files import header_bytes as header_bytes
@@ -701,7 +702,6 @@ from .training.conversation import rows_error as rows_error
 from .training.conversation import unread_fields as unread_fields
 from .training.data import load_rows as load_rows
 from .training.data import source_names as source_names
-from .training.data import split_rows as split_rows
 from .training.early_stopping import best_evaluation as best_evaluation
 from .training.early_stopping import note_best as note_best
 from .training.early_stopping import out_of_patience as out_of_patience
@@ -783,6 +783,7 @@ from .training.rank_run import check_shards as check_shards
 from .training.rank_run import commit_step as commit_step
 from .training.rank_run import kept_error as kept_error
 from .training.rank_run import load_step as load_step
+from .training.rank_run import own_overrides as own_overrides
 from .training.rank_run import payload_digest as payload_digest
 from .training.rank_run import read_converted as read_converted
 from .training.rank_run import set_up_device as set_up_device
@@ -819,6 +820,8 @@ from .training.run_lock import adopt_hold as adopt_hold
 from .training.run_lock import lock_holder as lock_holder
 from .training.run_lock import run_lock as run_lock
 from .training.run_lock import take_hold as take_hold
+from .training.split import prompt_of as prompt_of
+from .training.split import split_rows as split_rows
 from .training.step_phases import DoneStep as DoneStep
 from .training.step_phases import PHASES as PHASES
 from .training.step_phases import StepClock as StepClock
@@ -832,8 +835,10 @@ from .training.tokens import Tokens as Tokens
 from .training.tokens import Written as Written
 from .training.tokens import answer_tokens as answer_tokens
 from .training.tokens import assistant_mask as assistant_mask
+from .training.tokens import check_pad as check_pad
 from .training.tokens import check_rows as check_rows
 from .training.tokens import end_tokens as end_tokens
+from .training.tokens import rows_bar as rows_bar
 from .training.tokens import save_generation as save_generation
 from .training.tokens import token_view as token_view
 from .training.tool_calls import FilledRow as FilledRow

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Answer', 'Written', 'Tokens', 'ChatFormat', 'end_tokens', 'save_generation', 'answer_tokens', 'assistant_mask',
-           'TokenView', 'token_view', 'TokenReport', 'check_rows', 'check_pad']
+           'TokenView', 'token_view', 'TokenReport', 'check_rows', 'check_pad', 'rows_bar']
 
 # %% ../../nbs/training/02_tokens.ipynb #7a0c1d04
 import os, re, warnings
@@ -475,7 +475,7 @@ def _all_tokens(rows, tokenizer, answers) -> list:
     is_chat = any('text' not in row for row in rows)
     chat = ChatFormat(tokenizer) if is_chat else None
     found = []
-    with _bar(len(rows)) as bar:
+    with rows_bar(rows, 'tokenising') as bar:
         for first in range(0, len(rows), _TOGETHER):
             group = rows[first:first + _TOGETHER]
             found += _group_tokens(group, chat, tokenizer, answers)
@@ -502,12 +502,15 @@ def _read(row, chat, tokenizer, answers) -> 'list | str':
         return [tokens._replace(opening=None) if 'label' in row else tokens]
     except ValueError as error: return str(error)
 
-def _bar(rows):
+def rows_bar(
+    rows: list,  # Each once
+    doing: str,  # As in 'tokenising'
+) -> 'tqdm':  # Gives the rows in turn; or call `update` with how many are done
     "Show how many rows are done where it takes seconds; of several ranks, the first one does."
     from tqdm import auto, std
     rank = os.environ.get('RANK')
     kind = auto if rank is None else std  # A rank is a fork, and a widget would ask the kernel
-    return kind.tqdm(total=rows, desc='tokenising', unit='row', delay=_SILENT_S, leave=False,
+    return kind.tqdm(rows, doing, unit='row', delay=_SILENT_S, leave=False,
                      disable=rank not in (None, '0'))
 
 # %% ../../nbs/training/02_tokens.ipynb #5ab0c020

@@ -2,6 +2,7 @@
 import json
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -510,6 +511,36 @@ def test_a_rank_asks_no_kernel_for_a_widget(tokenizer, monkeypatch):
     check_rows([{'messages': [ASK, ANSWER]}], tokenizer)
 
 
-def test_few_rows_have_no_bar(tokenizer, capsys):
-    check_rows([{'messages': [ASK, ANSWER]}] * 10, tokenizer)
-    assert 'tokenising' not in capsys.readouterr().err
+def test_few_rows_have_no_bar(tokenizer, tmp_path, capsys):
+    check_rows(read(tmp_path/'a.jsonl', [PAIR] * 10), tokenizer)
+    shown = capsys.readouterr().err
+    assert 'tokenising' not in shown and 'reading' not in shown
+
+
+def test_a_bar_shows_how_many_rows_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokens, '_SILENT_S', 0)
+    monkeypatch.delenv('RANK', raising=False)
+    assert len(read(tmp_path/'a.jsonl', [PAIR] * 3)) == 3
+    assert 'reading a.jsonl' in capsys.readouterr().err
+    monkeypatch.setenv('RANK', '1')
+    read(tmp_path/'a.jsonl', [PAIR] * 3)
+    assert 'reading' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('enabled', [True, False])
+def test_the_collector_of_garbage_is_as_it_was(tmp_path, enabled):
+    import gc
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        read(tmp_path/'a.jsonl', [PAIR])
+        with pytest.raises(DatasetError): read(tmp_path/'b.jsonl', [PAIR | {'completion': ''}])
+        assert gc.isenabled() is enabled
+    finally: (gc.enable if was else gc.disable)()
+
+
+def test_a_warning_points_to_who_reads_the_rows(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        load_rows(write(tmp_path/'a.jsonl', [PAIR | {'more': 1}]))
+    assert [Path(each.filename).name for each in caught] == ['test_rows.py']
