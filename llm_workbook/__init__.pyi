@@ -865,6 +865,10 @@ from .training.trainer_rows import held_tokens as held_tokens
 from .training.trainer_rows import packed_collator as packed_collator
 from .training.trainer_rows import row_kind as row_kind
 from .training.trainer_rows import trainer_table as trainer_table
+from .training.turn_fields import MEDIA_FIELDS as MEDIA_FIELDS
+from .training.turn_fields import WEIGHT_FIELDS as WEIGHT_FIELDS
+from .training.turn_fields import turn_trains as turn_trains
+from .training.turn_fields import unread_turn_fields as unread_turn_fields
 from .training.watchdog import EXIT_PREEMPTED as EXIT_PREEMPTED
 from .training.watchdog import HangWatch as HangWatch
 from .training.watchdog import Preemption as Preemption

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..config.recipe import Data
 from ..display import nearest
 from .tool_calls import read_calls, with_tools
+from .turn_fields import MEDIA_FIELDS, WEIGHT_FIELDS, turn_trains
 
 # %% ../../nbs/training/00_conversation.ipynb #daa11447
 class DatasetError(ValueError):
@@ -243,7 +244,8 @@ def _message(turn, number):
     if may_be_empty and not str(content or '').strip(): content = ''
     else: content = _checked_text(content, f'turn {number} ({speaker})')
     message = {'role': _ROLES[speaker], 'content': content} | _of_tools(turn, number, calls)
-    return message if _trains(turn, number, message['role']) else message | {'train': False}
+    trains = turn_trains(turn, number, message['role'])
+    return message if trains else message | {'train': False}
 
 def _of_tools(turn, number, calls):
     "The fields of a turn that calls tools, or that answers for one."
@@ -255,27 +257,6 @@ def _of_tools(turn, number, calls):
     if role != 'tool': return {}
     fields = {name: turn.get(name) for name in ('tool_call_id', 'name')}
     return {name: str(value) for name, value in fields.items() if value not in (None, '')}
-
-_THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
-
-def _trains(turn, number, role):
-    "Whether a turn is to be trained, by the fields in which other trainers say so."
-    for name in _THOUGHTS:
-        if turn.get(name):
-            raise ValueError(f'turn {number} has {name}, which is not read here: put it into the '
-                             "content, as the model's template marks thoughts, or take it out")
-    trains = role == 'assistant'
-    for name in ('weight', 'loss_weight', 'train'):
-        value = turn.get(name)
-        if value is None: continue
-        if value not in (0, 1):
-            raise ValueError(f'turn {number} has {name} {value!r:.40}: only 0 and 1 are obeyed, '
-                             'so write one of them')
-        if value and name == 'train' and role != 'assistant':
-            raise ValueError(f'turn {number} asks to train the {role}: only answers train here, '
-                             f'so take its {name!r} out')
-        trains = trains and bool(value)
-    return trains or role != 'assistant'
 
 def _messages(turns, column='messages'):
     turns = _from_json(turns)
@@ -369,7 +350,8 @@ def _alpaca_answer(data): return recipe_columns(data).get('completion', 'output'
 
 def _with_context(messages, row):
     "Put what `history` and `system` hold before a conversation."
-    history, system = row.get('history') or [], row.get('system')
+    history = row.get('history') or []
+    system = row.get('system', row.get('system_prompt'))
     turns = []
     for pair in history:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -503,16 +485,13 @@ def _made(row, data):
     return {'messages': messages, **extra}
 
 # %% ../../nbs/training/00_conversation.ipynb #5ab0d001
-_MEDIA = 'images', 'image', 'videos', 'video', 'audios', 'audio'
-_WEIGHTS = 'weight', 'loss_weight', 'train'
-
 def _check_meaning(row):
     "Refuse a row with a column that would change what is trained."
-    for name in _MEDIA:
+    for name in MEDIA_FIELDS:
         if not row.get(name): continue
         raise ValueError(f'has {name} {row[name]!r:.40}; only text is trained here: '
                          'take the row or the column out')
-    for name in _WEIGHTS:
+    for name in WEIGHT_FIELDS:
         if row.get(name) in (None, 1): continue
         raise ValueError(f'has {name} {row[name]!r:.40}, which is not obeyed for a whole row: '
                          'take the row or the column out')
@@ -548,10 +527,11 @@ def read_columns(
            'prompt_completion': (columns['prompt'], columns['completion']),
            'classification': (columns['text'], columns['label']), 'text': (columns['text'],),
            'preference': (columns['prompt'], 'chosen', 'rejected')}
-    read = {*own[row_format], 'family', 'tools', *_MEDIA, *_WEIGHTS}
+    read = {*own[row_format], 'family', 'tools', *MEDIA_FIELDS, *WEIGHT_FIELDS}
     if 'family' in row: read.add('input')  # With the family, it identifies a generated question
     if row_format not in _TEXT_FORMATS:
-        read |= {'system', 'history'}
+        has_system = any('system' in row for row in rows)
+        read |= {'system' if has_system else 'system_prompt', 'history'}
         labels = [row.get('label') for row in rows]
         if all(map(_is_judgement, labels)): read.add('label')
     has_prompt = columns['prompt'] in row

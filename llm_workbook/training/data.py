@@ -23,6 +23,7 @@ from .conversation import (
 from .split import prompt_of, split_rows
 from .tokens import rows_bar
 from .tool_calls import FilledRow
+from .turn_fields import unread_turn_fields
 
 # %% ../../nbs/training/01_data.ipynb #c2d60148
 def _source_error(source, reason):
@@ -415,9 +416,9 @@ def _warn_of_unread(place, numbered, data):
     "List the columns of a file that nothing reads."
     rows = [row for _, row in numbered if isinstance(row, dict)]
     if not rows or data.format == 'auto': return
-    columns = dict.fromkeys(name for row in rows for name in row)
     read = read_columns(data.format, rows, data)
-    unread = [str(name) or "''" for name in columns if name not in read]
+    columns = dict.fromkeys(name for row in rows for name in row if name not in read)
+    unread = [str(name) or "''" for name in columns] + unread_turn_fields(rows, read)
     if unread:
         names = ', '.join(unread[:20]).encode('utf-8', 'replace').decode()
         warnings.warn(f'{_name(place)}: these columns are not read: {names}',
@@ -430,8 +431,7 @@ def _load_split(places, split, data, on_bad='error'):
     for place in places:
         numbered = _numbered_rows(place, split, data)
         first_table = _check_columns(place, numbered, first_table)
-        conversations = _convert(place, numbered, data, on_bad)
-        rows += filter(None, conversations)
+        rows += filter(None, _convert(place, numbered, data, on_bad))
     if rows: return rows
     names = ', '.join(map(_name, places))
     raise _source_error(names, 'holds no rows to train on: write some into it, or correct what '
