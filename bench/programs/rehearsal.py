@@ -25,6 +25,9 @@ def multiply(A, B, shape, *args, out_shape=None, **kwargs) -> int:
     return 2 * A[:-1].numel() * shape[0] * shape[1]
 
 
+def no_flops(*args, **kwargs) -> int: return 0
+
+
 LARGE_B = 2**20  # Smaller copies than this do not decide a peak
 OF_FSDP2 = 'all_gather_single', 'reduce_scatter_single'  # In torch.distributed
 OF_OLDER = 'all_gather_into_tensor', 'reduce_scatter_tensor'  # Their names in an older torch
@@ -68,7 +71,12 @@ def watch(measured: dict, trainer):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import TrainerCallback
-    formulas = {torch.ops.bitsandbytes.gemm_4bit: multiply}
+    aten = torch.ops.aten
+    formulas = {
+        torch.ops.bitsandbytes.gemm_4bit: multiply,
+        # A rehearsal counts the attention of GPUs alone; torch counts that of CPUs since 2.15
+        aten._scaled_dot_product_flash_attention_for_cpu: no_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: no_flops}
     flops = FlopCounterMode(display=False, custom_mapping=formulas)
     messages = recorded(measured['collectives'], Phase())
 

@@ -119,12 +119,13 @@ def _flop_formulas(gpu):
     aten = torch.ops.aten
     formulas = dict(flop_registry)
     formulas[aten._grouped_mm] = _expert_flops
-    if gpu:  # torch counts the attention of GPUs, and not that of CPUs, which stands for it here
-        formulas[aten._scaled_dot_product_flash_attention_for_cpu] = _attention_flops
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        formulas[backward] = _attention_backward_flops
-        formulas[aten.addmm_] = flop_registry[aten.addmm]  # As TRL's tiles add on a CPU alone
-    return formulas
+    # Attention of CPUs stands for that of GPUs here; torch counts it too since 2.15
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops}
+    if not gpu: return {kernel: formulas[kernel] for kernel in formulas.keys() - attention.keys()}
+    formulas[aten.addmm_] = flop_registry[aten.addmm]  # As TRL's tiles add on a CPU alone
+    return formulas | attention
 
 def _expert_flops(a, b, *args, **kwargs):
     "The product of experts: all rows together, or for each expert a sum over its rows."

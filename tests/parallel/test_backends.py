@@ -138,12 +138,13 @@ def test_a_shell_may_not_overrule_the_allocator_of_a_recipe(monkeypatch, shell):
     check_transport(given)
 
 
+SPLITS = 'max_split_size_mb:64'
 FIRST_OF_THREE = [  # What a shell sets, and what counts
     ({}, ''),
     ({'PYTORCH_ALLOC_CONF': GROWS}, GROWS),
     (FIXED | {'PYTORCH_ALLOC_CONF': GROWS}, 'expandable_segments:False'),
     (FIXED | {'PYTORCH_HIP_ALLOC_CONF': GROWS}, 'expandable_segments:False'),
-    ({'PYTORCH_HIP_ALLOC_CONF': 'x:1', 'PYTORCH_ALLOC_CONF': GROWS}, 'x:1')]
+    ({'PYTORCH_HIP_ALLOC_CONF': SPLITS, 'PYTORCH_ALLOC_CONF': GROWS}, SPLITS)]
 READ_IN_FORKS = """
 import json, os, sys
 import torch

@@ -66,7 +66,8 @@ def test_a_rank_of_zero_builds_where_a_build_was_killed(tmp_path, monkeypatch):
     place.mkdir()
     end(forked(lambda: make(place/'lock')))
     load('nothing', [str(source)], build_directory=str(place), is_python_module=False)
-    assert (place/'nothing.so').is_file() and not (place/'lock').exists()
+    assert (place/'nothing.so').is_file()
+    assert not lock_holders(place/'lock')  # torch 2.15 leaves the file, which alone locks nothing
 
 
 def test_a_lock_that_is_held_is_waited_for_and_said(lock, caplog, monkeypatch):

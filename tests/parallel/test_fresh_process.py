@@ -248,6 +248,7 @@ def clean(monkeypatch):
     "A kernel on a machine with GPUs that nothing has spoilt."
     monkeypatch.setattr('accelerate.utils.is_cuda_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: False)
+    monkeypatch.setattr(torch.cuda, '_is_in_bad_fork', lambda: False)
     monkeypatch.delitem(sys.modules, 'bitsandbytes', raising=False)
     return monkeypatch
 
