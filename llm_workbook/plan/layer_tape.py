@@ -458,8 +458,8 @@ def layer_tape(
     return tape, start
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #007c797c
-_TILED = {'chunked': tiled_loss, 'one_pass': one_pass_loss, 'fused': fused_loss}
-_HEADS = 'full', *_TILED
+_TILED = {'one_pass': one_pass_loss, 'fused': fused_loss}
+_HEADS = 'full', 'chunked', *_TILED
 
 def head_tape(
     spec: ModelSpec,  # Its width, vocabulary and softcap are read
@@ -474,7 +474,8 @@ def head_tape(
     # `compile_blocks` compiles decoder layers alone, and the last norm is in none
     norm = setting._replace(kernels='plain') if setting.kernels == 'compile' else setting
     x = _norm(tape, start, norm, kind=spec.kind)
-    if setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
+    if setting.head == 'chunked': tiled_loss(tape, x, spec.vocab, setting, spec.softcap)
+    elif setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)
     return tape
 

@@ -18,6 +18,7 @@ def tiled_loss(
     x: Tensor,  # The last hidden states
     vocab: int,  # Words
     setting: 'Setting',  # Of the layers before
+    capped: bool = False,  # A tanh keeps logits small, as in Gemma 2
 ) -> Tensor:  # The loss
     "Write down TRL's tiles, each of which is computed twice."
     compute_b, hidden = setting.compute_b, x.width
@@ -33,7 +34,8 @@ def tiled_loss(
         work_b += compute_b * hidden * (alive + rows)
         if setting.cuda: fore_b += compute_b * hidden * (alive + rows)
     if not setting.cuda:
-        tile_b = max(29 * rows * words, 4 * (rows * words + words * hidden))
+        number_b = 33 if capped else 29  # What the tanh gave is needed to the end
+        tile_b = max(number_b * rows * words, 4 * (rows * words + words * hidden))
         work_b += max(0, tile_b - compute_b * summed)
         fore_b += 12 * rows * words
     statistics = tape.tensor('loss statistics', 6, 4)

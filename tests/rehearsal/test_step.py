@@ -188,6 +188,14 @@ def test_the_plan_of_float16_is_as_full_as_its_rehearsal(shallow, head):
     assert planned_b == pytest.approx(rehearse(recipe).peak_b, rel=.003)
 
 
+def test_tiles_of_logits_that_a_tanh_keeps_small_are_planned_on_a_cpu(tmp_path):
+    gemma = recipe_of(
+        tmp_path, model_type='gemma2', num_hidden_layers=2, head_dim=32, vocab_size=40_000)
+    recipe = gemma.changed(LORA | {'model.attention': 'eager', 'batch.length': 512})
+    planned_b = memory(recipe).total('step', 'gpu', 'allocated')
+    assert planned_b == pytest.approx(rehearse(recipe).peak_b, rel=.005)
+
+
 @pytest.mark.parametrize('strategy, compute', [('zero3', 'bfloat16'), ('fsdp2', 'float16')])
 def test_float16_is_replaced_where_the_strategy_is_and_the_notes_say_which(
         plain, strategy, compute):
