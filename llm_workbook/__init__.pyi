@@ -609,6 +609,7 @@ from .release.merge import MergeComparison as MergeComparison
 from .release.merge import compare_merges as compare_merges
 from .release.merge import gate as gate
 from .release.merge import judge as judge
+from .release.merge import merge_target as merge_target
 from .release.merge import merged as merged
 from .release.merge import predictions as predictions
 from .release.model_card import card_head as card_head

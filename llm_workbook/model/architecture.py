@@ -86,9 +86,22 @@ def configuration(
         raise ValueError(f'{name!r} is no preset, no path and no owner/name; {hint}') from None
     if isinstance(place, str): return name, _from_hub(place, revision)
     file = place / 'config.json' if place.is_dir() else place
+    if place.is_dir() and not file.exists(): raise _no_config(place, name)
     try: return name, json.loads(file.read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:
         raise ValueError(f'{name!r}: {file.name} cannot be read as JSON: {error}') from None
+
+def _no_config(place, name):
+    "An error about a folder that is no model, and what it is instead."
+    inner = {part: place / part for part in ('model', 'adapters')}  # Of a run
+    fix = 'name a transformers model'
+    if (inner['model'] / 'config.json').is_file():
+        fix = f"it is the folder of a run; did you mean {str(inner['model'])!r}?"
+    for folder in place, inner['adapters']:
+        if not (folder / 'adapter_config.json').is_file(): continue
+        fix = (f'{folder.name!r} holds adapters: `export` merges them into a model, and its '
+               'directory is a model.source')
+    return ValueError(f'{name!r} holds no config.json: {fix}')
 
 # %% ../../nbs/model/01_architecture.ipynb #416c3de5
 _CHATML = '<|im_start|>', '<|im_end|>'

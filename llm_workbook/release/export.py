@@ -29,7 +29,8 @@ from ..model.architecture import auto_class, load_tokenizer
 from ..model.half_matmul import torch_half_matmul
 from ..model.quantize import nf4_config
 from ..model.weight_files import Weights, header_bytes, tensor_bytes, tensor_entry
-from .merge import MERGE_TARGETS, Gate, Merge, gate, judge, merged
+from .merge import (
+    MERGE_TARGETS, Gate, Merge, gate, judge, merge_target, merged)
 from .model_card import card_head, without_paths
 from ..training.data import load_rows
 from ..training.run_directory import recipe_facts
@@ -312,11 +313,8 @@ def _check_gate(judged, into):
     if not judged.passed:
         raise ValueError(f'the gate refused this merge ({judged}): nothing is exported')
 
-def _checked_facts(recipe, facts, into):
+def _checked_facts(facts, into):
     "Give the facts that are known; raise on those that cannot be meant."
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f'{recipe!r} is no Recipe: '
-                         'pass Recipe.load(file) or Recipe.named(name)')
     if not isinstance(facts, dict):
         raise ValueError(f"facts {facts!r} is no dict: pass {{'license': 'mit'}} or the like")
     for key in facts:
@@ -344,12 +342,13 @@ def export(
     recipe: Recipe,  # What trained the adapters; it names the base
     adapters: 'str | Path',  # What `save_adapters` wrote
     directory: 'str | Path',  # Where to publish; must not exist
-    into: str = 'dequantised',  # Or '16-bit', or 'nf4'
+    into: str | None = None,  # 'dequantised', '16-bit' or 'nf4'; None: as `merge_target` says
     facts: dict | None = None,  # For the card: 'gate' (a `Gate`, or False), 'metrics', 'license'
     prove: bool = True,  # Whether a fresh process answers a question; it loads the model too
 ) -> Exported:  # Verified and sealed
     "Merge weight by weight onto the disk; publish when everything is verified."
-    facts = _checked_facts(recipe, facts or {}, into)
+    into = into or merge_target(recipe)
+    facts = _checked_facts(facts or {}, into)
     directory, adapters, base = Path(directory).absolute(), Path(adapters).absolute(), recipe.model
     if base.head != 'causal_lm':
         raise ValueError(f'model.head {base.head!r} is not exported here: take a causal_lm recipe')

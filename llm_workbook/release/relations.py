@@ -20,7 +20,7 @@ from ..model.adapters import check_targets, save_adapters
 from ..model.architecture import load_tokenizer
 from ..model.quantize import load_base
 from ..model.recompute import recompute_selectively
-from .merge import Merge, merged
+from .merge import Merge, merge_target, merged
 from .small_case import LeftOut
 from ..training.fine_tune import check_recipe
 from ..training.packed_rows import PackedCollator, joins_rows, pack_rows
@@ -533,7 +533,7 @@ def merging(
     "Compare a base that has its adapters beside it with one that has them merged."
     recipe = specimen.recipe
     if recipe.method.kind == 'full': raise LeftOut('method full has no adapters')
-    into = 'dequantised' if recipe.method.kind == 'qlora' else '16-bit'
+    into = merge_target(recipe)
     folder = specimen.folder / 'adapters'
     save_adapters(specimen.model, folder)
     named = recipe.model.source, folder, into, recipe.method, recipe.precision

@@ -27,7 +27,7 @@ from ..config.recipe import Recipe, planned_only
 from ..display import html_table
 from ..files import resolve
 from ..model.adapters import check_targets
-from ..model.architecture import base_config, load_tokenizer
+from ..model.architecture import base_config, configuration, load_tokenizer
 from ..model.compiled_blocks import find_compiler
 from ..model.fused_head import check_liger
 from ..model.liger_layers import check_liger_layers
@@ -71,9 +71,7 @@ def check_recipe(
     check_transport(recipe)
     _check_packages(recipe)
     base = resolve(recipe.model.source)
-    if isinstance(base, Path) and not (base / 'config.json').is_file():
-        raise ValueError(f'model.source {recipe.model.source!r} holds no config.json: '
-                         'name a transformers model')
+    if isinstance(base, Path): configuration(recipe.model.source)  # Refuses a folder that is no model
     _check_length(recipe)
     if recipe.method.kind != 'full':
         method = recipe.method
@@ -359,7 +357,7 @@ def train_here(
                 check_reference(recipe, directory, start)
             if start.finished: return _end(recipe, directory, rank, {})
             os.environ.setdefault('LLMW_LOGS', '')  # Somebody reads what rank 0 prints
-            if rank == 0: print(_start_text(recipe, len(rows), start), flush=True)
+            if rank == 0: print(_start_text(recipe, rows, held, start), flush=True)
             if stopping.signal: result = _stop_early(directory, rank, start)
             else: result = train_rank(recipe, directory, rows, start, step_timeout_s, held)
             _leave_process_group()
@@ -413,11 +411,14 @@ def _leave_process_group():
     import torch.distributed as dist
     if dist.is_initialized(): dist.destroy_process_group()
 
-def _start_text(recipe, rows, start):
+def _start_text(recipe, rows, held, start):
     "Say what begins, and that the base is loaded first, which may take minutes."
     ranks, step = recipe.cluster.ranks, start.step
     now = f'goes on after step {step:,}' if step else 'begins'
-    return (f'{recipe.name} {now}: {rows:,} rows, {recipe.global_batch:,} a step, '
+    packed = f' packed into {rows_of_pass(recipe, rows):,}' if recipe.batch.packing else ''
+    apart = f'{len(held):,} held out, ' if held else ''
+    return (f'{recipe.name} {now}: {len(rows):,} rows{packed}, {apart}'
+            f'{recipe.global_batch:,} a step, '
             f'{ranks} rank{"s" * (ranks > 1)}; loading {recipe.model.source}')
 
 _NO_FAILURE = '. What torchrun prints below is no failure: it takes every early end for one'

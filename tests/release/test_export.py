@@ -234,7 +234,7 @@ def test_without_rows_the_card_says_why_there_was_no_gate(adapters, tmp_path):
 def test_facts_of_another_type_are_refused(facts, words, adapters, tmp_path):
     with pytest.raises(ValueError, match=words):
         export(RECIPE, adapters, tmp_path / 'out', facts=facts)
-    with pytest.raises(ValueError, match=r'pass Recipe\.load'):
+    with pytest.raises(ValueError, match=r'is no Recipe: Recipe\.load'):
         export('x.yaml', adapters, tmp_path / 'out')
     assert not list(tmp_path.iterdir())
 

@@ -149,7 +149,7 @@ def test_a_terminal_shows_that_a_run_is_alive_and_where_its_result_is(recipe, tm
         'optimizer.steps': 3, 'intervals.evaluation': 3})
     lines = terminal(tmp_path, recipe)
     expected = [
-        r'alone begins: 1,200 rows, 1 a step, 1 rank; loading tiny-base',
+        r'alone begins: 1,200 rows, 8 held out, 1 a step, 1 rank; loading tiny-base',
         r'base loaded and checked; step 1 begins', STEP.format(1), STEP.format(2),
         r'held-out rows after step 3: loss [\d.]+, perplexity [\d.]+', STEP.format(3),
         rf'finished: {tmp_path}/run/adapters']
