@@ -90,8 +90,11 @@ def test_a_second_run_of_a_process_has_its_own_settings(tmp_path):
     full = small_recipe(tmp_path, 8, **{
         'cluster.processes': 1, 'sharding.strategy': 'none', 'optimizer.steps': 1,
         'optimizer.kind': 'adamw_8bit', 'intervals.saving': 0})
+    adapted = full.changed({'method': {'kind': 'lora', 'rank': 64}})
+    alone = states(adapted, tmp_path/'alone')
     first = states(full, tmp_path/'full')
-    second = states(full.changed({'method': {'kind': 'lora', 'rank': 64}}), tmp_path/'lora')
+    second = states(adapted, tmp_path/'second')
     assert first['model.embed_tokens.weight'] == torch.float32
-    assert torch.uint8 in first.values()
-    assert set(second.values()) == {torch.uint8}
+    assert second == alone
+    large = [kind for name, kind in second.items() if '.q_proj.' in name]  # 4,096 numbers each
+    assert len(large) == 4 and set(large) == {torch.uint8}
