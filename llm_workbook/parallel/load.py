@@ -357,7 +357,7 @@ def load_sharded(
     precision: 'Precision | None' = None,  # A recipe's `Precision`; None means its defaults
     sharding: 'Sharding | None' = None,  # A recipe's `Sharding`; None means its defaults
     device: str | None = None,  # 'cpu' or 'cuda'; None takes the GPU where there is one
-    seed: int | None = None,  # Of the adapters put on the base; None: none, only 'full' trains
+    seed: int | None = None,  # Of the adapters; None: none. 'full' has none and trains either way
 ) -> 'PreTrainedModel':  # Sharded; its `arrived` says what was read
     "Load on each rank its share of `source`; without `seed`, 'qlora' and 'lora' have no adapters."
     import torch.distributed as dist
@@ -367,12 +367,12 @@ def load_sharded(
     base = source if isinstance(source, Model) else Model(source=str(source))
     arrival = _Arrival(base, method, precision or Precision(), device)
     model = arrival.model
-    if seed is not None:
+    if seed is not None and method.kind != 'full':
         with _real_adapters(arrival.device): model = add_adapters(model, method, seed)
     model = shard_model(model, sharding, arrival.device.type)
     _finish(arrival, arrival.device)
     _check_real(model)
-    if seed is not None and method.dora: set_magnitudes(model)
+    if seed is not None and method.kind != 'full' and method.dora: set_magnitudes(model)
     return model
 
 # %% ../../nbs/parallel/05_load.ipynb #7181600d

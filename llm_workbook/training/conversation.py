@@ -301,6 +301,7 @@ def _prompt_of(row, data):
     prompt = row.get(find_columns(row, data)['prompt'])
     if prompt is None and 'prompt' not in recipe_columns(data):
         prompt = row.get('conversations', row.get('messages'))  # As LLaMA-Factory has it
+        if prompt is None and row.get('instruction'): prompt = _alpaca_question(row)
     return prompt
 
 def _from_pair(row, data):
@@ -340,10 +341,7 @@ def _stripped(turns):
     return pairs
 
 def _from_alpaca(row, data):
-    question = _checked_text(row.get('instruction'), "'instruction'")
-    if row.get('input') not in (None, ''):
-        question += '\n\n' + _checked_text(row['input'], "'input'")
-    return [_turn('user', question, 'the question'),
+    return [_turn('user', _alpaca_question(row), 'the question'),
             _turn('assistant', row.get(_alpaca_answer(data)), f"{_alpaca_answer(data)!r}")]
 
 def _alpaca_answer(data): return recipe_columns(data).get('completion', 'output')
@@ -366,6 +364,11 @@ def _with_context(messages, row):
     return [_turn('system', system, "'system'"), *turns, *messages]
 
 # %% ../../nbs/training/00_conversation.ipynb #7d3d2652
+def _alpaca_question(row):
+    question = _checked_text(row.get('instruction'), "'instruction'")
+    if row.get('input') in (None, ''): return question
+    return question + '\n\n' + _checked_text(row['input'], "'input'")
+
 def _from_class(row, data):
     "Ask for the class of a text; no messages for a label that the recipe drops."
     columns = find_columns(row, data)
@@ -535,8 +538,9 @@ def read_columns(
         labels = [row.get('label') for row in rows]
         if all(map(_is_judgement, labels)): read.add('label')
     has_prompt = columns['prompt'] in row
-    uses_turns = row_format in ('prompt_completion', 'preference') and not has_prompt
-    return read | {'conversations', 'messages'} if uses_turns else read
+    if has_prompt or row_format not in ('prompt_completion', 'preference'): return read
+    has_turns = any(column in row for column in _TURNS)
+    return read | ({*_TURNS} if has_turns else {'instruction', 'input'})
 
 def _turn_columns(rows):
     "The columns of turns that every row uses, or leaves empty."

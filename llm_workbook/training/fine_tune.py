@@ -71,7 +71,7 @@ def check_recipe(
     check_transport(recipe)
     _check_packages(recipe)
     base = resolve(recipe.model.source)
-    if isinstance(base, Path): configuration(recipe.model.source)  # Refuses a folder that is no model
+    if isinstance(base, Path): configuration(recipe.model.source)  # Refuses what is no model
     _check_length(recipe)
     if recipe.method.kind != 'full':
         method = recipe.method
@@ -341,6 +341,7 @@ def train_here(
             set_allocator(recipe)  # A library that is imported may open a GPU
             if rank == 0 and not finished: announce_import(directory)
             _import_libraries(finished)
+            warnings.filterwarnings('ignore', '.*gradient_checkpointing', FutureWarning)  # TRL's own
             check_launcher(recipe, os.environ)
             with warnings.catch_warnings():
                 if rank: warnings.simplefilter('ignore')  # Rank 0 says the same

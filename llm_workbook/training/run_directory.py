@@ -349,8 +349,7 @@ def _refuse_changes(old, new, since, advice=''):
         refused.append(f'rows per step were {old.global_batch} and are {new.global_batch}')
     if not refused: return changes
     raise ValueError(f'the recipe has changed since {since} ({"; ".join(refused)}): it cannot go '
-                     f'on as the same run. Put it back, {advice}or name another directory; what '
-                     'this run has learned is a model.source once `export` has merged it')
+                     f'on as the same run. Put it back, {advice}or name another directory')
 
 def _change_text(change):
     path, before, now = change

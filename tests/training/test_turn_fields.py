@@ -58,3 +58,13 @@ def test_the_column_of_openorca_is_a_turn_of_the_system(tmp_path, recwarn):
     assert [turn['content'] for turn in train[0]['messages']] == ['Be brief.', 'Why?', 'So.']
     assert not recwarn.list
     assert len(load_rows(written(tmp_path, row | {'system_prompt': ''}))[0][0]['messages']) == 2
+
+
+def test_pairs_of_llama_factory_have_their_question_in_instruction_and_input(tmp_path, recwarn):
+    row = {'instruction': 'Add.', 'input': '2, 3', 'chosen': '5', 'rejected': '6', 'system': 'Hm.'}
+    [pair, *_], _ = load_rows(written(tmp_path, row))
+    assert [turn['content'] for turn in pair['messages']] == ['Hm.', 'Add.\n\n2, 3', '5']
+    assert [turn['content'] for turn in pair['rejected']] == ['Hm.', 'Add.\n\n2, 3', '6']
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match='not read: instruction, input$'):  # A prompt leads
+        load_rows(written(tmp_path, {'prompt': 'Why?', **row}))
