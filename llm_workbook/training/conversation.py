@@ -42,12 +42,15 @@ _OF_ONE_ROW = re.compile('\'.*?(?:\'|$)|".*?(?:"|$)|[0-9]+', re.DOTALL)  # In a 
 
 def _examples(problems):
     "At most ten problems, in their order: one of each kind, then the first of the others."
-    kinds = {}
+    first_of_kind = {}
     for place, (_, reason) in enumerate(problems):
-        kinds.setdefault(_OF_ONE_ROW.sub('', reason), place)
-    first = set(kinds.values())
-    chosen = sorted(range(len(problems)), key=lambda place: place not in first)[:10]
-    return [problems[place] for place in sorted(chosen)]
+        kind = _OF_ONE_ROW.sub('', reason)
+        first_of_kind.setdefault(kind, place)
+    first = set(first_of_kind.values())
+    places = range(len(problems))
+    chosen = sorted(places, key=lambda place: place not in first)
+    shown = sorted(chosen[:10])
+    return [problems[place] for place in shown]
 
 class RowPlace(NamedTuple):
     "Where a row was read."
@@ -539,8 +542,8 @@ def read_columns(
         if all(map(_is_judgement, labels)): read.add('label')
     has_prompt = columns['prompt'] in row
     if has_prompt or row_format not in ('prompt_completion', 'preference'): return read
-    has_turns = any(column in row for column in _TURNS)
-    return read | ({*_TURNS} if has_turns else {'instruction', 'input'})
+    if any(column in row for column in _TURNS): return read.union(_TURNS)
+    return read | {'instruction', 'input'}
 
 def _turn_columns(rows):
     "The columns of turns that every row uses, or leaves empty."

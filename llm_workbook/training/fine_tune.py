@@ -341,7 +341,7 @@ def train_here(
             set_allocator(recipe)  # A library that is imported may open a GPU
             if rank == 0 and not finished: announce_import(directory)
             _import_libraries(finished)
-            warnings.filterwarnings('ignore', '.*gradient_checkpointing', FutureWarning)  # TRL's own
+            warnings.filterwarnings('ignore', '.*gradient_checkpointing', FutureWarning)  # TRL's
             check_launcher(recipe, os.environ)
             with warnings.catch_warnings():
                 if rank: warnings.simplefilter('ignore')  # Rank 0 says the same
