@@ -127,4 +127,5 @@ def test_15_a_fine_tune_that_is_not_sharded_stops_before_its_first_step(
     with pytest.raises(RankError, match='ShardingMismatch: fsdp2 over 2 ranks was asked for'):
         fine_tune(recipe, tmp_path/'run')
     assert files(tmp_path/'run') <= {
-        'recipe.yaml', 'run.json', 'metrics/stage.json', '.llmw.lock'}
+        'recipe.yaml', 'run.json', 'metrics/stage.json', '.llmw.lock',
+        'errors/rank-00000.txt', 'errors/rank-00001.txt'}

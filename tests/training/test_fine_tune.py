@@ -290,11 +290,17 @@ BEGUN = {'recipe.yaml', 'effective.json', 'metrics.jsonl', 'run.json', *WATCHED}
 
 
 def files(directory):
-    return {str(path.relative_to(directory)) for path in directory.rglob('*') if path.name != LOCK}
+    "All that a run has left, but its lock, and what has ended its ranks."
+    names = {str(path.relative_to(directory)) for path in directory.rglob('*')}
+    return {name for name in names if LOCK not in name and 'errors' not in name}
+
+
+def errors(directory): return [file.read_text() for file in directory.glob('errors/rank-*.txt')]
 
 
 def test_a_run_leaves_its_files_and_the_tokenizer_with_its_template(healthy):
     run, _ = healthy
+    assert errors(run.directory) == []
     assert files(run.directory) == BEGUN | {
         'certificate.json', 'adapters', 'adapters/adapter_config.json',
         'adapters/adapter_model.safetensors',
@@ -385,6 +391,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(recipe, tmp_pat
         training.fine_tune(
             recipe.changed({'optimizer.learning_rate': 1e30}), tmp_path/'nan', 300, live=False)
     assert files(tmp_path/'nan') == BEGUN
+    assert any('FloatingPointError: ' in text for text in errors(tmp_path/'nan'))
     assert 0 < len(losses(tmp_path/'nan')) < 4
 
 
@@ -405,6 +412,7 @@ def test_a_last_gradient_that_is_no_number_saves_nothing_either(recipe, tmp_path
     ):
         training.fine_tune(last, tmp_path/'nan', 300, live=False)
     assert files(tmp_path/'nan') == BEGUN
+    assert any('FloatingPointError: ' in text for text in errors(tmp_path/'nan'))
     assert len(losses(tmp_path/'nan')) == 1
 
 
@@ -463,6 +471,7 @@ def test_accelerate_falling_back_to_ddp_is_refused_before_the_first_step(
     assert 'cpu_fsdp()' in str(caught.value)
     assert files(tmp_path) == {
         'ddp', 'ddp/recipe.yaml', 'ddp/run.json', 'ddp/metrics', 'ddp/metrics/stage.json'}
+    assert any('ShardingMismatch: fsdp2' in text for text in errors(tmp_path/'ddp'))
 
 
 # Rows that are tokens already
