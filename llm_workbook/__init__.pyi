@@ -384,6 +384,7 @@ from .parallel.fresh_process import pack_outcome as pack_outcome
 from .parallel.fresh_process import run_fresh as run_fresh
 from .parallel.fresh_process import sees_gpu as sees_gpu
 from .parallel.fresh_process import unpack_outcome as unpack_outcome
+from .parallel.fresh_process import why_no_fork as why_no_fork
 from .parallel.fresh_process import why_no_gpu_fork as why_no_gpu_fork
 from .parallel.load import LoadReport as LoadReport
 from .parallel.load import check_base as check_base

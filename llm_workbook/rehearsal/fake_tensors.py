@@ -536,6 +536,8 @@ def _on_plain_cpu(set_device):
 
 def _running_sums(position_ids): return position_ids.cumsum(-1)
 
+def _nothing(): pass
+
 def _patches(packed):
     "Change what would fail with fakes, or would run other operations than with real tensors."
     import torch
@@ -562,6 +564,8 @@ def _patches(packed):
     # torch changes the type of no parameter with weak references: a fake mode has one to each
     no_references = SimpleNamespace(getweakrefs=lambda tensor: ())
     yield patch.object(torch.utils, 'weakref', no_references)
+    # torch with CUDA would let backward passes start threads, and ranks could not be forked any more
+    yield patch.object(torch._C, '_ensureCUDADeviceGuardSet', _nothing, create=True)
     # There is no GPU to pin memory for
     yield patch.object(torch.Tensor, 'pin_memory', lambda self, device=None: self)
 

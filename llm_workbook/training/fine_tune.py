@@ -33,7 +33,7 @@ from ..model.fused_head import check_liger
 from ..model.liger_layers import check_liger_layers
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, set_allocator
 from ..parallel.fresh_process import (
-    end_with_parent, run_fresh, sees_gpu, why_no_gpu_fork)
+    end_with_parent, run_fresh, sees_gpu, why_no_fork, why_no_gpu_fork)
 from ..parallel.load import check_base, loaded_base
 from ..parallel.ranks import LOST_CONNECTION, free_port, notebook_ranks
 from .classifier import class_rows, class_tokenizer, token_rows
@@ -316,10 +316,11 @@ def _rows_facts(recipe, train, held):
     return rows_facts(train, held)
 
 def _start_ranks(recipe, task, timeout_s, curve):
-    "Start the ranks: from a fresh process where a fork of this kernel could not use its GPUs."
+    "Start the ranks: from a fresh process where a fork of this kernel could not train."
     limit_s = math.inf if timeout_s is None else timeout_s
     call = train_rank, recipe.cluster.ranks, task, limit_s, fsdp_env(recipe)
     obstacle = why_no_gpu_fork() if recipe.cluster.device == 'cuda' else None
+    obstacle = obstacle or why_no_fork()
     if obstacle is None: return notebook_ranks(*call, curve)
     print(f'{obstacle} in this kernel: the ranks start from a fresh process', flush=True)
     return run_fresh(notebook_ranks, call, curve)

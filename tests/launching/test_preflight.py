@@ -554,6 +554,7 @@ def test_a_compiler_is_looked_for_as_triton_does(tmp_path, monkeypatch):
 
 
 def test_a_real_preflight_for_gpus_stops_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr('llm_workbook.launching.preflight.why_no_gpu_fork', lambda: None)
     monkeypatch.setenv('CC', 'no-such-compiler')
     recipe = ONE.changed({'cluster.device': 'cuda', 'cluster.processes': 1})
     found = {f.check: f for f in preflight(recipe, tmp_path/'run').problems}
@@ -595,6 +596,7 @@ def test_an_optimizer_that_came_compiled_needs_no_compiler(tmp_path, monkeypatch
 
 
 def test_a_shell_that_sets_torchs_allocator_is_found_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr('llm_workbook.launching.preflight.why_no_gpu_fork', lambda: None)
     monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:128')
     recipe = ONE.changed({'cluster.device': 'cuda', 'cluster.processes': 1})
     found = {f.check: f for f in preflight(recipe, tmp_path/'run').problems}

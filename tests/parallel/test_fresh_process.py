@@ -20,7 +20,7 @@ from trouble import wait_for
 from llm_workbook.parallel import fresh_process
 from llm_workbook.parallel.backends import fsdp_env
 from llm_workbook.parallel.fresh_process import (
-    noted_signals, run_fresh, why_no_gpu_fork)
+    noted_signals, run_fresh, why_no_fork, why_no_gpu_fork)
 from llm_workbook.parallel.ranks import RankError, RankTimeout, notebook_ranks
 from llm_workbook.config.recipe import Recipe
 from llm_workbook.training.resume import Preempted
@@ -285,11 +285,32 @@ def test_a_kernel_that_is_a_bad_fork_itself(clean):
     assert why_no_gpu_fork() == 'CUDA was asked for its devices'
 
 
+def test_a_kernel_whose_forks_cannot_train_is_found(monkeypatch):
+    "As torch refuses it: in every process but this one."
+    kernel, backward = os.getpid(), torch.Tensor.backward
+
+    def refused(*args):
+        if os.getpid() == kernel: return backward(*args)
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based")
+
+    monkeypatch.setattr(torch.Tensor, 'backward', refused)
+    assert why_no_fork() == 'a backward pass has started threads'
+    def broken(*args): raise RuntimeError('another reason')
+    monkeypatch.setattr(torch.Tensor, 'backward', broken)
+    assert why_no_fork() is None
+
+
+@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
+def test_a_mode_of_the_kernel_is_no_obstacle(mode):
+    before = why_no_fork()
+    with mode(): assert why_no_fork() == before
+
+
 def test_without_torch_nothing_is_spoilt():
-    program = ('import sys; from llm_workbook.parallel.fresh_process import why_no_gpu_fork; '
-               'print(why_no_gpu_fork(), "torch" in sys.modules)')
+    program = ('import sys; from llm_workbook.parallel.fresh_process import why_no_fork, '
+               'why_no_gpu_fork; print(why_no_fork(), why_no_gpu_fork(), "torch" in sys.modules)')
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
-    assert done.stdout == 'None False\n'
+    assert done.stdout == 'None None False\n'
 
 
 def test_ranks_for_gpus_are_refused_where_cuda_was_asked_for_its_devices(clean):

