@@ -316,6 +316,8 @@ def _fetched(run, step, instants) -> None:
     live = live_numbers(run.zero, numbers, head, run.recomputes)
     live_b = live * split_b // numbers
     layers, last_b = _fetched_last(run, step)
+    again = run.recomputes and not run.setting.trains  # By a pass within the backward pass
+    last_b['last layer'] = max(live_b, last_b['last layer'] if again else 0)
     layers_b = split_b - step.embedding.split_b - step.tail.split_b
     left_b = split_b - int(_reduced_first(run, step) * layers_b)  # Without those dropped since
     if run.recomputes and live < numbers:  # Else nothing is fetched there
@@ -330,7 +332,7 @@ def _fetched(run, step, instants) -> None:
 
 
 def _fetched_last(run, step) -> tuple[int, dict[str, int]]:
-    "Layers that are left when the embedding is fetched, and bytes gathered at instants after it."
+    "Layers that are left when the embedding is fetched, and bytes that are gathered whatever fits."
     part, tiled = step.big.part, run.setting.head in TILED_HEADS
     stays = step.tail.split if tiled else 0
     layers = layers_at_the_end(run.zero, part.split, stays) if part.split else 1
@@ -338,8 +340,10 @@ def _fetched_last(run, step) -> tuple[int, dict[str, int]]:
     stays_b = step.tail.split_b if tiled else 0
     reached = run.recomputes or run.setting.trains
     embedding_b = step.embedding.split_b if reached else 0
-    first_b = stays_b + (embedding_b + layers * part.split_b if layers else part.split_b)
-    return layers, {'first layer': first_b, 'embedding': stays_b + embedding_b}
+    at_work_b = stays_b + part.split_b  # A layer that runs again has all its weights
+    first_b = stays_b + embedding_b + layers * part.split_b if layers else at_work_b
+    return layers, {
+        'last layer': at_work_b, 'first layer': first_b, 'embedding': stays_b + embedding_b}
 
 # %% ../../nbs/plan/05_step_memory.ipynb #d0377df9
 def _has(run, name) -> bool:

@@ -275,6 +275,19 @@ def test_the_last_weight_that_zero_fetches_comes_whole(tmp_path, layers, instant
         rehearse(recipe).peak_b, rel=.001)
 
 
+@pytest.mark.slow
+def test_a_layer_that_runs_again_has_all_its_weights_whatever_room_zero_has(tmp_path):
+    _, raw = configuration('llama-3.1-8b')
+    few = {'num_hidden_layers': 4, 'vocab_size': 1_000}
+    small = recipe_of(tmp_path, **raw | few)
+    recipe = small.changed(GPU | LORA | AGAIN | {
+        'batch.micro': 8, 'batch.length': 512, 'cluster.processes': 8,
+        'sharding.strategy': 'zero3', 'zero.max_live': 10**6, 'zero.max_reuse': 10**6,
+        'zero.prefetch_bucket': 10**6, 'zero.reduce_bucket': 10**6})
+    rehearsed_b = rehearse(recipe).peak_b
+    assert memory(recipe).total('step', 'gpu', 'allocated') == pytest.approx(rehearsed_b, rel=.02)
+
+
 def test_fsdp1_is_played_by_fsdp2_and_the_notes_say_so(plain):
     part, notes = rehearsable(
         plain.changed(FULL | {'sharding.strategy': 'fsdp1', 'precision.compute': 'bfloat16'}))
