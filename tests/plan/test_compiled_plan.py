@@ -28,7 +28,9 @@ BYTES = {'float32': 4, 'bfloat16': 2}
 
 
 @pytest.fixture(autouse=True)
-def fresh_programs():
+def fresh_programs(monkeypatch):
+    "Compile anew, and start no threads for GPUs: with torch for CUDA no rank could be forked then."
+    monkeypatch.setattr(torch._C, '_ensureCUDADeviceGuardSet', lambda: None, raising=False)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
