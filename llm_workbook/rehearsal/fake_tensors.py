@@ -564,7 +564,7 @@ def _patches(packed):
     # torch changes the type of no parameter with weak references: a fake mode has one to each
     no_references = SimpleNamespace(getweakrefs=lambda tensor: ())
     yield patch.object(torch.utils, 'weakref', no_references)
-    # torch with CUDA would let backward passes start threads, and ranks could not be forked any more
+    # With torch for CUDA a backward pass would start threads, and no rank could be forked any more
     yield patch.object(torch._C, '_ensureCUDADeviceGuardSet', _nothing, create=True)
     # There is no GPU to pin memory for
     yield patch.object(torch.Tensor, 'pin_memory', lambda self, device=None: self)
