@@ -7,12 +7,13 @@ __all__ = ['ERROR_REPORTS', 'LOST_CONNECTION', 'ASKS_GPU', 'RankError', 'RankTim
            'notebook_ranks']
 
 # %% ../../nbs/parallel/01_ranks.ipynb #80506722
-import datetime, faulthandler, gc, linecache, logging, os, pickle, random, re
+import datetime, faulthandler, gc, linecache, logging, multiprocessing, os, pickle, random, re
 import signal, socket, subprocess, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,7 @@ class _Job:
     env: dict
     group: dict | None  # Options of a gloo process group to join; None: the function makes its own
     interrupts: list  # Signals to stop that came, in their order
+    processes: list = field(default_factory=list)  # The ranks, where torch's agent reaps them
     kernel: int = field(default_factory=os.getpid)  # The process that launches
     thread: threading.Thread | None = None  # The one that forks the ranks
     thread_error: BaseException | None = None  # What ended that thread
@@ -323,11 +325,9 @@ def _exit_code(job, rank):
     "Exit code of a rank, negative for a signal; None while it lives."
     pid = job.pid(rank)
     try: left = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        # Torch's elastic agent has reaped it, and knows its code when it ends
-        _stop(job)
-        failures = getattr(job.thread_error, 'failures', {})
-        return failures[rank].exitcode if rank in failures else -signal.SIGTERM
+    except ChildProcessError:  # Torch's agent has reaped it; to ask `exitcode` would reap, too
+        codes = {process.pid: process._popen.returncode for process in job.processes}
+        return codes.get(pid)
     if left is None: return None
     return left.si_status if left.si_code == os.CLD_EXITED else -left.si_status
 
@@ -345,12 +345,10 @@ def _find_failures(job):
 
 def _silent_end(rank, code):
     "The failure of a rank that left neither a result nor an error."
-    if code >= 0:
-        reason = f'left with exit code {code}, without a result or an exception'
-    else:
-        reason = f'was killed by {signal.Signals(-code).name}'
+    silent = 'without a result or an exception'
+    if code >= 0: return _Failure(rank, f'left with exit code {code}, {silent}')
+    reason = f'was killed by {signal.Signals(-code).name}'
     if code == -signal.SIGKILL: reason += ' (the system does that too when memory runs out)'
-    if code == -signal.SIGTERM: reason += ', or left just before'
     return _Failure(rank, reason, is_victim=code == -signal.SIGTERM)
 
 # %% ../../nbs/parallel/01_ranks.ipynb #3f1a7c31
@@ -483,8 +481,7 @@ def _run_job(job, start, timeout_s, watch=None):
     def launch():
         try: start(job)
         except BaseException as error:
-            # The error of a failed rank is read for exit codes alone,
-            # and its frames would keep torch's store and its port
+            # Frames of torch's launcher would keep its store and its port
             if hasattr(error, 'failures'): error = error.with_traceback(None)
             job.thread_error = error
     job.log_starts_b = _link_logs(job)
@@ -494,8 +491,7 @@ def _run_job(job, start, timeout_s, watch=None):
         _watch_ranks(job, timeout_s, watch)
         job.may_reap.set()
         job.thread.join(5)
-        files = [job.file('result', rank) for rank in range(job.ranks)]
-        return [pickle.loads(file.read_bytes()) for file in files]
+        return [pickle.loads(job.file('result', rank).read_bytes()) for rank in range(job.ranks)]
     finally:
         _stop(job)
         print(job.text('out', 0), end='')
@@ -542,8 +538,14 @@ def _use_cuda(env):
         'restart the kernel and start the ranks before any cell touches a GPU '
         'or imports bitsandbytes, peft or trl')
 
+# %% ../../nbs/parallel/01_ranks.ipynb #5b1c0d28
+def _start_noted(process, processes):
+    "Start a process and keep it: it knows how it ended when another thread has reaped it."
+    BaseProcess.start(process)
+    processes.append(process)
+
 @contextmanager
-def _patched_launcher(folder, cuda):
+def _patched_launcher(job, cuda):
     "Lift the limits of `notebook_launcher` that do not apply here; put all back afterwards."
     from unittest.mock import patch
     from accelerate import launchers
@@ -556,7 +558,10 @@ def _patched_launcher(folder, cuda):
     changes = [
         patch.dict(launchers.AcceleratorState._shared_state, clear=True),
         patch.dict(os.environ),
-        patch.object(tempfile, 'tempdir', str(folder)),
+        patch.object(tempfile, 'tempdir', str(job.folder)),
+        patch.object(
+            multiprocessing.get_context('fork').Process, 'start',
+            partialmethod(_start_noted, job.processes)),
         # In Colab it would start no process
         patch.object(launchers, 'sys', SimpleNamespace(modules={})),
         patch.object(launchers, 'print', lambda *words: None, create=True),
@@ -584,7 +589,7 @@ def notebook_ranks(
     defaults = {} if cuda else {'ACCELERATE_USE_CPU': 'true'}
     with (
         _open_job(ranks, partial(function, *args), env, defaults) as job,
-        _patched_launcher(job.folder, cuda) as launcher,
+        _patched_launcher(job, cuda) as launcher,
     ):
         def entry(): _run_rank(job, int(os.environ['RANK']))
         def start(job):

@@ -86,6 +86,22 @@ def test_a_killed_rank_is_named_within_5_s(launch, world, tmp_path):
     assert time.monotonic() - float((tmp_path/'killed').read_text()) < 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(('end', 'reason'), [
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), 'was killed by SIGKILL'),
+    (lambda: os._exit(3), 'left with exit code 3'),
+    (lambda: os._exit(0), 'left with exit code 0')], ids=['killed', 'exit 3', 'exit 0'])
+def test_a_rank_that_the_agent_of_torch_reaps_first_is_named_rightly(end, reason):
+    "The thread that watches the ranks sleeps when the rank ends, as on a busy machine."
+    def work():
+        if join() == 1:
+            time.sleep(0.3)
+            end()
+        dist.barrier()
+    with pytest.raises(RankError, match=f'rank 1 {reason}'):
+        notebook_ranks(work, watch=lambda: time.sleep(2), timeout_s=30)
+
+
 @pytest.mark.parametrize('launch', [run_ranks, notebook_ranks])
 def test_the_error_of_a_launch_holds_no_port(launch):
     "While the error is kept, as a notebook keeps the last one, and nothing is collected."
