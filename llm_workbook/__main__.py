@@ -33,9 +33,12 @@ from .launching.render import render
 from .plan.estimate import estimate
 from .plan.runbook import memory_ladder
 from .rehearsal.step import rehearse
+from .release.chat import load_chat
 from .release.invariants import check_invariants
+from .release.scores import answers, exact_match, expected
 from .release.try_out import try_out
 from .report import reconcile
+from .training.data import load_rows
 from .training.effective import ConfigMismatch
 from .training.fine_tune import Run, train_here
 from .training.run_directory import RunFiles, run_status
@@ -138,6 +141,21 @@ def _invariants(arguments):
         found = check_invariants(_recipe(arguments.recipe), arguments.directory)
     _show(found, arguments.json)
     return 0 if found.passed else 1
+
+def _score(arguments):
+    recipe = _recipe(arguments.recipe)
+    directory = arguments.directory and _of_a_run(arguments.directory)
+    saved = Run(recipe, Path(directory), []).saved if directory else None
+    _, held = load_rows(recipe.data, recipe.seed)
+    if not held:
+        raise ValueError('no row is held out, so there is no question to ask: '
+                         'set data.test_share or data.test')
+    for row in held: expected(row)  # Refuses what cannot be compared before weights are loaded
+    with redirect_stdout(sys.stderr):
+        chat = load_chat(recipe, saved)
+        given = answers(chat.model, chat.tokenizer, held, arguments.longest)
+    _show(exact_match(held, given), arguments.json)
+    return 0
 
 def _exercises(arguments):
     if arguments.action == 'list':
@@ -245,6 +263,7 @@ _EPILOG = """examples:
   llm-workbook plan mine.yaml --node 8x-h100       yours, on another machine
   llm-workbook plan mine.yaml --ladder             and what makes room, if memory is short
   llm-workbook rehearse mine.yaml                  the real program, full size, no hardware
+  llm-workbook score mine.yaml                     right answers of the base, before a run
   llm-workbook render mine.yaml runs/mine          files for torchrun, accelerate and SLURM
   llm-workbook try mine.yaml                       your model in miniature, up to its export
   llm-workbook invariants mine.yaml                and in pairs of runs that must agree
@@ -304,7 +323,7 @@ def _planning_verbs(verbs):
                          'run a miniature of the model in pairs that must agree')
     pairs.add_argument('--directory', help='where its files stay; without it they are removed')
     return [recipes, fields, plan, rehearsal, rendering, report, trial, pairs,
-            _exercise_verb(verbs)]
+            _score_verb(verbs), _exercise_verb(verbs)]
 
 # %% ../nbs/package/04_command.ipynb #649da451
 def _seconds(text):
@@ -312,6 +331,10 @@ def _seconds(text):
     except ValueError: value = 0
     if value > 0: return value
     raise argparse.ArgumentTypeError(f'{text!r} must be more than 0 seconds; inf waits for ever')
+
+def _tokens(text):
+    if text.isdecimal() and int(text) > 0: return int(text)
+    raise argparse.ArgumentTypeError(f'{text!r} must be a whole number of tokens from 1')
 
 def _running_verbs(verbs):
     training = _with_recipe(verbs, 'train', _train,
@@ -331,6 +354,15 @@ def _running_verbs(verbs):
     status.add_argument('directory', type=Path, help='of the run')
     return [training, check, status, _metrics_verb(verbs), _dashboard_verb(verbs),
             _diagnosis_verb(verbs)]
+
+def _score_verb(verbs):
+    score = _with_recipe(verbs, 'score', _score,
+                         'count right answers to the held-out questions, before or after a run')
+    score.add_argument('--directory', type=Path,
+                       help='of a run, whose result is asked; without it the base is')
+    score.add_argument('--longest', type=_tokens, default=32, metavar='N',
+                       help='tokens of an answer at most; longer ones are cut, and wrong')
+    return score
 
 def _metrics_verb(verbs):
     metrics = _verb(verbs, 'metrics', _metrics, 'give the metrics of a run to Prometheus')
@@ -362,7 +394,7 @@ def _diagnosis_verb(verbs):
 
 # %% ../nbs/package/04_command.ipynb #8face952
 _VERBS = ('recipes', 'fields', 'plan', 'rehearse', 'render', 'reconcile', 'try', 'invariants',
-          'train', 'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
+          'score', 'train', 'preflight', 'status', 'metrics', 'dashboard', 'diagnose', 'exercises')
 
 def _exercise_verb(verbs):
     tasks = _verb(verbs, 'exercises', _exercises, 'list, check, reset or export the exercises')

@@ -128,10 +128,10 @@ def _speaker(chat, tuned):
 # %% ../../nbs/release/04_chat.ipynb #4d9b020e
 def load_chat(
     recipe: Recipe,  # That of the run
-    saved: 'str | Path',  # What it saved: `Run.saved`
+    saved: 'str | Path | None' = None,  # What it saved: `Run.saved`; None: the base answers as both
     longest: int = 64,  # Tokens of an answer at most
 ) -> Chat:  # On one device
-    "Load the base and what was trained."
+    "Load the base and what was trained; before a run the base alone."
     if not isinstance(recipe, Recipe):
         raise ValueError(f'{recipe!r:.60} is no Recipe: Recipe.load(path) reads one')
     if recipe.model.head != 'causal_lm':
@@ -139,6 +139,7 @@ def load_chat(
     options = recipe.method, recipe.precision, recipe.cluster.device
     tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
     base = load_base(recipe.model, *options)
+    if saved is None: return Chat(base, tokenizer, base, longest)
     if recipe.method.kind == 'full':
         tuned = recipe.model.model_copy(update={'source': str(saved), 'revision': None})
         return Chat(load_base(tuned, *options), tokenizer, base, longest)

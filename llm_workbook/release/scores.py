@@ -34,7 +34,8 @@ def expected(
 
 def _messages(row):
     if isinstance(row, dict) and 'messages' in row: return row['messages']
-    raise ValueError(f'{row!r:.60} is no conversation: load_rows gives rows with messages')
+    raise ValueError(f'{row!r:.60} is no conversation: load_rows gives rows with messages, '
+                     'except for plain texts, which ask nothing: compare their held-out losses')
 
 # %% ../../nbs/release/01_scores.ipynb #c0a51e7e
 @contextmanager
@@ -118,13 +119,20 @@ class Score:
         return {'exact_match': self.share, 'families': self.shares,
                 'rows': sum(self.asked.values())}
 
-    def _repr_html_(self):
+    def _rows(self):
         rows = []
         for family, asked in self.asked.items():
             rows.append((family, self.right[family], asked, f'{self.shares[family]:.1%}'))
         total = sum(self.right.values()), sum(self.asked.values())
-        rows.append(('all', *total, f'{self.share:.1%}'))
-        return html_table(('family', 'right', 'asked', 'exact match'), rows)
+        return [*rows, ('all', *total, f'{self.share:.1%}')]
+
+    def __str__(self):
+        lines = [f'{family}: {right} of {asked} exactly right, {share}'
+                 for family, right, asked, share in self._rows()]
+        return '\n'.join(lines)
+
+    def _repr_html_(self):
+        return html_table(('family', 'right', 'asked', 'exact match'), self._rows())
 
 # %% ../../nbs/release/01_scores.ipynb #95fb7cff
 def exact_match(

@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
+from llm_workbook import __main__ as entry
 from llm_workbook import (
     Chat, ChatComparison, ChatPair, ChatPanel, Method, Recipe, add_adapters, answers, asset,
     compare_chat, load_base, load_chat, save_adapters, shrink)
+from llm_workbook.__main__ import main
 
 ASK = [{'role': 'user', 'content': 'How many letters are there in the word table?'}]
 RECIPE = shrink(Recipe.named('70b-2x24gb-qlora'))
@@ -106,6 +108,58 @@ def test_a_full_fine_tune_has_its_base_beside_it(tokenizer, tmp_path):
     assert [pair.reply(ASK, False)] == answers(whole, tokenizer, rows(ASK[0]['content']), 12, 1)
     with pytest.raises(ValueError, match='LlamaForCausalLM has no adapters to switch off'):
         Chat(model, tokenizer)
+
+
+@pytest.mark.parametrize('kind', ['qlora', 'full'])
+def test_without_a_run_both_voices_are_the_base(kind, tokenizer):
+    recipe = RECIPE.changed({'method': {'kind': kind}})
+    whole = load_base(recipe.model, recipe.method, recipe.precision, 'cpu')
+    wanted = answers(whole, tokenizer, rows(ASK[0]['content']), 12, 1)
+    untrained = load_chat(recipe, longest=12)
+    assert [untrained.reply(ASK)] == [untrained.reply(ASK, False)] == wanted
+
+
+def score(capsys, *words):
+    assert main(['score', *words, '--longest', '12', '--json']) == 0
+    return json.loads(capsys.readouterr().out)  # Nothing else is printed there
+
+
+def test_a_terminal_scores_the_base_and_then_the_run(chat, saved, tmp_path, capsys):
+    questions = [f'How many letters are there in the word {word}?' for word in ('table', 'pear')]
+    lines = []
+    for text in questions:
+        answer = chat.reply([{'role': 'user', 'content': text}])
+        assert answer != chat.reply([{'role': 'user', 'content': text}], False)
+        lines.append(json.dumps({'prompt': text, 'completion': answer}))
+    (tmp_path/'test.jsonl').write_text('\n'.join(lines))
+    (tmp_path/'train.jsonl').write_text('{"prompt": "a", "completion": "b"}')
+    own = {'data.source': str(tmp_path), 'data.format': 'auto'}
+    file = RECIPE.changed(own).save(saved.parent/'recipe.yaml')
+    assert score(capsys, str(file))['exact_match'] == 0
+    after = score(capsys, str(file), '--directory', str(saved.parent))
+    assert (after['exact_match'], after['rows']) == (1, 2)
+
+
+@pytest.mark.parametrize('rows, words', [
+    ([{'text': f'A table has {n} legs.'} for n in range(4)], 'plain texts, which ask nothing'),
+    ([{'prompt': 'a', 'completion': 'b'}], 'set data.test_share or data.test')])
+def test_a_score_without_questions_is_refused_before_weights_load(
+    rows, words, tmp_path, monkeypatch
+):
+    (tmp_path/'rows.jsonl').write_text('\n'.join(json.dumps(row) for row in rows))
+    share = 0.5 if 'text' in rows[0] else 0
+    data = {
+        'data.source': str(tmp_path/'rows.jsonl'), 'data.test_share': share,
+        'data.format': 'auto'}
+    file = RECIPE.changed(data).save(tmp_path/'mine.yaml')
+    def loaded(*args): raise AssertionError('the base was loaded')
+    monkeypatch.setattr(entry, 'load_chat', loaded)
+    with pytest.raises(ValueError, match=words): main(['score', str(file)])
+
+
+def test_a_score_is_asked_with_a_length(capsys):
+    with pytest.raises(SystemExit): main(['score', 'mine.yaml', '--longest', '0'])
+    assert "'0' must be a whole number of tokens from 1" in capsys.readouterr().err
 
 
 def test_a_classifier_has_no_voice(tokenizer):
