@@ -344,16 +344,23 @@ def _refuse_changes(old, new, since, advice=''):
     if new.optimizer.schedule != 'constant' or rate_schedule(old) != rate_schedule(new):
         changeable -= {'optimizer.steps', 'optimizer.warmup'}
     changes = differences(old, new)
-    refused = [_change_text(change) for change in changes if change[0] not in changeable]
+    refused = [_refusal(change) for change in changes if change[0] not in changeable]
     if old.global_batch != new.global_batch:
         refused.append(f'rows per step were {old.global_batch} and are {new.global_batch}')
     if not refused: return changes
+    allowed = ', '.join(field for field in CHANGEABLE if field in changeable)
     raise ValueError(f'the recipe has changed since {since} ({"; ".join(refused)}): it cannot go '
-                     f'on as the same run. Put it back, {advice}or name another directory')
+                     f'on as the same run. Put it back, {advice}or name another directory, where '
+                     f'the changed recipe begins anew. Here may change: {allowed}')
 
 def _change_text(change):
     path, before, now = change
     return f'{path} was {before!r} and is {now!r}'
+
+def _refusal(change):
+    "Say of a field that may change on a condition what the condition is."
+    limit = f', {_CONSTANT}' if change[0] in CHANGEABLE else ''
+    return _change_text(change) + limit
 
 # %% ../../nbs/training/05_run_directory.ipynb #6b5b9ba6
 def rows_facts(
