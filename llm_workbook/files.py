@@ -38,8 +38,8 @@ def as_path(
     raise ValueError(f"{path!r:.60} is no path: write a text, as in 'runs/mine'")
 
 # %% ../nbs/package/02_files.ipynb #4d44e8d3
-_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt', '.parquet', '.arrow', '.gz',
-            '.yaml', '.safetensors')
+_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt', '.md', '.parquet', '.arrow',
+            '.gz', '.yaml', '.safetensors')
 
 def resolve(
     source: str | Path,  # Packaged name, path, or `owner/name` on the Hub

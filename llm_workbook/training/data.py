@@ -112,13 +112,21 @@ def _read_json(path, data):
                                        '[{...}, {...}], or an object a line and name it .jsonl')
     return list(enumerate(rows, 1))
 
+def _refuse_columns(path, data):
+    if not recipe_columns(data): return
+    raise _source_error(path.name, f'is a {_ending(path)} file, which has no columns: '
+                                   'name it .tsv or .csv, or name no columns')
+
+def _read_whole(path, data):
+    "A file that is one text."
+    _refuse_columns(path, data)
+    return [(1, {'text': _read_text(path).replace('\r\n', '\n')})]
+
 _LABELLED_LINE = r'.*\t[^\t]{1,20}'
 
 def _read_lines(path, data):
     lines = list(_numbered_lines(path))
-    if recipe_columns(data):
-        raise _source_error(path.name, 'is a .txt file, which has no columns: '
-                                       'name it .tsv or .csv, or name no columns')
+    _refuse_columns(path, data)
     labelled = sum(bool(re.fullmatch(_LABELLED_LINE, line)) for _, line in lines)
     if data.format == 'auto' and labelled > 1 and labelled >= 0.9 * len(lines):
         raise _source_error(path.name, f'{labelled} of {len(lines)} lines end in a tab and a short '
@@ -126,7 +134,8 @@ def _read_lines(path, data):
                             'or set data.format to text')
     if len(lines) > 1:
         warnings.warn(f'{path.name}: each of its {len(lines):,} lines is a text of its own; write '
-                      'texts of several lines as JSON Lines, {"text": ...} for each',
+                      'texts of several lines as JSON Lines, {"text": ...} for each; a file '
+                      'that is one text may end in .md',
                       stacklevel=6)  # Where `load_rows` was called
     return [(number, {'text': line}) for number, line in lines]
 
@@ -257,7 +266,8 @@ def _read_saved(folder):
 
 _READERS = {
     '.jsonl': _read_jsonl, '.json': _read_json, '.csv': _read_table, '.tsv': _read_table,
-    '.txt': _read_lines, '.ndjson': _read_jsonl, '.parquet': _read_parquet}
+    '.txt': _read_lines, '.ndjson': _read_jsonl, '.parquet': _read_parquet,
+    '.md': _read_whole}
 
 def _ending(path):
     "What says how a file is read, in small letters and without `.gz`."
@@ -310,7 +320,9 @@ def _known_files(folder):
 
 def _pattern_hint(folder, files):
     "Propose a pattern for the files of a folder, or the folder below that holds files."
-    below = {file.parent for file in folder.glob('*/*') if _ending(file) in _READERS}
+    rows = _READERS.keys() - {'.md'}  # Before README.md, which describes them
+    below = {file.parent for file in folder.glob('*/*') if _ending(file) in rows}
+    files = [file for file in files if _ending(file) in rows] or files
     if not files: return f"; name a folder below, as '{min(below)}'" if below else ''
     [(ending, count)] = Counter(map(_suffixes, files)).most_common(1)
     return f"; to train on its {count} {ending}, set data.source to '{folder}/*{ending}'"

@@ -233,10 +233,40 @@ def test_a_share_beside_held_out_rows_is_a_warning(tmp_path):
         assert [text for text in said if 'share' in text] == (asks if share == 0.3 else [])
 
 
+def test_a_markdown_file_is_one_text(tmp_path):
+    (tmp_path/'a.md').write_bytes(b'# Bees\r\n\r\nThey *dance*.\r\n')
+    (tmp_path/'b.MD').write_text('# Ants\nThey walk.\tOn\t1\n')
+    [row], said = heard(Data(source=str(tmp_path/'a.md'), test_share=0.0))
+    assert (row['text'], said) == ('# Bees\n\nThey *dance*.\n', [])
+    both, said = heard(Data(source=str(tmp_path/'*.[mM][dD]'), test_share=0.0))
+    assert ([row['text'][:6] for row in both], said) == (['# Bees', '# Ants'], [])
+    with pytest.raises(DatasetError, match='a.md: is a .md file, which has no columns'):
+        load_rows(Data(source=str(tmp_path/'a.md'), text_column='text'))
+    (tmp_path/'c.md').write_text(' \n')
+    with pytest.raises(DatasetError, match='c.md: the file is empty'):
+        load_rows(Data(source=str(tmp_path/'c.md')))
+
+
+def test_a_folder_of_texts_is_named_as_a_pattern(tmp_path):
+    for name in 'README.md', 'notes.md', 'rows.jsonl': (tmp_path/name).write_text('{"text": "a"}')
+    pattern = "to train on its 1 .jsonl, set data.source to '.*/[*].jsonl'"  # Not its README
+    with pytest.raises(DatasetError, match=pattern): load_rows(Data(source=str(tmp_path)))
+    (tmp_path/'rows.jsonl').unlink()
+    with pytest.raises(DatasetError, match='to train on its 2 .md, set .*/[*].md'):
+        load_rows(Data(source=str(tmp_path)))
+
+
+def test_a_file_of_markdown_that_is_not_there_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DatasetError, match="'docs/a.md' is no path here"):
+        load_rows(Data(source='docs/a.md'))
+
+
 def test_lines_of_a_text_file_are_counted(tmp_path):
     (tmp_path/'book.txt').write_text('It was a dark\nnight.\n\nIt rained.\n')
     rows, [said] = heard(Data(source=str(tmp_path/'book.txt'), test_share=0.0))
     assert len(rows) == 3 and 'book.txt: each of its 3 lines is a text of its own' in said
+    assert said.endswith('a file that is one text may end in .md')
     whole = write(tmp_path/'book.jsonl', [{'text': (tmp_path/'book.txt').read_text()}])
     [row], said = heard(whole)
     assert said == [] and 'dark\nnight' in row['text']
