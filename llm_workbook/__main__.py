@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from contextlib import redirect_stdout
+from glob import glob
 from pathlib import Path
 from shlex import join
 
@@ -22,12 +23,13 @@ from .checkpoint.sharded_files import CheckpointError
 from .config.document import RecipeError
 from .config.fields import recipe_fields
 from .config.hardware import node as find_node
+from .config.passes import in_steps
 from .config.recipe import Recipe, recipe_names
 from .display import nearest
 from .exercises.check import check_page, progress_table
 from .exercises.classroom import export_assignment
 from .exercises.progress import forget_progress
-from .files import asset
+from .files import asset, resolve
 from .launching.preflight import preflight
 from .launching.render import render
 from .plan.estimate import estimate
@@ -40,6 +42,7 @@ from .release.try_out import try_out
 from .report import reconcile
 from .training.data import load_rows
 from .training.effective import ConfigMismatch
+from .training.epochs import count_rows
 from .training.fine_tune import Run, train_here
 from .training.run_directory import RunFiles, run_status
 from .training.run_lock import RunLocked
@@ -87,9 +90,27 @@ def _fields(arguments):
     print(json.dumps([note._asdict() for note in notes], indent=1) if arguments.json else notes)
     return 0
 
+def _counted(recipe, rows=None):
+    "Count the rows of a recipe with epochs, if nobody has and they are on this machine."
+    if rows is not None or recipe.optimizer.epochs is None: return rows
+    try:
+        if _is_on_hub(recipe.data): return None
+        rows = count_rows(recipe)
+    except (ValueError, OSError) as error:
+        raise ValueError('optimizer.epochs needs the number of rows that train, and they cannot '
+                         f'be counted here: {error}. Give it to plan by --rows') from None
+    print(f'{rows:,} rows train, counted as they are packed and split; `plan --rows {rows}` '
+          'need not count', file=sys.stderr)
+    return rows
+
+def _is_on_hub(data):
+    sources = [origin.source for origin in data.origins]
+    return any(isinstance(resolve(source), str) for source in sources if not glob(source))
+
 def _plan(arguments):
     node = find_node(arguments.node) if arguments.node else None
-    plan = estimate(_recipe(arguments.recipe), node, arguments.rows, arguments.held)
+    recipe = _recipe(arguments.recipe)
+    plan = estimate(recipe, node, _counted(recipe, arguments.rows), arguments.held)
     ladder = memory_ladder(plan.recipe, node) if arguments.ladder else None
     if arguments.json and arguments.ladder:
         rungs = [rung._asdict() for rung in ladder]
@@ -126,6 +147,7 @@ def _of_a_run(directory):
 
 def _reconcile(arguments):
     recipe, run = _recipe(arguments.recipe), None
+    recipe = in_steps(recipe, _counted(recipe))
     if arguments.directory: run = Run(recipe, _of_a_run(arguments.directory), [])
     _show(reconcile(estimate(recipe), rehearse(recipe), run), arguments.json)
     return 0
@@ -297,7 +319,8 @@ def _planning_verbs(verbs):
     plan = _with_recipe(verbs, 'plan', _plan, 'plan memory, time and cost; nothing is loaded')
     plan.add_argument('--node',
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
-    plan.add_argument('--rows', type=int, help='rows to train on, pieces of long texts too')
+    plan.add_argument('--rows', type=int, help='rows that train, pieces of long texts too; with optimizer.epochs '
+                      'rows on this machine are counted without it')
     plan.add_argument('--held', type=int, help='held-out rows, where you know them')
     plan.add_argument('--ladder', action='store_true',
                       help='list what makes room on a GPU too, the harmless changes first')

@@ -1,5 +1,6 @@
 """The command in a terminal: what a user did wrong is one line, and Ctrl-C ends it."""
 import io
+import json
 import os
 import re
 import signal
@@ -282,3 +283,40 @@ def test_a_stop_under_torchrun_says_that_its_traceback_is_no_failure(
     assert fine_tune._end(recipe, tmp_path, 1, {'preempted': 4}) == 75
     assert fine_tune._end(recipe, tmp_path, 0, {}) == 0
     assert 'torchrun prints' not in capsys.readouterr().out
+
+
+# A plan of passes
+
+@pytest.fixture
+def passes(recipe):
+    return recipe.changed({'optimizer.epochs': 2.0, 'optimizer.steps': None})
+
+
+def test_a_plan_of_passes_counts_rows_that_are_here(passes, tmp_path, capsys):
+    rows = some_rows(tmp_path/'rows', 10)
+    asked = passes.changed({'data.source': str(rows), 'data.test_share': 0.0})
+    file = str(asked.save(tmp_path/'mine.yaml'))
+    assert entry.main(['plan', file, '--json']) == 0
+    counted = capsys.readouterr()
+    assert json.loads(counted.out)['recipe']['optimizer']['steps'] == 20
+    assert '10 rows train' in counted.err and '`plan --rows 10`' in counted.err
+    assert entry.main(['plan', file, '--json', '--rows', '30']) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)['recipe']['optimizer']['steps'] == 60
+    assert 'rows train' not in told.err
+
+
+@pytest.mark.parametrize('source, words', [
+    ('gone.jsonl', "cannot be counted here: 'gone.jsonl' is no path here.*by --rows"),
+    ('owner/rows', 'the number of rows that train decides .*--rows')])
+def test_rows_that_are_not_here_are_asked_for(source, words, passes, tmp_path, monkeypatch):
+    def fetched(*args): raise AssertionError('something was fetched')
+    monkeypatch.setattr('datasets.load_dataset', fetched)
+    file = passes.changed({'data.source': source}).save(tmp_path/'mine.yaml')
+    with pytest.raises(ValueError, match=words): entry.main(['plan', str(file)])
+
+
+def test_a_plan_of_steps_reads_no_rows(recipe, tmp_path, capsys):
+    file = recipe.changed({'data.source': 'gone.jsonl'}).save(tmp_path/'mine.yaml')
+    assert entry.main(['plan', str(file)]) == 0
+    assert capsys.readouterr().err == ''
