@@ -42,6 +42,11 @@ def _column(value):
     if type(value) is int and value >= 0: return value
     raise ValueError('must be the name of a column, or its position from 0')
 
+def _warmup(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1: return value
+    raise ValueError('must be less than 1: it is a share of the steps, and no field takes a number '
+                     'of warm-up steps, so divide yours by all steps (10 of 1,000 are 0.01)')
+
 def _several(value):
     if value is None: return None
     if isinstance(value, (list, tuple)) and len(value) > 1: return tuple(value)
@@ -283,6 +288,7 @@ class Batch(Part):
                        'fused'] = 'chunked'  # In tiles; in tiles, each once; whole; Liger's kernel
 
 _Passes = Annotated[Real, Field(gt=0, le=1e6)]
+_Warmup = Annotated[Share, BeforeValidator(_warmup)]
 
 class Optimizer(Part):
     "The optimizer and its schedule."
@@ -291,7 +297,7 @@ class Optimizer(Part):
     in_backward: bool = False  # Step each weight as its gradient comes, and drop the gradient
     learning_rate: _Float32 = 2e-4  # Highest value, after the warm-up
     schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'  # After the warm-up
-    warmup: Share = 0.03  # Share of the steps in which the rate rises from 0
+    warmup: _Warmup = 0.03  # Share of the steps in which the rate rises from 0
     steps: Count = 100  # Optimizer steps
     epochs: _Passes | None = None  # Passes over all rows in place of steps, which follow from rows
     clip: _Float32 = 1.0  # Largest norm of the whole gradient; 0 switches clipping off
