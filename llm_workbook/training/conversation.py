@@ -289,10 +289,14 @@ def _turns_column(row):
 def _from_messages(row, data):
     column = _turns_column(row)
     if column: return _messages(row[column], column)
+    raise _other_form(row, "has neither 'messages' nor 'conversations'")
+
+def _other_form(row, lack):
     found = ', '.join(map(str, row))
-    raise ValueError(f"has neither 'messages' nor 'conversations' but {found:.60}; "
-                     "data.format 'auto' goes by the first row: write rows of another form into "
-                     'a file of their own')
+    return ValueError(
+        f'{lack} but {found:.60}; '
+        "data.format 'auto' goes by the first row: fill it in, or write rows of another form "
+        'into a file of their own')
 
 def _side(value, role, subject):
     "One side of a pair: a text, one turn, or a list of turns."
@@ -309,7 +313,9 @@ def _prompt_of(row, data):
 
 def _from_pair(row, data):
     prompt = _prompt_of(row, data)
-    answer = _side(row.get(find_columns(row, data)['completion']), 'assistant', 'completion')
+    column = find_columns(row, data)['completion']
+    if column not in row: raise _other_form(row, f'has no {column!r}')
+    answer = _side(row[column], 'assistant', 'completion')
     if prompt is None and _is_whole(answer): return answer
     return _after(_side(prompt, 'user', 'prompt'), answer, 'completion')
 
@@ -410,6 +416,12 @@ def _both_answers(row, data):
     "Read the conversation, or the text, of either answer of a pair; they differ in its last turn."
     sides = [row.get(name) for name in ('chosen', 'rejected')]
     for name, side in zip(('chosen', 'rejected'), sides):
+        if name not in row:
+            found = ', '.join(map(str, row))
+            raise ValueError(
+                f'has no {name!r} but {found:.60}; '
+                "a pair has both answers in the columns 'chosen' and 'rejected': for rows with "
+                'one answer set method.objective to answers, in a file of their own')
         if side in (None, '', []):
             raise ValueError(f'has no {name!r}: a pair needs both answers; '
                              'fill it in, or take the row out')

@@ -135,9 +135,11 @@ def _check_counts(recipe, train, held):
 def _read_rows(recipe):
     "Read the rows to train on and those that are held out, and refuse what cannot train."
     if recipe.model.head == 'classification': return class_rows(recipe)
-    train, held = load_rows(recipe.data, recipe.seed)
+    data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
+    if is_dpo: data = data.model_copy(update={'format': 'preference'})
+    train, held = load_rows(data, recipe.seed)
     tokenizer = load_tokenizer(recipe.model.source, recipe.model.revision, recipe.data.template)
-    if recipe.batch.micro > 1 or recipe.method.objective == 'dpo':
+    if recipe.batch.micro > 1 or is_dpo:
         check_pad(tokenizer, _words(recipe))
     train = _tokenised(recipe, train, tokenizer, 'training rows')
     if recipe.intervals.evaluation:
@@ -153,10 +155,13 @@ def _tokenised(recipe, rows, tokenizer, name):
     data, is_dpo = recipe.data, recipe.method.objective == 'dpo'
     words = _words(recipe)
     if is_dpo: return tokenise_pairs(rows, tokenizer, recipe.batch.length, data.too_long, words)
-    pairs = sum('rejected' in row for row in rows)
+    pairs = [row for row in rows if 'rejected' in row]
     if pairs:
-        raise ValueError(f'{pairs:,} of {len(rows):,} {name} are pairs of a chosen and a rejected '
-                         'answer: set method.objective to dpo, or data.completion_column to chosen')
+        place = getattr(pairs[0], 'place', None)
+        first = f' (first: {place})' if place else ''
+        raise ValueError(f'{len(pairs):,} of {len(rows):,} {name} are pairs of a chosen and a '
+                         f'rejected answer{first}: set method.objective to dpo, or '
+                         'data.completion_column to chosen to train the better answers alone')
     report = check_rows(rows, tokenizer, recipe.batch.length, data.answers, data.too_long, words)
     if report.cut: warnings.warn(f'{name}: {report.losses()}', stacklevel=4)
     tokenised = []

@@ -55,6 +55,8 @@ def pair_scores(
 
 # %% ../../nbs/training/11b_preferences.ipynb #187b073c
 _ANY_LENGTH = 10**9
+_NO_PAIR = ("has one answer, so it is no pair: dpo needs the columns 'chosen' and 'rejected', read "
+            'with data.format preference; for rows with one answer set method.objective to answers')
 
 def _answers(rows, tokenizer, side, vocabulary):
     "Give ids and labels of one answer of each pair, cut behind the last token that counts."
@@ -88,8 +90,8 @@ def tokenise_pairs(
     vocabulary: int | None = None,  # Rows of the embedding of the base; None asks for no ids below
 ) -> list[dict]:  # The rows with `PAIR_KEYS`; fewer where pairs are dropped
     "Tokenise both answers of every pair; raise one error that names each that compares nothing."
-    if any('rejected' not in row for row in rows):
-        raise ValueError('a row without rejected is no pair: read rows with data.format preference')
+    single = [(number, row) for number, row in enumerate(rows, 1) if 'rejected' not in row]
+    if single: raise rows_error([(*place, _NO_PAIR) for place in single], 'pairs')
     made, problems, late = [], [], []
     sides = [_answers(rows, tokenizer, side, vocabulary) for side in ('chosen', 'rejected')]
     for number, (row, *answers) in enumerate(zip(rows, *sides, strict=True), 1):

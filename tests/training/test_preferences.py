@@ -371,8 +371,9 @@ def test_pairs_of_a_later_source_of_a_mix_are_not_trained_as_answers(recipe, tmp
 
 @pytest.mark.parametrize('changes, said', [
     ({'data.format': 'auto', 'method.objective': 'answers', 'method.beta': 0.1},
-     'training rows are pairs of a chosen and a rejected answer: set method.objective to dpo'),
-    ({'data.format': 'auto', 'data.source': 'sample-conversations'}, 'is no pair')],
+     r'are pairs of a chosen and a rejected answer \(first: .* 1\): set method.objective to dpo'),
+    ({'data.format': 'auto', 'data.source': 'sample-conversations'},
+     "1: has no 'chosen' but .*messages.*; a pair has both answers in the columns 'chosen' and")],
     ids=['pairs without dpo', 'dpo without pairs'])
 def test_rows_and_objective_fit(recipe, changes, said):
     with pytest.raises(ValueError, match=said): check_recipe(recipe.changed(changes))
