@@ -142,6 +142,17 @@ def _may_slip(word, name) -> bool:
     "Say whether other digits can be a slip: with letters, or in another order."
     return not word.isdigit() or sorted(sub('[^0-9]', '', name)) == sorted(word)
 
+def _of_size(word) -> list[str]:
+    "List the cards that are sold with as much memory as `word` says, as in 24gb, or in 80 alone."
+    size = fullmatch(r'(\d{2,3})-?g(?:i?b)?|(\d\d)', word)
+    if not size: return []
+    gigabytes = int(size[1] or size[2])
+    return [card.name for card in _tables()['gpus'].values()
+            if 0.93 * gigabytes <= card.memory_b / 2**30 <= 1.01 * gigabytes]
+
+_OWN = ("of another card write a YAML file, as node('1x-rtx-3090').changed({'name': 'mine', "
+        "'gpu.name': 'mine', 'gpu.memory_b': 20 * 2**30}).save('mine.yaml') does")
+
 def _meant(word, names) -> str:
     "Suggest the cards or machines that can have been meant, or list all."
     slips = [name for name in names if _is_slip(word, name)]
@@ -150,13 +161,15 @@ def _meant(word, names) -> str:
     if not same_numbers: slips = [name for name in slips if _may_slip(word, name)]
     near = get_close_matches(word, same_numbers or slips)
     if numbers and not near: near = get_close_matches(word, same_numbers, cutoff=0)
+    near = list(dict.fromkeys([*near, *_of_size(word)]))
     if near: return f'did you mean {" or ".join(map(repr, near))}?'
-    return f'known: {", ".join(names)}'
+    return f'known: {", ".join(names)}; {_OWN}'
 
 def _key(name) -> str: return sub(r'[\s_]+', '-', str(name).strip().lower())
 
 def _spelled(key, names) -> str:
-    "Give the name that `key` is but for dashes, as rtx4090 is rtx-4090; else `key` itself."
+    "Give the name that `key` is but for dashes and its maker; else `key` itself."
+    key = sub('^(nvidia-|geforce-|tesla-)+|-hbm[0-9]e?$', '', key)  # As a driver names it
     return {name.replace('-', ''): name for name in names}.get(key.replace('-', ''), key)
 
 def _find(kind, name):
@@ -303,7 +316,8 @@ class Node(Document):
         if self.backend == 'gloo': return self.changed(_shared(self, processes))
         if processes <= self.gpus: return self
         raise ValueError(f'{processes} processes on the {self.gpus} GPUs of {self.name}: '
-                         'at most one each')
+                         'at most one each; set cluster.processes to that, or name a machine with '
+                         'more, as in 2x-rtx-3090')
 
     def to_dict(self) -> dict:  # Plain values for a record
         "Give every field as plain values."
@@ -354,7 +368,7 @@ def _counted(text) -> Node:  # From a text such as '2x-rtx-3090', or the name of
     card = _spelled(card, gpus())
     if count is None and card not in gpus():
         raise ValueError(f'no machine {text!r}, no count as in 2x-rtx-3090, no .yaml file; '
-                         f'{_meant(text, [*nodes(), *gpus()])}')
+                         f'{_meant(card, [*nodes(), *gpus()])}')
     figures, number = gpu(card), int(count or 1)
     most = 1024 if card == 'cpu' else 16
     if 1 <= number <= most: return Node(name=text, gpu=figures, gpus=number)

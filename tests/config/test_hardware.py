@@ -132,7 +132,8 @@ def test_old_files_without_a_capability_are_read_as_before():
 def test_another_letter_or_digit_is_another_card(name, meant):
     with pytest.raises(ValueError) as caught: gpu(name)
     text = str(caught.value).partition('; ')[2]
-    assert text == (f'did you mean {meant}?' if meant else f'known: {", ".join(gpus())}')
+    if meant: assert text == f'did you mean {meant}?'
+    else: assert text.startswith(f'known: {", ".join(gpus())}; of another card write a YAML file')
 
 
 @pytest.mark.parametrize('name', ['a10', 'l4', 'h20', 't4', 'l40'])
@@ -198,6 +199,10 @@ def test_a_file_names_what_the_package_knows(tmp_path):
         ('2x-rtx-3900', "did you mean 'rtx-3090'"),
         ('h1000', "did you mean 'h100'"),
         ('v100', "no machine 'v100'.* did you mean 'v100-32' or 'v100-16'"),
+        ('1x24GB', "did you mean 'rtx-3090' or 'rtx-4090' or .*'l4'"),
+        ('2x80', "did you mean 'a100-80' or 'h100'"),
+        ('NVIDIA H100 80GB HBM3', "did you mean 'h100'"),
+        ('2x-20gb', "known: .*; of another card write a YAML file, as node"),
         ('0x-h100', '1 to 16'),
         ('17x-h100', '1 to 16'),
         ('-2x-h100', 'no machine'),
