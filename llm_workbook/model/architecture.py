@@ -82,7 +82,7 @@ def configuration(
     if name.lower() in _presets_by_hub_name(): return _presets_by_hub_name()[name.lower()]
     try: place = resolve(source)
     except ValueError:
-        hint = nearest(name, list(known))
+        hint = nearest(name, _same_family(name.lower(), list(known)))
         raise ValueError(f'{name!r} is no preset, no path and no owner/name; {hint}') from None
     if isinstance(place, str): return name, _from_hub(place, revision)
     file = place / 'config.json' if place.is_dir() else place
@@ -90,6 +90,11 @@ def configuration(
     try: return name, json.loads(file.read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:
         raise ValueError(f'{name!r}: {file.name} cannot be read as JSON: {error}') from None
+
+def _same_family(name, known):
+    "Those of `known` that begin with the letters that `name` begins with; all where none do."
+    letters = re.match('[a-z]*', name)[0]
+    return [other for other in known if letters and other.startswith(letters)] or known
 
 def _no_config(place, name):
     "An error about a folder that is no model, and what it is instead."
