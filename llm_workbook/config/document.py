@@ -96,8 +96,8 @@ def _problems(refusal: ValidationError, model) -> list[Problem]:
             problems += [p._replace(path=f'{path}.{p.path}'.strip('.')) for p in cause.problems]
         else:
             value = '' if error['type'] == 'missing' else reprlib.repr(error['input'])
-            # Nearest names take time, and nobody reads more than are shown
-            reason = _reason(error, model) if number < _SHOWN else error['msg']
+            # Nearest names take time; known fields come first here, and are sorted by line later
+            reason = _reason(error, model) if number < 2 * _SHOWN else error['msg']
             problems.append(Problem(path, value, reason))
     return problems
 

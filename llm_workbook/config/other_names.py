@@ -15,7 +15,7 @@ from ..display import html_table
 from ..files import asset
 
 # %% ../../nbs/config/03b_other_names.ipynb #5706dd38
-_TRAINERS = 'axolotl', 'LLaMA-Factory', 'TRL', 'transformers', 'peft', 'DeepSpeed'
+_TRAINERS = 'axolotl', 'LLaMA-Factory', 'TRL', 'transformers', 'peft', 'DeepSpeed', 'accelerate'
 
 class OtherName(NamedTuple):
     "What a recipe has in place of an option of other trainers."
