@@ -319,8 +319,8 @@ def _planning_verbs(verbs):
     plan = _with_recipe(verbs, 'plan', _plan, 'plan memory, time and cost; nothing is loaded')
     plan.add_argument('--node',
                       help="machine to plan for, as in 2x-rtx-3090; default: the recipe's")
-    plan.add_argument('--rows', type=int, help='rows that train, pieces of long texts too; with optimizer.epochs '
-                      'rows on this machine are counted without it')
+    plan.add_argument('--rows', type=int, help='rows that train, pieces of long texts too; of a '
+                      'recipe with epochs, rows on this machine are counted without it')
     plan.add_argument('--held', type=int, help='held-out rows, where you know them')
     plan.add_argument('--ladder', action='store_true',
                       help='list what makes room on a GPU too, the harmless changes first')
