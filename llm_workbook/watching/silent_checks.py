@@ -233,6 +233,9 @@ def _bare_beside_experts(case):
 # %% ../../nbs/watching/11_silent_checks.ipynb #939d2e13
 @check('log-has-nan')
 def _log_has_nan(case):
+    ending = re.search(r'(held-out )?(loss|grad_norm) \S+ (at|after) step \d+: nothing is saved.*',
+                       case.text)
+    if ending: return confirmed(f'the run ended by itself: {ending[0]}')
     norms = re.findall(r"'grad_norm': '?([\w.+-]+)", case.text)
     losses = re.findall(r"'loss': '?([\w.+-]+)", case.text)
     odd = [number for number, norm in enumerate(norms) if norm == 'nan']
