@@ -469,7 +469,8 @@ def program() -> int:  # Exit code
         print('llm-workbook: interrupted', file=sys.stderr)
         return 128 + signal.SIGINT
     except (RecipeError, ValueError, OSError, ImportError, *_FAILED) as error:
-        if '--traceback' in sys.argv or is_launched: raise  # torchrun wants it whole
+        wants_whole = is_launched and not isinstance(error, RecipeError)  # For torchrun's summary
+        if '--traceback' in sys.argv or wants_whole: raise
         print(f'llm-workbook: {error}', file=sys.stderr)
         return 1 if isinstance(error, _FAILED) else 2
 

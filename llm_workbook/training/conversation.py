@@ -349,6 +349,7 @@ def _stripped(turns):
         pairs.append((turn['role'], text, turn.get('tool_calls')))
     return pairs
 
+# %% ../../nbs/training/00_conversation.ipynb #d3d2650a
 def _from_alpaca(row, data):
     return [_turn('user', _alpaca_question(row), 'the question'),
             _turn('assistant', row.get(_alpaca_answer(data)), f"{_alpaca_answer(data)!r}")]

@@ -320,3 +320,14 @@ def test_a_plan_of_steps_reads_no_rows(recipe, tmp_path, capsys):
     file = recipe.changed({'data.source': 'gone.jsonl'}).save(tmp_path/'mine.yaml')
     assert entry.main(['plan', str(file)]) == 0
     assert capsys.readouterr().err == ''
+
+
+@pytest.mark.parametrize('rank', ['0', '1'])
+def test_a_wrong_recipe_under_a_launcher_is_one_sentence_from_each_rank(tmp_path, rank):
+    file = tmp_path/'mine.yaml'
+    file.write_text(asset('recipes').joinpath('reviews-qlora.yaml').read_text() + 'warmup: 10\n')
+    ranks = environment() | {'WORLD_SIZE': '2', 'RANK': rank, 'LOCAL_RANK': rank}
+    ended = subprocess.run([*PROGRAM, 'train', str(file), '--directory', str(tmp_path/'run')],
+                           env=ranks, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.startswith('llm-workbook: 1 problem in ')
+    assert 'Traceback' not in ended.stderr and not (tmp_path/'run').exists()
