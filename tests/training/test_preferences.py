@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 os.environ.setdefault('DS_ACCELERATOR', 'cpu')
 from safetensors.torch import load_file, save_file
@@ -100,7 +101,8 @@ def test_a_run_has_the_losses_of_a_run_of_trl(recipe, alone, tmp_path):
     for ours, theirs in zip(alone.metrics, logged, strict=True):
         assert ours['loss'] == pytest.approx(theirs['loss'], abs=1e-5)
         assert ours['reward_margin'] == pytest.approx(theirs['rewards/margins'], abs=1e-4)
-        assert ours['reward_accuracy'] == theirs['rewards/accuracies']
+        if ours['step'] > 1:  # Before the first update a margin is 0, and its sign is rounding
+            assert ours['reward_accuracy'] == theirs['rewards/accuracies']
         assert ours['num_tokens'] == theirs['num_tokens']
 
 
@@ -195,7 +197,11 @@ def test_a_short_run_computes_the_pairs_that_it_takes(recipe, alone, tmp_path):
     found = load_file(RunFiles(run.directory).reference)
     assert found['train'].isnan().all(-1).sum() == PAIRS - 8
     assert found['held'].shape == (0, 2)
-    assert run.metrics[0]['loss'] == alone.metrics[0]['loss']
+    longer = load_file(RunFiles(alone.directory).reference)
+    taken = ~found['train'].isnan()
+    torch.testing.assert_close(found['train'][taken], longer['train'][taken])
+    for name in ('loss', 'grad_norm'):  # The first loss is log 2 whatever the pairs; the norm is not
+        assert run.metrics[0][name] == pytest.approx(alone.metrics[0][name], rel=1e-5)
     mark_run(run.directory, 'preempted', 2)
     shutil.rmtree(run.saved)
     with pytest.raises(RankError, match='no values for some of the pairs that 4 steps take'):
