@@ -41,14 +41,15 @@ def test_a_layer_computes_with_the_numbers_that_were_packed(narrow):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('shape', [(4, 64), (3, 96), (7, 2), (5, 34), (3, 7), (2, 3, 48), (130,)])
 def test_every_shape_and_type_is_read_as_it_was_packed(shape, dtype):
-    read_whole_blocks()
+    replaced = read_whole_blocks()
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     packed, state = quantize_4bit(weight, blocksize=64, quant_type='nf4')
     by_hand = nf4.unpack(packed, state.absmax, torch.float32)[:weight.numel()].reshape(shape)
     with torch.compiler.set_stance('force_eager'):  # bitsandbytes would build a program for these
         read = dequantize_4bit(packed, state)
-    assert read.shape == shape
-    torch.testing.assert_close(read, by_hand.to(dtype), rtol=0, atol=0)
+    if replaced or len(shape) > 1: assert read.shape == shape
+    else: assert read.shape == (1, *shape)  # So bitsandbytes' own kernel gives a vector
+    torch.testing.assert_close(read.reshape(shape), by_hand.to(dtype), rtol=0, atol=0)
 
 
 def logits_of_ranks(folder):

@@ -200,7 +200,7 @@ def test_a_short_run_computes_the_pairs_that_it_takes(recipe, alone, tmp_path):
     longer = load_file(RunFiles(alone.directory).reference)
     taken = ~found['train'].isnan()
     torch.testing.assert_close(found['train'][taken], longer['train'][taken])
-    for name in ('loss', 'grad_norm'):  # The first loss is log 2 whatever the pairs; the norm is not
+    for name in ('loss', 'grad_norm'):  # That loss is log 2 whatever the pairs; the norm is not
         assert run.metrics[0][name] == pytest.approx(alone.metrics[0][name], rel=1e-5)
     mark_run(run.directory, 'preempted', 2)
     shutil.rmtree(run.saved)
