@@ -40,6 +40,22 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_configure(config):
+    "Show each failure when it happens: a run that is cut off has no summary."
+    if not hasattr(config, 'workerinput'): config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    "Prints what a failed test says as soon as it has failed."
+    def __init__(self, config): self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if not report.failed: return
+        reporter = self.config.pluginmanager.get_plugin('terminalreporter')
+        lines = report.longreprtext.splitlines()[-12:]
+        reporter.write_line('\n'.join(['', f'failed: {report.nodeid} ({report.when})', *lines]))
+
+
 def pytest_terminal_summary(terminalreporter):
     "Print what tests have recorded as `report`, whether they passed or not."
     ended = [*terminalreporter.getreports('passed'), *terminalreporter.getreports('failed')]

@@ -74,16 +74,18 @@ def ends_soon(pid):
         time.sleep(0.05)
 
 
-def test_what_hangs_is_killed_with_its_children_and_named(commands, monkeypatch, tmp_path):
+def test_what_hangs_is_killed_with_its_children_and_named(commands, monkeypatch, tmp_path, capfd):
     note = tmp_path/'child'
     program = (
         'import subprocess, sys, time\n'
         'child = subprocess.Popen(["sleep", "60"])\n'
         f'open({str(note)!r}, "w").write(str(child.pid))\n'
+        'print("a page has failed", flush=True)\n'
         'time.sleep(60)')
     commands((*PYTHON, program), printing('of the tests'))
     monkeypatch.setattr(suite, 'LIMIT_S', 3)
     with pytest.raises(SystemExit, match='killed: .*sleep.*timed out'): suite.checks()
+    assert 'a page has failed' in capfd.readouterr().out
     ends_soon(int(note.read_text()))
 
 

@@ -132,8 +132,13 @@ def side_by_side(hidden: tuple[str, ...], shown: tuple[str, ...]) -> tuple[Done,
     end = time.monotonic() + LIMIT_S
     with (tempfile.TemporaryFile('w+', errors='replace') as output,
           group_of(hidden, output) as first, group_of(shown, None) as second):
-        shown_status = second.wait(LIMIT_S)
-        hidden_status = first.wait(max(1, end - time.monotonic()))
+        try:
+            shown_status = second.wait(LIMIT_S)
+            hidden_status = first.wait(max(1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            output.seek(0)
+            print(output.read()[-20_000:], flush=True)  # It may say which page has failed
+            raise
         output.seek(0)
         return Done(hidden_status, output.read()), shown_status
 

@@ -112,6 +112,45 @@ def test_a_refused_function_is_named_also_where_its_error_is_caught(answer):
     assert 'it calls torch.cumsum, which this exercise asks you to do without' in verdict.sentence
 
 
+# A late machine
+
+def late_inputs(late_s):
+    def inputs(case, rank, generator):
+        time.sleep(late_s)
+        return draw(case, rank, generator)
+    return inputs
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    "The limits of all trials, in seconds."
+    limits = []
+    def noting(work, ranks, job, limit_s):
+        limits.append(limit_s)
+        return run_ranks(work, ranks, job, limit_s)
+    monkeypatch.setattr(judge, 'run_ranks', noting)
+    return limits
+
+
+def test_a_right_answer_on_a_late_machine_is_tried_once_more(tried):
+    verdict = judge_answer(replace(ASKED, draw=late_inputs(2.5), limit_s=2), total)
+    assert verdict.state == 'right', verdict
+    assert tried == [2, 8]
+
+
+def test_a_machine_that_stays_late_is_not_called_a_right_answer(tried):
+    verdict = judge_answer(replace(ASKED, draw=late_inputs(60), limit_s=.5), total)
+    assert verdict.fault == 'stuck', verdict
+    assert 'after 2 s: rank 0 has made no call' in verdict.sentence
+    assert tried == [.5, 2]
+
+
+def test_an_answer_that_waits_is_not_tried_again(tried):
+    def waits(mine): return dist.recv(mine, 1) if dist.get_rank() == 0 else mine
+    assert judge_answer(replace(ASKED, limit_s=2), waits).fault == 'stuck'
+    assert tried == [2]
+
+
 # A late rank
 
 def pause(rules):
