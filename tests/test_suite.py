@@ -1,5 +1,6 @@
 """The program behind `make test`: pages and tests run side by side, and no failure is lost."""
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -155,6 +156,27 @@ def test_every_page_and_every_file_of_tests_is_run(pages_of):
     assert '00_quickstart' in [page.stem for page in learning]
     assert 'tests' not in ' '.join(suite.pytest_command(2))
     assert suite.pytest_command(2, '-m', 'slow')[-2:] == ('-m', 'slow')
+
+
+OVER = os.environ | {'LLMW_TESTS_UNTIL': '0'}  # In 1970
+
+
+def test_no_test_begins_after_the_end():
+    tests = 'tests/test_suite.py', '-k', 'begins_after or report_keeps'
+    command = sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *tests
+    done = subprocess.run(command, cwd=suite.ROOT, env=OVER, text=True, capture_output=True)
+    assert not done.returncode
+    assert 'SKIPPED [2] ' in done.stdout
+    assert 'left out: this machine is slow' in done.stdout
+
+
+@pytest.mark.slow
+def test_no_page_begins_after_the_end():
+    command = suite.nbdev_command(1, '--path', 'nbs/model/09_half_matmul.ipynb')
+    done = subprocess.run(command, cwd=suite.ROOT, env=OVER, text=True, capture_output=True)
+    report = suite.pages_report(Done(done.returncode, done.stdout)).splitlines()
+    assert report[0] == '0 pages passed; the slowest:'
+    assert report[-1].startswith('09_half_matmul.ipynb is left out: this machine is slow')
 
 
 def test_a_part_that_fails_ends_the_collection_beside_it(monkeypatch):

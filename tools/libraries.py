@@ -16,6 +16,7 @@ def bring_libraries() -> None:
     DeepSpeed is one of them: accelerate imports it wherever it is installed.
     """
     import llm_workbook.model.quantize  # noqa: F401  First: it silences bitsandbytes
+    from llm_workbook.model.half_matmul import upcast_half_matmul
     import datasets, peft, torch.distributed.checkpoint, torch.distributed.fsdp  # noqa: E401, F401
     import transformers.trainer, trl.trainer.sft_trainer  # noqa: E401, F401
     if find_spec('deepspeed'):
@@ -24,6 +25,9 @@ def bring_libraries() -> None:
             names = {'TORCHINDUCTOR_CACHE_DIR': folder, 'DS_ACCELERATOR': 'cpu'}
             with patch.dict(os.environ, names):
                 import deepspeed, torch.utils.cpp_extension  # noqa: E401, F401
+    # As `load_base` does, also for models that pages and tests load themselves: without AVX-512
+    # they take ten times as long
+    upcast_half_matmul()
     join_pages()
 
 

@@ -146,8 +146,11 @@ def side_by_side(hidden: tuple[str, ...], shown: tuple[str, ...]) -> tuple[Done,
 def pages_report(done: Done) -> str:
     "Shorten what `nbdev_test` printed: all of an error, or the times of the twelve slowest pages."
     if done.status: return done.output[-20_000:]
-    times = [line for line in done.output.splitlines() if line.endswith(' secs')]
-    return '\n'.join([f'{len(times)} pages passed; the slowest:', *times[:12]])
+    lines = done.output.splitlines()
+    left_out = [line for line in lines if ' is left out: ' in line]
+    times = [line for line in lines if line.endswith(' secs')]
+    passed = len(times) - len(left_out)
+    return '\n'.join([f'{passed} pages passed; the slowest:', *times[:12], *left_out])
 
 
 def pages_and_tests(name: str, page_command: tuple[str, ...],

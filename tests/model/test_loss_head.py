@@ -213,6 +213,15 @@ def test_a_cpu_without_16_bit_products_multiplies_in_float32(monkeypatch, dtype)
         assert_alike({'': other.float()}, {'': one.float()}, 2e-2)
 
 
+def test_a_rehearsal_does_not_depend_on_the_processor(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    monkeypatch.setattr(loss_head, 'slow_half_dtypes', lambda: ('bfloat16', 'float16'))
+    with FakeTensorMode(): fake, half = torch.ones(2).bfloat16(), torch.ones(2).half()
+    assert loss_head._is_wide(torch.ones(2).bfloat16())
+    assert not loss_head._is_wide(fake)
+    assert loss_head._is_wide(half)  # As on every CPU
+
+
 def test_the_same_numbers_come_twice(walk):
     hidden, weight = (torch.randn(n, 32).bfloat16().requires_grad_() for n in (60, 321))
     seen = []
