@@ -21,7 +21,9 @@ def slow_half_dtypes() -> tuple[str, ...]:  # As in ('bfloat16', 'float16'); emp
     return tuple(name for name, is_fast in probes.items() if is_fast and not is_fast())
 
 # %% ../../nbs/model/09_half_matmul.ipynb #61a574e0
-_TENSORS = {'mm': 2, 'addmm': 3, 'bmm': 2, 'baddbmm': 3}  # Operator -> how many tensors it takes
+_ATTENTION = '_scaled_dot_product_flash_attention_for_cpu_backward'
+# Operator -> how many tensors it takes
+_TENSORS = {'mm': 2, 'addmm': 3, 'bmm': 2, 'baddbmm': 3, _ATTENTION: 6}
 
 class _Upcast:
     "What is in force in this process."
@@ -34,14 +36,20 @@ def _product(original, tensors, keys, *args, **options):
     dtype = args[0].dtype
     if dtype not in _Upcast.dtypes: return original.call_boxed(keys, *args, **options)
     wide = [tensor.float() for tensor in args[:tensors]]
-    return original.call_boxed(keys, *wide, *args[tensors:], **options).to(dtype)
+    mask = options.get('attn_mask')
+    if mask is not None: options['attn_mask'] = mask.float()
+    products = original.call_boxed(keys, *wide, *args[tensors:], **options)
+    if isinstance(products, tuple): return tuple(each.to(dtype) for each in products)
+    return products.to(dtype)
 
 def _register():
     "Put `_product` in front of torch's kernels for CPUs, once in a process."
+    import torch
     from torch.library import Library, get_kernel
     if _Upcast.library: return
     _Upcast.library = Library('aten', 'IMPL')
     for name, tensors in _TENSORS.items():
+        if not hasattr(torch.ops.aten, name): continue  # No public name: it may change
         original = get_kernel(f'aten::{name}', 'CPU')
         kernel = partial(_product, original, tensors)
         with warnings.catch_warnings():

@@ -43,6 +43,35 @@ def test_every_operator_gives_the_float32_product_rounded_once(name, dtype):
     assert torch.equal(operator(*(tensor.float() for tensor in half)), wide)
 
 
+def attention_gradients(tensors, mask):
+    q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
+    mask = None if mask is None else mask.to(q.dtype)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    return out.detach(), torch.autograd.grad(out, (q, k, v), tensors[3])
+
+
+@pytest.mark.parametrize('padded', [False, True])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_the_backward_pass_of_attention_is_closer_to_float64_than_the_loops_of_torch(dtype, padded):
+    exact = [numbers(4, 2, 4, 96, 32)[place].to(dtype).double() for place in range(4)]
+    mask = torch.zeros(96, 96).masked_fill_(torch.arange(96) > 60, -torch.inf) if padded else None
+    _, expected = attention_gradients(exact, mask)
+    half = [tensor.to(dtype) for tensor in exact]
+    own_out, own = attention_gradients(half, mask)
+    upcast_half_matmul(('bfloat16', 'float16'))
+    out, made = attention_gradients(half, mask)
+    assert torch.equal(out, own_out)  # The forward pass is that of torch
+    for right, one, other in zip(expected, own, made):
+        assert other.dtype == dtype
+        assert (other - right).norm() <= (one - right).norm() * 1.01 < right.norm() / 50
+
+
+def test_a_torch_without_this_operator_has_the_others(monkeypatch):
+    monkeypatch.setattr(half_matmul, '_TENSORS', {'no_such_operator': 2, 'mm': 2})
+    monkeypatch.setattr(half_matmul._Upcast, 'library', None)  # Registered anew, for this test
+    assert upcast_half_matmul(('bfloat16',)) == ('bfloat16',)
+
+
 def test_one_type_can_be_upcast_alone(monkeypatch):
     seen = []
     original = half_matmul._product
