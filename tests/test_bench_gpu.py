@@ -333,7 +333,10 @@ WARM = """
 import os, sys
 import bitsandbytes, datasets, peft, transformers.trainer, trl
 from bench.gpu import part, parts
+from llm_workbook.model import loss_head
 from warm import forked_programs
+# Without AVX-512 the head holds copies in float32, which a plan of a GPU does not count
+loss_head.slow_half_dtypes = lambda: ()
 with forked_programs():
     for line in sys.stdin:
         child = os.fork()
