@@ -3,7 +3,6 @@ import gc
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ for folder in (ROOT, ROOT/'tools', ROOT/'tests', *(ROOT/'tests'/room for room in
 # As `make test` has it: a fork of a process whose threads of OpenMP run waits for them for ever
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
+from in_time import LEFT_OUT, is_over  # noqa: E402
 from libraries import bring_libraries  # noqa: E402
 from warm import warm  # noqa: E402, F401
 
@@ -41,13 +41,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
-UNTIL_S = float(os.environ.get('LLMW_TESTS_UNTIL', 'inf'))  # As `time.time` counts
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     "Begin no test after the end that `.ci/run` sets; pytest lists those that are left out."
-    if time.time() > UNTIL_S: pytest.skip('left out: this machine is slow, and the time is over')
+    if is_over(): pytest.skip(LEFT_OUT)
 
 
 def pytest_configure(config):

@@ -171,6 +171,13 @@ def test_no_test_begins_after_the_end():
 
 
 @pytest.mark.slow
+def test_a_process_runs_one_page_after_another():
+    command = suite.nbdev_command(1, '--file_re', r'^0[23]_(files|names)\.ipynb$')
+    done = subprocess.run(command, cwd=suite.ROOT, text=True, capture_output=True)
+    assert suite.pages_report(Done(done.returncode, done.stdout)).startswith('2 pages passed')
+
+
+@pytest.mark.slow
 def test_no_page_begins_after_the_end():
     command = suite.nbdev_command(1, '--path', 'nbs/model/09_half_matmul.ipynb')
     done = subprocess.run(command, cwd=suite.ROOT, env=OVER, text=True, capture_output=True)

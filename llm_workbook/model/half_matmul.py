@@ -36,8 +36,6 @@ def _product(original, tensors, keys, *args, **options):
     dtype = args[0].dtype
     if dtype not in _Upcast.dtypes: return original.call_boxed(keys, *args, **options)
     wide = [tensor.float() for tensor in args[:tensors]]
-    mask = options.get('attn_mask')
-    if mask is not None: options['attn_mask'] = mask.float()
     products = original.call_boxed(keys, *wide, *args[tensors:], **options)
     if isinstance(products, tuple): return tuple(each.to(dtype) for each in products)
     return products.to(dtype)
