@@ -8,6 +8,7 @@ __all__ = ['FAULTS', 'Case', 'Limit', 'RankExercise', 'Measure', 'Verdict', 'Wro
 # %% ../../nbs/exercises/02_judge.ipynb #283d99ef
 import importlib
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -346,10 +347,11 @@ def _try(exercise, case, seed, rules, answer) -> _Trial:
     return trial._replace(fault='stuck')
 
 def _tried(exercise, case, seed, rules, answer, limit_s) -> _Trial:
+    near_end_s = time.time() + 0.75 * limit_s
     with tempfile.TemporaryDirectory(prefix='llmw-exercise-') as folder:
         job = exercise, case, seed, rules, folder, answer
         try: results = run_ranks(_answer_here, case.ranks, job, limit_s)
-        except RankError as error: return _broken(error, folder, case.ranks)
+        except RankError as error: return _broken(error, folder, case.ranks, near_end_s)
     records, inputs, outputs = zip(*results)
     trial = _judged(exercise, case, records, inputs, outputs)
     return trial._replace(records=records)
@@ -381,14 +383,21 @@ def _refusal(records) -> _Trial | None:
     return None
 
 # %% ../../nbs/exercises/02_judge.ipynb #fc92cd4d
-def _broken(error, folder, ranks) -> _Trial:
+def _is_late(records, diaries, near_end_s) -> bool:
+    "Whether the ranks were slow and not stuck: none is inside the answer, or calls came to the end."
+    begun = [diary for diary in diaries if diary.exists()]
+    inside = [record for record, diary in zip(records, diaries)
+              if diary in begun and not record.returned]
+    return not inside or max(diary.stat().st_mtime for diary in begun) > near_end_s
+
+def _broken(error, folder, ranks, near_end_s) -> _Trial:
     "Judge a trial from what its ranks left."
-    records = [read_diary(Path(folder, str(rank)), rank) for rank in range(ranks)]
+    diaries = [Path(folder, str(rank)) for rank in range(ranks)]
+    records = [read_diary(diary, rank) for rank, diary in enumerate(diaries)]
     if 'NotImplementedError' in error.reason: return _Trial('not attempted', '')
     refused = _refusal(records)
     if refused: return refused
-    begun = [record for record in records if Path(folder, str(record.rank)).exists()]
-    late = all(record.returned for record in begun)  # None of them is inside the answer
+    late = _is_late(records, diaries, near_end_s)
     if isinstance(error, RankTimeout):
         reason = f'after {error.reason.rpartition("after ")[2].partition(" s")[0]} s'
         return _Trial('late' if late else 'stuck',

@@ -145,6 +145,18 @@ def test_a_machine_that_stays_late_is_not_called_a_right_answer(tried):
     assert tried == [.5, 2]
 
 
+def test_an_answer_that_still_makes_calls_when_its_time_is_up_is_tried_once_more(tried):
+    def slowly(mine):
+        for _ in range(25):
+            dist.barrier()
+            end = time.monotonic() + .1
+            while time.monotonic() < end: pass
+        return total(mine)
+    verdict = judge_answer(replace(ASKED, limit_s=2), slowly)
+    assert verdict.state == 'right', verdict
+    assert tried == [2, 8]
+
+
 def test_an_answer_that_waits_is_not_tried_again(tried):
     def waits(mine): return dist.recv(mine, 1) if dist.get_rank() == 0 else mine
     assert judge_answer(replace(ASKED, limit_s=2), waits).fault == 'stuck'
