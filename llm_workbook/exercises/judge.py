@@ -384,7 +384,7 @@ def _refusal(records) -> _Trial | None:
 
 # %% ../../nbs/exercises/02_judge.ipynb #fc92cd4d
 def _is_late(records, diaries, near_end_s) -> bool:
-    "Whether the ranks were slow and not stuck: none is inside the answer, or calls came to the end."
+    "Whether ranks were slow and not stuck: none is inside the answer, or calls came to the end."
     begun = [diary for diary in diaries if diary.exists()]
     inside = [record for record, diary in zip(records, diaries)
               if diary in begun and not record.returned]
