@@ -49,7 +49,10 @@ def pytest_runtest_setup(item):
 
 def pytest_configure(config):
     "Show each failure when it happens: a run that is cut off has no summary."
-    if not hasattr(config, 'workerinput'): config.pluginmanager.register(FailuresAtOnce(config))
+    is_worker = hasattr(config, 'workerinput')
+    if not is_worker: config.pluginmanager.register(FailuresAtOnce(config))
+    if is_worker or not config.getoption('numprocesses', None):
+        os.environ.pop('LLMW_TESTS_UNTIL', None)  # No test or page that a test starts is left out
 
 
 class FailuresAtOnce:

@@ -170,6 +170,19 @@ def test_no_test_begins_after_the_end():
     assert 'left out: this machine is slow' in done.stdout
 
 
+@pytest.mark.parametrize('options', [(), ('-n', '1')], ids=str)
+def test_the_end_holds_for_what_ci_starts_and_not_for_what_a_test_starts(options):
+    tests = 'tests/test_suite.py', '-k', 'not_seen_by_a_test'
+    command = sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *options, *tests
+    far = os.environ | {'LLMW_TESTS_UNTIL': '1e12'}
+    done = subprocess.run(command, cwd=suite.ROOT, env=far, text=True, capture_output=True)
+    assert '1 passed' in done.stdout, done.stdout
+
+
+def test_the_end_is_not_seen_by_a_test():
+    assert 'LLMW_TESTS_UNTIL' not in os.environ
+
+
 @pytest.mark.slow
 def test_a_process_runs_one_page_after_another():
     command = suite.nbdev_command(1, '--file_re', r'^0[23]_(files|names)\.ipynb$')
