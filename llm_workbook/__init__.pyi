@@ -228,6 +228,7 @@ from .model.adapters import Trainable as Trainable
 from .model.adapters import adapters_hint as adapters_hint
 from .model.adapters import add_adapters as add_adapters
 from .model.adapters import cast_adapters as cast_adapters
+from .model.adapters import check_adapter_shapes as check_adapter_shapes
 from .model.adapters import check_targets as check_targets
 from .model.adapters import load_adapters as load_adapters
 from .model.adapters import moved as moved
@@ -264,6 +265,12 @@ from .model.compiled_blocks import compile_blocks as compile_blocks
 from .model.compiled_blocks import count_blocks as count_blocks
 from .model.compiled_blocks import drop_torn_libraries as drop_torn_libraries
 from .model.compiled_blocks import find_compiler as find_compiler
+from .model.first_adapters import adapter_config as adapter_config
+from .model.first_adapters import begin_adapters as begin_adapters
+from .model.first_adapters import beyond_plain_lora as beyond_plain_lora
+from .model.first_adapters import bring_adapters as bring_adapters
+from .model.first_adapters import check_first_adapters as check_first_adapters
+from .model.first_adapters import is_same_base as is_same_base
 from .model.forward_check import ForwardGaps as ForwardGaps
 from .model.forward_check import check_forward as check_forward
 from .model.forward_check import forward_gaps as forward_gaps

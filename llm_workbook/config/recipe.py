@@ -194,6 +194,7 @@ class Method(Part):
     dropout: Share = 0.0  # Share of the adapters' inputs set to zero in training
     targets: Annotated[str | tuple[str, ...],
                        BeforeValidator(_module_names)] = 'all-linear'  # Names of adapted modules
+    adapters: Name | None = None  # Directory of trained ones to begin with; None: new ones
     quant: Literal['nf4', 'int8'] = 'nf4'  # 4 bits with a table per block, or 8 bits (qlora)
     double_quant: bool = True  # Quantise the block statistics too (nf4)
     storage: Literal['bfloat16', 'float16', 'float32', 'uint8',
@@ -498,7 +499,7 @@ def _toy_contents(recipe) -> dict:
     return {
         'model': Model(source='tiny-base', head=recipe.model.head, attention=attention),
         'data': data,
-        'method.rank': 16, 'method.alpha': 32,
+        'method.rank': 16, 'method.alpha': 32, 'method.adapters': None,
         'batch': Batch(micro=12, length=128, packing=recipe.batch.packing,
                        group_by_length=recipe.batch.group_by_length,
                        loss_head=recipe.batch.loss_head)}

@@ -192,6 +192,8 @@ def _sources(recipe, directory):
         if origin.test and not _on_hub(origin.source):
             sources[f'data.test {origin.test}'] = describe_source(origin.test)
     sources[f'model.source {model.source}'] = describe_source(model.source, model.revision)
+    begun = recipe.method.adapters
+    if begun: sources[f'method.adapters {begun}'] = describe_source(begun)
     packaged = [file.stem for file in asset('templates').iterdir()]
     if data.template and data.template not in packaged:
         sources[f'data.template {data.template}'] = describe_source(data.template)

@@ -18,7 +18,8 @@ from unittest.mock import patch
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Method, Model, Precision
 from ..files import resolve
-from ..model.adapters import add_adapters, check_targets, set_magnitudes
+from ..model.adapters import check_targets, set_magnitudes
+from ..model.first_adapters import begin_adapters
 from ..model.architecture import (
     check_attention, configuration, inventory, parsed_config, skeleton)
 from ..model import nf4
@@ -345,6 +346,10 @@ def _real_adapters(device):
         yield
 
 # %% ../../nbs/parallel/05_load.ipynb #a1948b14
+def _set_new_magnitudes(model, method):
+    "Measure the weights that have come, for the magnitudes of DoRA; trained ones are there."
+    if method.kind != 'full' and method.dora and not method.adapters: set_magnitudes(model)
+
 def _check_real(model):
     "Refuse a model with parameters that are still without numbers."
     empty = [name for name, p in model.named_parameters() if p.is_meta]
@@ -368,11 +373,11 @@ def load_sharded(
     arrival = _Arrival(base, method, precision or Precision(), device)
     model = arrival.model
     if seed is not None and method.kind != 'full':
-        with _real_adapters(arrival.device): model = add_adapters(model, method, seed)
+        with _real_adapters(arrival.device): model = begin_adapters(model, method, seed)
     model = shard_model(model, sharding, arrival.device.type)
     _finish(arrival, arrival.device)
     _check_real(model)
-    if seed is not None and method.kind != 'full' and method.dora: set_magnitudes(model)
+    if seed is not None: _set_new_magnitudes(model, method)
     return model
 
 # %% ../../nbs/parallel/05_load.ipynb #7181600d
@@ -399,7 +404,7 @@ def loaded_base(
         model = prepare_model(accelerator, model)
         _finish(arrival, place)
         _check_real(model)
-        if recipe.method.kind != 'full' and recipe.method.dora: set_magnitudes(model)
+        _set_new_magnitudes(model, recipe.method)
         return model
 
     with (patch.object(accelerator_module, 'fsdp2_prepare_model', prepare_and_fill),

@@ -139,10 +139,11 @@ def _load(recipe, layers, rank, gpu, page_locked):
         stack.enter_context(patch.dict(os.environ, fsdp_env(recipe)))
         stack.enter_context(warnings.catch_warnings(action='ignore'))
         from_place = recipe.changed({'model.source': str(place)})
+        method = recipe.method.model_copy(update={'adapters': None})  # New ones are as large
         model = stack.enter_context(loader.loaded_base(from_place))
         recorder = stack.enter_context(recorded(recipe.cluster.ranks, rank, gpu, offload))
         stack.enter_context(cpu_fsdp())
-        if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
+        if method.kind != 'full': model = add_adapters(model, method, recipe.seed)
         # No name for the list of parameters: it would keep the whole ones after the sharding
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         model, optimizer = accelerate.Accelerator().prepare(model, optimizer)

@@ -133,6 +133,7 @@ _ALWAYS = {
     'optimizer.steps': 1,
     'intervals': {'logging': 1},
     'batch.group_by_length': False,  # All rows are of one length
+    'method.adapters': None,  # New ones have the same shapes
 }
 _NOTES = [
     'the base is there when the step begins: rehearse_load rehearses its loading',

@@ -7,7 +7,6 @@ __all__ = ['MERGE_TARGETS', 'merge_target', 'Merge', 'merged', 'predictions', 'G
            'judge']
 
 # %% ../../nbs/release/02_merge.ipynb #afe50a93
-import json
 import math
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +17,10 @@ from typing import NamedTuple
 from ..checkpoint.consolidate import without_unpacking
 from ..config.recipe import Method, Model, Precision, Recipe
 from ..display import PALETTE, binary_size, canvas, html_table, nearest
-from ..files import resolve
-from ..model.adapters import adapters_hint, load_adapters, moved
+from ..model.adapters import load_adapters, moved
 from ..model.architecture import (
     configuration, in_modules, inventory, load_tokenizer, skeleton)
+from ..model.first_adapters import adapter_config, beyond_plain_lora, is_same_base
 from ..model.nf4 import pack, scales, state, unpack
 from ..model.quantize import fingerprint, float32_modules, load_base, payload_bytes
 from ..model.weight_files import UnpackedWeights, Weights, origins
@@ -33,31 +32,14 @@ MERGE_TARGETS = {'16-bit': 'the 16-bit base',
         'dequantised': 'the base as NF4 gives it back',
         'nf4': 'the 16-bit base, packed again'}
 
-_CONFIG = 'adapter_config.json'
-_TENSORS = 'adapter_model.safetensors'
-_JUDGED = ('peft_type', 'bias', 'use_dora', 'use_rslora', 'init_lora_weights', 'r', 'lora_alpha',
-           'rank_pattern', 'alpha_pattern')  # Below, by their values
-_PLACES = ('target_modules', 'exclude_modules', 'target_parameters', 'layers_to_transform',
-           'layers_pattern')  # The tensors say the same
-_IDLE = ('task_type', 'auto_mapping', 'peft_version', 'base_model_name_or_path', 'revision',
-         'inference_mode', 'lora_dropout', 'loftq_config', 'eva_config', 'corda_config',
-         'lora_ga_config', 'megatron_config', 'megatron_core', 'qalora_group_size')
-_KNOWN = {*_JUDGED, *_PLACES, *_IDLE}  # Any other field of peft may change what adapters do
-_PLAIN_STARTS = True, False, None, 'gaussian', 'orthogonal', 'eva'  # PiSSA's changes the base
-
 def _adapter_files(adapters):
     "Read what peft wrote: the folder, its configuration, its tensors."
     from safetensors.torch import load_file
     if not adapters:
         raise ValueError('there are no adapters to merge: '
                          'name the directory that `save_adapters` wrote')
-    folder = Path(adapters)
-    for name in (_CONFIG, _TENSORS):
-        if not (folder / name).is_file():
-            raise ValueError(f'{folder.name!r} has no {name}: {adapters_hint(folder)}; name what '
-                             '`save_adapters` wrote')
-    config = json.loads((folder / _CONFIG).read_text('utf-8'))
-    return folder, config, load_file(folder / _TENSORS)
+    folder, config = Path(adapters), adapter_config(adapters)
+    return folder, config, load_file(folder / 'adapter_model.safetensors')
 
 # %% ../../nbs/release/02_merge.ipynb #5ab1c0e2
 def merge_target(
@@ -68,25 +50,6 @@ def merge_target(
     return 'dequantised' if (method.kind, method.quant) == ('qlora', 'nf4') else '16-bit'
 
 # %% ../../nbs/release/02_merge.ipynb #c0a5201b
-def _check_plain(folder, config, matches):
-    "Raise unless the adapters are plain LoRA: two matrices, and nothing besides."
-    odd = [key for key, value in config.items() if value and key not in _KNOWN]
-    odd += [name for name, match in matches.items() if not match][:2]
-    if config.get('init_lora_weights', True) not in _PLAIN_STARTS: odd.append('init_lora_weights')
-    odd += _odd_patterns(config)
-    has_bias = config.get('bias', 'none') != 'none'
-    if odd or has_bias or config.get('peft_type') != 'LORA':
-        raise ValueError(f'{folder.name!r} is more than plain LoRA ({", ".join(odd) or "bias"}): '
-                         'merge it with peft')
-
-def _odd_patterns(config):
-    "Name the patterns that give some adapters another scale; those of fused experts keep it."
-    ranks, alphas = (config.get(f'{name}_pattern') or {} for name in ('rank', 'alpha'))
-    scale = config.get('lora_alpha', 1) / config.get('r', 1)
-    if config.get('use_rslora') or ranks.keys() != alphas.keys():
-        return ['rank_pattern'] * bool(ranks) + ['alpha_pattern'] * bool(alphas)
-    return [key for key in ranks if alphas[key] / ranks[key] != scale]
-
 class _Pair(NamedTuple):
     "What adapters do to one weight."
     a: object  # (rank, in)
@@ -99,7 +62,10 @@ def _pairs(adapters):
     folder, config, tensors = _adapter_files(adapters)
     pattern = r'base_model\.model\.(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)'
     matches = {name: fullmatch(pattern, name) for name in tensors}
-    _check_plain(folder, config, matches)
+    odd = beyond_plain_lora(config) + [name for name, match in matches.items() if not match][:2]
+    if odd:
+        raise ValueError(f'{folder.name!r} is more than plain LoRA ({", ".join(odd)}): '
+                         'merge it with peft')
     moved(tensors)
     parts = {match.groups(): tensors[name] for name, match in matches.items()}
     rank = config['r']
@@ -171,14 +137,9 @@ def _parts_of(origin, pair, weights) -> dict:
     return parts
 
 # %% ../../nbs/release/02_merge.ipynb #538c002b
-def _location(name):
-    "Where a source lies, or its name: what two names of one base have in common."
-    try: return str(resolve(name))
-    except ValueError: return str(name)
-
 def _same_base(base, trained):
     "Raise unless `base` is what the adapters were trained on."
-    if trained and _location(trained) != _location(base):
+    if not is_same_base(base, trained):
         raise ValueError(f'these adapters were trained on {trained!r}, not on {str(base)!r}; '
                          'if both hold the same weights, write this name as '
                          'base_model_name_or_path into adapter_config.json')

@@ -21,7 +21,8 @@ from ..training.mix import mixture
 from ..training.run_directory import run_state
 
 # %% ../../nbs/release/02a_model_card.ipynb #065c80b5
-_PATHS = 'model.source', 'data.source', 'data.test', 'data.template', 'cluster.hardware'
+_PATHS = ('model.source', 'data.source', 'data.test', 'data.template', 'method.adapters',
+          'cluster.hardware')
 
 def without_paths(
     recipe: Recipe,  # Any recipe
@@ -116,6 +117,8 @@ def _settings_text(run):
     if recipe.method.objective == 'dpo':
         rows += [('objective', 'dpo'), ('method.beta', recipe.method.beta),
                  ('reference', _REFERENCE)]
+    if recipe.method.adapters:
+        rows.append(('begun from', f'adapters {Path(recipe.method.adapters).name}'))
     names = _SETTINGS if recipe.method.kind == 'full' else (*_OF_ADAPTERS, *_SETTINGS)
     rows += [(name, facts[name]) for name in names]
     return _table(('setting', 'value'), rows)

@@ -30,7 +30,8 @@ def first_rows(
 ) -> list[dict]:  # `messages`, `text`; `label` of classes, `rejected` of pairs, `tools`
     "Read and check the first rows of a recipe."
     own = recipe.changed({
-        'model.source': str(base), 'model.revision': None, 'batch.packing': False})
+        'model.source': str(base), 'model.revision': None, 'batch.packing': False,
+        'method.adapters': None})
     if own.model.head == 'classification':
         names = class_names(own)
         rows = class_rows(own)[0][:FIRST_ROWS]
@@ -82,7 +83,7 @@ def small_recipe(
     packed = {'method.unpacked': 1.0} if small.method.kind == 'qlora' else {}
     return small.changed(_form(recipe, rows[0]) | files | packed | {
         'model.source': str(base), 'model.revision': None, 'data.mix': None,
-        'method.dropout': 0.0, 'batch.micro': 1})
+        'method.adapters': None, 'method.dropout': 0.0, 'batch.micro': 1})
 
 _OF_THE_FILE = ('prompt_column', 'completion_column', 'text_column', 'label_column', 'labels',
                 'question', 'test_share')  # Fields that say how the rows were read

@@ -45,6 +45,7 @@ _OF_A_RANK = 'host', 'held', 'accelerate.rank'  # Each rank has its own
 _MAY_DIFFER = (*_OF_A_RANK, 'precision.products')  # The last hangs on the CPU
 _NEVER_IN_FORCE = ('name', 'version', 'optimizer.warmup', 'data.classes', 'zero.set',
                    'method.unpacked', 'batch.padded',  # A permission, and a fact for the plan
+                   'method.adapters',  # Compared when they come; training changes them
                    'optimizer.epochs')  # Steps by now
 _UNUSED = {'lora': {'method.quant', 'method.double_quant', 'method.storage',
                     'method.keep_inputs'}}  # By a method

@@ -29,6 +29,7 @@ from ..files import resolve
 from ..model.adapters import check_targets
 from ..model.architecture import base_config, configuration, load_tokenizer
 from ..model.compiled_blocks import find_compiler
+from ..model.first_adapters import check_first_adapters
 from ..model.fused_head import check_liger
 from ..model.liger_layers import check_liger_layers
 from ..parallel.backends import check_transport, cpu_fsdp, fsdp_env, set_allocator
@@ -77,6 +78,7 @@ def check_recipe(
         method = recipe.method
         check_targets(recipe.model.source, method.targets, recipe.model.revision,
                       method.dropout, method.scaling, method.dora)
+        check_first_adapters(recipe)
     check_base(recipe)
     check_reach(recipe)
     check_packed_rows(recipe)
@@ -426,7 +428,8 @@ def _start_text(recipe, rows, held, start):
     apart = f'{len(held):,} held out, ' if held else ''
     return (f'{recipe.name} {now}: {len(rows):,} rows{packed}, {apart}'
             f'{recipe.global_batch:,} a step, '
-            f'{ranks} rank{"s" * (ranks > 1)}; loading {recipe.model.source}')
+            f'{ranks} rank{"s" * (ranks > 1)}; loading {recipe.model.source}'
+            + f' with adapters {recipe.method.adapters}' * bool(recipe.method.adapters))
 
 _NO_FAILURE = '. What torchrun prints below is no failure: it takes every early end for one'
 

@@ -15,7 +15,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from ..config.recipe import Recipe
-from ..model.adapters import add_adapters
+from ..model.first_adapters import begin_adapters
 from ..model.liger_layers import use_liger_layers
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
@@ -169,7 +169,7 @@ def _fuse_head(model, recipe):
 
 def _adapt(model, recipe):
     "Give the layers their adapters and kernels."
-    if recipe.method.kind != 'full': model = add_adapters(model, recipe.method, recipe.seed)
+    if recipe.method.kind != 'full': model = begin_adapters(model, recipe.method, recipe.seed)
     if recipe.model.kernels == 'liger': use_liger_layers(model)
     return model
 

@@ -256,9 +256,10 @@ _UNFIT = {'train': 'is of other training pairs', 'held': 'has no such held-out p
 
 def _origin(recipe, rows):
     "Say what a reference is of, as text."
-    facts = recipe.facts()
+    facts, adapters = recipe.facts(), recipe.method.adapters
+    begun = {'method.adapters': adapters} if adapters else {}
     parts = {'train': rows['train'], 'held': rows['held'],
-             'recipe': {name: facts[name] for name in _MAKERS}}
+             'recipe': {name: facts[name] for name in _MAKERS} | begun}
     return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
 
 def _unfit(file, origin):

@@ -88,7 +88,8 @@ def check_reach(
     "Refuse a kind of adapters that has no gradient, where no step of a run would show it."
     method, zero = recipe.method, recipe.sharding.strategy.startswith('zero')
     if method.kind == 'full' or not zero: return None
-    try: reach = _miniature_step(recipe.model, method.model_copy(update={'kind': 'lora'}))
+    fresh = method.model_copy(update={'kind': 'lora', 'adapters': None})
+    try: reach = _miniature_step(recipe.model, fresh)
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError): return None
     try: reach.note(Votes())
     except RuntimeError as error:

@@ -106,7 +106,7 @@ def test_a_file_of_another_trainer_is_answered_line_by_line():
     for option, field in fields.items():
         assert reasons[option].startswith(f'unknown key; in a recipe it is {field}')
     with pytest.raises(ValueError, match='a share of the steps'): main(['fields', 'warmup_steps'])
-    assert 'source' in str(other_name('adapter_name_or_path'))
+    assert 'in a recipe it is method.adapters' in str(other_name('adapter_name_or_path'))
 
 
 @pytest.mark.parametrize('value', ['adamw_torch', ['adamw'], None, 5], ids=repr)
