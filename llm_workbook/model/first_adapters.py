@@ -87,37 +87,45 @@ def check_first_adapters(
     recipe: 'Recipe',  # Its method and model are read
 ) -> dict | None:  # The configuration of its adapters; None where it begins with new ones
     "Refuse adapters that the run could not go on from, before a weight is loaded."
-    method, name = recipe.method, recipe.method.adapters
+    name = recipe.method.adapters
     if not name: return None
+    try: return _checked(recipe, name)
+    except RecipeError: raise
+    except ValueError as error: raise _refusal(recipe, 'adapters', name, str(error)) from None
+
+def _refusal(recipe, field, value, reason):
+    return RecipeError([Problem(f'method.{field}', repr(value), reason)], recipe.name)
+
+def _checked(recipe, name):
+    "The configuration of adapters, after all checks."
     config = adapter_config(name)
     own_head = {'modules_to_save': None}  # Its tensors are looked at below
     odd = beyond_plain_lora(config | own_head)
     if odd:
-        reason = (f'is more than plain LoRA ({", ".join(odd)}): merge it into its base with peft, '
-                  'and set model.source to the result')
-        raise RecipeError([Problem('method.adapters', repr(name), reason)], recipe.name)
-    wrong = [(field, found) for field, found in _settings(config).items()
-             if found != getattr(method, field)]
-    if wrong:
-        problems = [Problem(f'method.{field}', repr(getattr(method, field)),
-                            f'the adapters {name} have {found!r}: set it to {found!r}')
-                    for field, found in wrong]
-        raise RecipeError(problems, recipe.name)
+        raise ValueError(f'is more than plain LoRA ({", ".join(odd)}): merge it into its base with '
+                         'peft, and set model.source to the result')
+    _check_settings(recipe, config)
     _check_tensors(recipe)
     trained = config.get('base_model_name_or_path')
     if not is_same_base(recipe.model.source, trained):
         warnings.warn(f'the adapters {name} were trained on {trained!r}, and model.source is '
                       f'{recipe.model.source!r}: they go on from what they learned only where both '
-                      'hold the same weights', stacklevel=3)
+                      'hold the same weights', stacklevel=4)
     return config
 
-def _settings(config):
-    "What peft's configuration sets, as fields of a `Method`."
-    return {'rank': config.get('r', 8), 'alpha': config.get('lora_alpha', 8),
-            'scaling': 'rslora' if config.get('use_rslora') else 'lora',
-            'dora': bool(config.get('use_dora'))}
+# %% ../../nbs/model/07a_first_adapters.ipynb #c5e39c2c
+def _check_settings(recipe, config):
+    "Refuse a rank, an alpha, a scaling or a DoRA that is not that of the file."
+    method = recipe.method
+    theirs = {'rank': config.get('r', 8), 'alpha': config.get('lora_alpha', 8),
+              'scaling': 'rslora' if config.get('use_rslora') else 'lora',
+              'dora': bool(config.get('use_dora'))}
+    problems = [Problem(f'method.{field}', repr(getattr(method, field)),
+                        f'the adapters {method.adapters} have {found!r}: set it to {found!r}')
+                for field, found in theirs.items() if found != getattr(method, field)]
+    if problems: raise RecipeError(problems, recipe.name)
 
-# %% ../../nbs/model/07a_first_adapters.ipynb #4e9e7023
+# %% ../../nbs/model/07a_first_adapters.ipynb #3fb7a30f
 def _check_tensors(recipe):
     "Compare names and shapes of a file with those of an empty model."
     from safetensors import SafetensorError, safe_open
@@ -125,7 +133,7 @@ def _check_tensors(recipe):
     try:
         with safe_open(file, 'pt') as saved:
             shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}
-    except SafetensorError as error: raise ValueError(f'{file} is broken: {error}') from None
+    except SafetensorError as error: raise ValueError(f'{file.name} is broken: {error}') from None
     name, fields = configuration(model.source, model.revision)
     empty = add_adapters(skeleton(fields, name, model.head, model.classes), _new(recipe.method))
     theirs, ours = _kinds(shapes), _kinds(dict(empty.named_parameters()))
@@ -134,7 +142,7 @@ def _check_tensors(recipe):
         shown = targets if isinstance(targets, str) else list(targets)
         reason = (f'the adapters {recipe.method.adapters} are on [{", ".join(theirs)}], and this '
                   f'means [{", ".join(ours)}]: set it to theirs')
-        raise RecipeError([Problem('method.targets', repr(shown), reason)], recipe.name)
+        raise _refusal(recipe, 'targets', shown, reason)
     check_adapter_shapes(empty, shapes, file)
 
 def _kinds(names):
@@ -144,7 +152,7 @@ def _kinds(names):
 
 def _new(method): return method.model_copy(update={'adapters': None})
 
-# %% ../../nbs/model/07a_first_adapters.ipynb #053cce53
+# %% ../../nbs/model/07a_first_adapters.ipynb #cf25fcb2
 def bring_adapters(
     model: 'PeftModel',  # With adapters, not yet sharded; changed in place
     directory: 'str | Path',  # Where `save_adapters` or peft wrote
