@@ -144,8 +144,8 @@ def check_finite(
 
 _HALF = ('; in float16 a number above 65,504 is infinite: set precision.compute to bfloat16 or '
          'float32, and precision.loss_scale to none')
-_FIRST = ('. No update came before it, so no learning rate is the cause: look at these rows, and at '
-          'whether the base answers at all')
+_FIRST = ('. No update came before it, so no learning rate is the cause: look at these rows, and '
+          'at whether the base answers at all')
 _LATER = ('. Lower optimizer.learning_rate; if the same rows end the run again, look at them and '
           'leave out the one at fault')
 

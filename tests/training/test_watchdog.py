@@ -41,7 +41,7 @@ def test_a_value_of_one_rank_that_is_no_number_stops_all_of_them():
     (1, False, 'no learning rate is the cause: look at these rows', 'float16'),
     (1, True, 'set precision.compute to bfloat16 or float32', 'Lower optimizer.learning_rate'),
     (2, False, 'Lower optimizer.learning_rate; if the same rows', 'No update came before'),
-    (2, True, 'precision.loss_scale to none. Lower optimizer.learning_rate', 'No update came before')])
+    (2, True, 'loss_scale to none. Lower optimizer.learning_rate', 'No update came before')])
 def test_the_advice_fits_what_can_be_the_cause(step, half, said, unsaid):
     with pytest.raises(FloatingPointError) as caught:
         check_finite(Votes(), step, [4], half=half, loss=math.inf)
