@@ -164,6 +164,12 @@ def _invariants(arguments):
     _show(found, arguments.json)
     return 0 if found.passed else 1
 
+def _load_answering(recipe, saved):
+    "Load what answers: a full fine-tune without its base, which would take as much memory again."
+    if saved is None or recipe.method.kind != 'full': return load_chat(recipe, saved)
+    tuned = recipe.model.model_copy(update={'source': str(saved), 'revision': None})
+    return load_chat(recipe.model_copy(update={'model': tuned}))
+
 def _score(arguments):
     recipe = _recipe(arguments.recipe)
     directory = arguments.directory and _of_a_run(arguments.directory)
@@ -174,7 +180,7 @@ def _score(arguments):
                          'set data.test_share or data.test')
     for row in held: expected(row)  # Refuses what cannot be compared before weights are loaded
     with redirect_stdout(sys.stderr):
-        chat = load_chat(recipe, saved)
+        chat = _load_answering(recipe, saved)
         given = answers(chat.model, chat.tokenizer, held, arguments.longest)
     _show(exact_match(held, given), arguments.json)
     return 0

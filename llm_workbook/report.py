@@ -332,7 +332,9 @@ class Report:
 
     def __repr__(self):
         stored = 'not stored'
-        if self.path: stored = f'stored in {self.path.parent.name}/{self.path.name}'
+        if self.path:
+            place = Path(*self.path.parts[-2:]) if self.path.is_absolute() else self.path
+            stored = f'stored in {place}'
         return f'{self.recipe.name}, rank {self.rank}: {_summary(self)}; {stored}'
 
     def _repr_html_(self):

@@ -2,6 +2,7 @@
 two recipes refused."""
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -257,7 +258,9 @@ def test_what_a_gpu_allocates_is_compared(ledger, rehearsal, run):
 def test_a_run_gets_its_report_and_the_report_says_where(ledger, rehearsal, run):
     report = reconcile(ledger, rehearsal, run)
     assert report.path == run.directory/'reconcile.json'
-    assert 'stored in' in repr(report)
+    assert repr(report).endswith(f'stored in {run.directory.name}/reconcile.json')
+    relative = replace(report, path=Path('runs/mine/reconcile.json'))
+    assert repr(relative).endswith('stored in runs/mine/reconcile.json')
     back = Report.load(report.path)
     assert back == report
     assert (back.residual, back.path, back.instants) == (

@@ -9,6 +9,7 @@ __all__ = ['Count', 'Real', 'Share', 'Name', 'Problem', 'RecipeError', 'Part', '
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import inf, isfinite
 from pathlib import Path
 from re import fullmatch
 from typing import Annotated, Literal, NamedTuple, Self
@@ -83,7 +84,18 @@ def _reason(error, model) -> str:
         return f'must be one of {", ".join(words)}{others}'
     if kind == 'model_type':
         return 'must be a part with fields: write them below it, or in braces as {field: value}'
-    return error['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')
+    reason = error['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')
+    return reason + _written(error['input'], kind)
+
+def _written(value, kind) -> str:
+    "Say how to write a number that stands there in another form, as in '16' or 1.0e3."
+    if kind not in ('int_type', 'float_type') or isinstance(value, bool): return ''
+    try: number = float(value)
+    except (TypeError, ValueError, OverflowError): return ''
+    if kind == 'int_type': number = int(number) if number % 1 == 0 and number < 2**53 else inf
+    if not isfinite(number): return ''
+    quotes = ' without quotes' if str(value) == str(number) else ''
+    return f': write {number}{quotes}'
 
 # %% ../../nbs/config/01_document.ipynb #5ac1b93a
 def _problems(refusal: ValidationError, model) -> list[Problem]:

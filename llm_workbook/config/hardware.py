@@ -9,7 +9,7 @@ __all__ = ['Gpu', 'gpus', 'gpu', 'Link', 'links', 'link', 'Node', 'nodes', 'node
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from re import DOTALL, findall, fullmatch, sub
+from re import DOTALL, findall, fullmatch, search, sub
 from typing import Annotated, Iterator, Literal, Self
 
 import yaml
@@ -148,7 +148,15 @@ def _of_size(word) -> list[str]:
     if not size: return []
     gigabytes = int(size[1] or size[2])
     return [card.name for card in _tables()['gpus'].values()
-            if 0.93 * gigabytes <= card.memory_b / 2**30 <= 1.01 * gigabytes]
+            if 0.93 * gigabytes <= card.memory_b / 2**30 <= 1.01 * gigabytes
+            and card.name != 'cpu']
+
+def _of_model(word, names) -> list[str]:
+    "List the cards among `names` with the number of `word`, as 3090 in 3090ti; one digit is none."
+    number = max(findall('[0-9]+', word), key=len, default='')
+    cards = [name for name in names
+             if name in _tables()['gpus'] and number in findall('[0-9]+', name)]
+    return get_close_matches(word, cards, cutoff=0) if len(number) > 1 else []
 
 _OWN = ("of another card write a YAML file, as node('1x-rtx-3090').changed({'name': 'mine', "
         "'gpu.name': 'mine', 'gpu.memory_b': 20 * 2**30}).save('mine.yaml') does")
@@ -160,9 +168,11 @@ def _meant(word, names) -> str:
     same_numbers = [name for name in slips if numbers <= set(findall('[0-9]+', name))]
     if not same_numbers: slips = [name for name in slips if _may_slip(word, name)]
     near = get_close_matches(word, same_numbers or slips)
-    if numbers and not near: near = get_close_matches(word, same_numbers, cutoff=0)
+    near = near or _of_model(word, same_numbers)
     near = list(dict.fromkeys([*near, *_of_size(word)]))
     if near: return f'did you mean {" or ".join(map(repr, near))}?'
+    family = _of_model(word, names) if search('[0-9]{4}', word) else []
+    if family: return f'the nearest known: {", ".join(family)}; {_OWN}'
     return f'known: {", ".join(names)}; {_OWN}'
 
 def _key(name) -> str: return sub(r'[\s_]+', '-', str(name).strip().lower())

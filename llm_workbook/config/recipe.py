@@ -9,6 +9,7 @@ __all__ = ['MixSource', 'Model', 'Data', 'Method', 'Precision', 'Cluster', 'Shar
 # %% ../../nbs/config/03_recipe.ipynb #3c6f302e
 from functools import cache
 from html import escape
+from math import inf
 from re import fullmatch
 from typing import Annotated, Literal, Self
 
@@ -43,7 +44,9 @@ def _column(value):
     raise ValueError('must be the name of a column, or its position from 0')
 
 def _warmup(value):
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1: return value
+    try: number = 0 if isinstance(value, bool) else float(value)  # 1e1 is a text in YAML 1.1
+    except (TypeError, ValueError, OverflowError): return value
+    if not 1 <= number < inf: return value
     raise ValueError('must be less than 1: it is a share of the steps, and no field takes a number '
                      'of warm-up steps, so divide yours by all steps (10 of 1,000 are 0.01)')
 

@@ -418,7 +418,7 @@ def estimate(
     facts = plan_facts(recipe, node, rows)
     recipe = in_steps(recipe, rows)
     facts |= recipe.facts()
-    problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule))
+    problems = [Problem(rule.path, repr(facts[rule.path]), _rule_text(rule, facts))
                 for rule in broken(facts)]
     if problems: raise RecipeError(problems, recipe.name)
     spec = spec_of(recipe)
@@ -430,9 +430,15 @@ def estimate(
     judged = evaluation_time(step, held, rows) if recipe.intervals.evaluation else None
     return Estimate(recipe, spec, node, ledger, step, rooms, warnings, judged)
 
-# %% ../../nbs/plan/11_estimate.ipynb #37ba4342
-def _rule_text(rule) -> str: return f'{rule.reason}; {rule.fix} [{rule.id}]'
+# %% ../../nbs/plan/11_estimate.ipynb #a60e4b12
+def _rule_text(rule, facts={}) -> str:
+    "Give reason and fix, with the counts of the plan that the rule compares, as in (context: 512)."
+    counts = [f'{name.removeprefix("plan.")}: {facts[name]:,}' for name in rule.when
+              if name.startswith('plan.') and type(facts.get(name)) is int]
+    counted = f' ({", ".join(counts)})' if counts else ''
+    return f'{rule.reason}{counted}; {rule.fix} [{rule.id}]'
 
+# %% ../../nbs/plan/11_estimate.ipynb #37ba4342
 def _warnings(facts, spec, node, ledger) -> Iterator[str]:
     "Say what can run, but costs more than it seems."
     method = ledger.recipe.method

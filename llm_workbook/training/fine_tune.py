@@ -25,7 +25,7 @@ from ..config.document import RecipeError
 from ..config.passes import in_steps
 from ..config.recipe import Recipe, planned_only
 from ..display import html_table
-from ..files import resolve
+from ..files import publish, resolve
 from ..model.adapters import check_targets
 from ..model.architecture import base_config, configuration, load_tokenizer
 from ..model.compiled_blocks import find_compiler
@@ -290,6 +290,7 @@ def fine_tune(
         _check_machine(recipe)
         asked, number = recipe, rows_of_pass(recipe, rows)
         recipe = in_steps(asked, number)
+        _settle_passes(directory, number)
         start = begin_run(recipe, directory, resume, _rows_facts(recipe, rows, held))
         note_epochs(directory, asked, number)
         check_reference(recipe, directory, start)
@@ -311,6 +312,13 @@ def _check_machine(recipe):
     if recipe.cluster.device == 'cuda' and not sees_gpu():
         raise ValueError("cluster.device is 'cuda', but torch sees no GPU here: "
                          "set it to 'cpu', or run where there is one")
+
+def _settle_passes(directory, rows):
+    "Write a recipe that `render` has left there in steps, as every run has them."
+    file = RunFiles(directory).recipe
+    if not file.exists(): return
+    rendered = Recipe.load(file)
+    if rendered.optimizer.epochs is not None: publish(file, in_steps(rendered, rows).dump())
 
 def _rows_facts(recipe, train, held):
     "Hash the rows as they train, and those that are judged."
@@ -361,6 +369,7 @@ def train_here(
             start = Start(finished=finished)
             if rank == 0:
                 known = None if finished else _rows_facts(recipe, rows, held)
+                if not finished: _settle_passes(directory, rows_of_pass(asked, rows))
                 start = begin_run(recipe, directory, resume=True, rows=known)
                 if not finished: note_epochs(directory, asked, rows_of_pass(asked, rows))
                 check_reference(recipe, directory, start)

@@ -140,10 +140,14 @@ def check_finite(
     weights = '' if updated else ', and no weight was updated'
     message = f'{blamed} {value} at step {step}: nothing is saved{weights} ({where})'
     if half: message += _HALF
-    raise FloatingPointError(message)
+    raise FloatingPointError(message + (_FIRST if step == 1 else _LATER))
 
 _HALF = ('; in float16 a number above 65,504 is infinite: set precision.compute to bfloat16 or '
          'float32, and precision.loss_scale to none')
+_FIRST = ('. No update came before it, so no learning rate is the cause: look at these rows, and '
+          'at whether the base answers at all')
+_LATER = ('. Lower optimizer.learning_rate; if the same rows end the run again, look at them and '
+          'leave out the one at fault')
 
 def _few(rows):
     "List the first sixteen rows."

@@ -173,7 +173,7 @@ def test_the_host_holds_the_lines_of_every_rank():
 @pytest.mark.parametrize('changes, words', [
     ({'cluster.processes': 3}, 'at most one each'),
     ({'cluster.hardware': '2x-rtx-3900'}, "did you mean 'rtx-3090'"),
-    ({'batch.length': 200_000}, 'length-in-context'),
+    ({'batch.length': 200_000}, r'this length \(context: 131,072\); .*length-in-context'),
     ({'cluster.nodes': 2}, 'cluster.nodes = 2: this machine has no network.*machines-have-a-net'),
     ({'model.source': 'llama-3.1-71b'}, 'did you mean')])
 def test_what_cannot_be_planned_says_why(changes, words):

@@ -11,6 +11,7 @@ from llm_workbook import (
     Chat, ChatComparison, ChatPair, ChatPanel, Method, Recipe, add_adapters, answers, asset,
     compare_chat, load_base, load_chat, save_adapters, shrink)
 from llm_workbook.__main__ import main
+from llm_workbook.release import chat as chat_module
 
 ASK = [{'role': 'user', 'content': 'How many letters are there in the word table?'}]
 RECIPE = shrink(Recipe.named('70b-2x24gb-qlora'))
@@ -139,6 +140,30 @@ def test_a_terminal_scores_the_base_and_then_the_run(chat, saved, tmp_path, caps
     after = score(capsys, str(file), '--directory', str(saved.parent))
     assert (after['exact_match'], after['rows']) == (1, 2)
 
+
+def test_a_score_of_a_full_fine_tune_loads_no_base(
+    tokenizer, tmp_path, monkeypatch, capsys
+):
+    recipe = RECIPE.changed({'method': {'kind': 'full'}})
+    saved = tmp_path/'run/model'
+    model = load_base(recipe.model, recipe.method, recipe.precision, 'cpu')
+    with torch.no_grad(): model.model.layers[0].mlp.down_proj.weight.mul_(-3)
+    model.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    wanted = answers(model, tokenizer, rows(ASK[0]['content']), 12)
+    turns = {'prompt': ASK[0]['content'], 'completion': wanted[0]}
+    (tmp_path/'test.jsonl').write_text(json.dumps(turns))
+    (tmp_path/'train.jsonl').write_text('{"prompt": "a", "completion": "b"}')
+    own = {'data.source': str(tmp_path), 'data.format': 'auto'}
+    file = recipe.changed(own).save(saved.parent/'recipe.yaml')
+    loaded, load = [], chat_module.load_base
+
+    def noted(model, *options):
+        loaded.append(model.source)
+        return load(model, *options)
+    monkeypatch.setattr(chat_module, 'load_base', noted)
+    assert score(capsys, str(file), '--directory', str(saved.parent))['exact_match'] == 1
+    assert loaded == [str(saved)]
 
 @pytest.mark.parametrize('rows, words', [
     ([{'text': f'A table has {n} legs.'} for n in range(4)], 'plain texts, which ask nothing'),

@@ -1,6 +1,8 @@
 """Passes over the rows: turned into steps where the rows are known, refused beside steps, followed
 by the rate, the directory and a start that goes on."""
 import json
+import subprocess
+import sys
 from math import ceil
 
 import pytest
@@ -9,6 +11,7 @@ from trouble import fine_tune, slow_case, small_recipe
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.passes import in_steps, steps_of_pass
 from llm_workbook.config.recipe import Recipe, shrink
+from llm_workbook.launching.render import render
 from llm_workbook.plan.estimate import estimate
 from llm_workbook.plan.ledger import memory
 from llm_workbook.plan.panel import panel_state
@@ -36,6 +39,22 @@ def test_a_run_has_the_steps_of_its_passes_and_writes_both_down(recipe, tmp_path
     assert again.ranks == [] and noted_steps(run.directory, recipe) == run.recipe
     with pytest.raises(ValueError, match='optimizer.steps was'):
         fine_tune(recipe.changed({'optimizer.epochs': 2.0}), tmp_path/'run', resume=True)
+
+
+def test_a_rendered_recipe_of_passes_starts_where_it_lies(tmp_path, monkeypatch):
+    for name in ('RANK', 'WORLD_SIZE'): monkeypatch.delenv(name, raising=False)
+    alone = {'cluster.processes': 1, 'sharding.strategy': 'none', 'sharding.loading': 'every_rank'}
+    recipe = small_recipe(tmp_path, **PASSES, **alone)
+    file = render(recipe, tmp_path/'run').files['recipe.yaml']
+    command = [sys.executable, '-m', 'llm_workbook', 'train', str(file), '--directory', file.parent]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert fine_tune(recipe, file.parent, resume=True).ranks == []  # It is finished
+    steps = in_steps(recipe, count_rows(recipe)).optimizer.steps
+    assert Recipe.load(file) == recipe.changed(
+        {'optimizer.epochs': None, 'optimizer.steps': steps})
+    with pytest.raises(ValueError, match='optimizer.steps was'):
+        fine_tune(recipe.changed({'optimizer.epochs': 2.0}), file.parent, resume=True)
 
 
 def test_plain_steps_leave_no_file_of_passes(recipe, tmp_path):

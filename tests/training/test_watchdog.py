@@ -30,9 +30,23 @@ def both_say_it():
 
 def test_a_value_of_one_rank_that_is_no_number_stops_all_of_them():
     words = 'loss nan at step 2: nothing is saved, and no weight was updated (rank 1, rows 1, 7)'
-    assert run_ranks(both_say_it, 2, timeout_s=10) == [words] * 2
+    first, second = run_ranks(both_say_it, 2, timeout_s=10)
+    assert first == second
+    assert first.startswith(f'{words}. Lower optimizer.learning_rate')
     with pytest.raises(RankError, match='FloatingPointError: loss nan at step 2'):
         run_ranks(only_rank_1, 2, timeout_s=10)
+
+
+@pytest.mark.parametrize('step, half, said, unsaid', [
+    (1, False, 'no learning rate is the cause: look at these rows', 'float16'),
+    (1, True, 'set precision.compute to bfloat16 or float32', 'Lower optimizer.learning_rate'),
+    (2, False, 'Lower optimizer.learning_rate; if the same rows', 'No update came before'),
+    (2, True, 'loss_scale to none. Lower optimizer.learning_rate', 'No update came before')])
+def test_the_advice_fits_what_can_be_the_cause(step, half, said, unsaid):
+    with pytest.raises(FloatingPointError) as caught:
+        check_finite(Votes(), step, [4], half=half, loss=math.inf)
+    assert said in str(caught.value)
+    assert unsaid not in str(caught.value)
 
 
 def test_a_watch_counts_nothing_in_a_pause_and_everything_after_it(tmp_path):
