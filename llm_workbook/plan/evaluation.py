@@ -64,7 +64,6 @@ def _judged_step(spec, run, step) -> tuple[StepRun, StepSizes]:
     judged = replace(
         step,
         sorts=sorts,
-        big=max(sorts, key=lambda sort: sort.front.total_b + sort.part.gathered_b),
         logits_b=_judged_head(spec, setting),
         finals=(sorts[-1].stream_b if setting.trains else 0,),  # Named; of adapters it is counted
         tables=step.tables | {'ids': 3 * step.tables['ids']})  # The mask and the labels too
