@@ -82,7 +82,7 @@ def test_every_family_with_a_tape_has_the_numbers_of_a_play(kind, changes, tmp_p
 def test_a_gpt2_is_planned_as_it_is_rehearsed(gpt2, changes):
     recipe = asked(gpt2, **changes)
     planned = memory(recipe).total('step', level='allocated')
-    assert planned == pytest.approx(rehearse(recipe).peak_b, rel=.02)
+    assert planned == pytest.approx(rehearse(recipe).peak_b, rel=.003)
 
 
 DEEPSEEK = {  # Three layers with an MLP, then five with experts, which need more
@@ -103,7 +103,7 @@ def test_layers_are_planned_in_their_order(changes, tmp_path):
 
 def test_its_evaluation_is_planned_too(gpt2):
     recipe = asked(gpt2, **{'intervals.evaluation': 10})
-    assert rehearse(recipe).evaluation_b < evaluation_b(recipe) * 1.001
+    assert evaluation_b(recipe) == pytest.approx(rehearse(recipe).evaluation_b, rel=.003)
 
 
 def test_an_estimate_says_that_layers_were_played(gpt2, tmp_path):
