@@ -461,6 +461,9 @@ from .plan.kernel_bytes import RowNorms as RowNorms
 from .plan.kernel_bytes import SmallKernels as SmallKernels
 from .plan.kernel_bytes import row_norms as row_norms
 from .plan.kernel_bytes import small_kernels_b as small_kernels_b
+from .plan.layer_order import LayerPlace as LayerPlace
+from .plan.layer_order import at_work as at_work
+from .plan.layer_order import layer_places as layer_places
 from .plan.layer_tape import Setting as Setting
 from .plan.layer_tape import has_adapter as has_adapter
 from .plan.layer_tape import head_tape as head_tape

@@ -207,11 +207,13 @@ class LayerSizes(NamedTuple):
     copies_b: int = 0  # 16-bit weights that run again, which autocast keeps as long as it lasts
     passing_b: int = 0  # The fullest of the forward pass before it runs again, beside its input
 
+
 @dataclass(frozen=True, eq=False)
 class StepSizes:  # Compared by identity: `_step` makes one for each question
     "One step in a few numbers."
-    sorts: tuple[LayerSizes, ...]  # In forward order
-    big: LayerSizes  # The one whose backward pass takes most
+    sorts: tuple[LayerSizes, ...]  # In the order of their first layers
+    order: tuple[int, ...]  # Of each layer of the model, which of these it is
+    big: LayerSizes  # The one at work; to begin with that whose backward pass takes most
     head: Instant  # The fullest of the head's backward pass after the loss
     loss: Instant  # The fullest of the loss
     logits_b: int  # Logits in all their forms, or a tile of them, when the loss has been computed
@@ -227,6 +229,13 @@ class StepSizes:  # Compared by identity: `_step` makes one for each question
     sent_last: int  # And in the last one
     symbols: dict[str, int]  # For the formulas
     played: PlayedLayers | None = None  # What the sizes of layers come from, if they have no tape
+
+    @property
+    def ends(self) -> tuple[LayerSizes, LayerSizes]:  # Of whatever sort
+        "Give the first and the last layer of the model."
+        return self.sorts[self.order[0]], self.sorts[self.order[-1]]
+
+
 
     @property
     def kept_b(self) -> int:  # Wherever it waits
@@ -438,6 +447,7 @@ def _step(spec, method, setting, checkpointing, cut, shown=None) -> StepSizes:
     sent, sent_last = _sent(spec, method, cut.bucket)
     return StepSizes(
         sorts=sorts,
+        order=_order(spec),
         big=max(sorts, key=lambda sort: sort.peak.total_b),
         tables=_tables(spec, setting, shown),
         layers=layers,
@@ -450,6 +460,12 @@ def _step(spec, method, setting, checkpointing, cut, shown=None) -> StepSizes:
         symbols=_symbols(spec, setting, cut.ranks),
         played=shown,
         **_head_facts(spec, setting))
+
+def _order(spec) -> tuple[int, ...]:
+    "Of each layer, in forward order, which of the sorts it is."
+    places = [(int(path.rpartition('.')[2]), index)
+              for index, unit in enumerate(spec.units[:-1]) for path in unit.paths]
+    return tuple(index for _, index in sorted(places))
 
 def _symbols(spec, setting, ranks) -> dict[str, int]:
     return {

@@ -57,17 +57,19 @@ def _judged_step(spec, run, step) -> tuple[StepRun, StepSizes]:
     "The sizes of a step, with those of its forward pass as they are without gradients."
     setting = run.setting._replace(dropout=False, fresh=True)
     if setting.head == 'full': setting = setting._replace(head='chunked')
-    if step.played: sorts = tuple(map(_judged_play, step.sorts, step.played.sorts))
+    tables = step.tables | {'ids': 3 * step.tables['ids']}  # The mask and the labels too
+    if step.played:
+        sorts = tuple(map(_judged_play, step.sorts, step.played.sorts))
+        tables['shared'] = 0  # Layers have it, and nothing keeps it for the head
     else:
         sorts = tuple(_judged_layer(sort, unit, spec, setting)
                       for sort, unit in zip(step.sorts, spec.units))
     judged = replace(
         step,
         sorts=sorts,
-        big=max(sorts, key=lambda sort: sort.front.total_b + sort.part.gathered_b),
         logits_b=_judged_head(spec, setting),
         finals=(sorts[-1].stream_b if setting.trains else 0,),  # Named; of adapters it is counted
-        tables=step.tables | {'ids': 3 * step.tables['ids']})  # The mask and the labels too
+        tables=tables)
     on_host = tuple(name for name in run.on_host if name != 'away')
     return run._replace(setting=setting, checkpointing='none', on_host=on_host), judged
 

@@ -67,10 +67,12 @@ class Setting(NamedTuple):
         return self.kind == 'full'
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #6bcabd39
+_ONE_MORE = 'gemma', 'qwen3_5', 'qwen3_next'  # Families that multiply by 1 + weight, in float32
+
 def _norm(tape, x, setting, heads=1, kind='') -> Tensor:
     "RMSNorm of `x`, or of each of its heads; `kind` is that of the model."
     if setting.kernels != 'plain': return _fused_norm(tape, x, setting, heads, kind)
-    width, stream_b, gemma = x.width, x.element_b, kind.startswith('gemma')
+    width, stream_b, gemma = x.width, x.element_b, kind.startswith(_ONE_MORE)
     wide = _cast(tape, 'norm: float32', x, 4)
     square = tape.op(
         'norm: square', (wide,), width, 4,
@@ -110,6 +112,17 @@ def _fused_norm(tape, x, setting, heads, kind) -> Tensor:
         saves=saves,
         alias=setting.kernels == 'liger' and writes_over(kind),
         grads_b=x.width // heads * setting.grad_b if setting.trains else 0)
+
+def _last_norm(tape, x, setting, spec) -> Tensor:
+    "The norm before the head; LayerNorm, which has a bias, is one kernel of torch."
+    biases = [weight for weight in spec.units[-1].weights
+              if weight.kind == 'norm' and weight.name.endswith('.bias')]
+    if not biases and spec.kind != 'mpt': return _norm(tape, x, setting, kind=spec.kind)
+    saves = x, tape.tensor('norm: mean and root', 2, 4)
+    return tape.op(
+        'norm: fused', (x,), x.width, x.element_b,
+        saves=saves,
+        grads_b=2 * x.width * setting.grad_b if setting.trains else 0)
 
 # %% ../../nbs/plan/03_layer_tape.ipynb #f2ac1b49
 def has_adapter(
@@ -473,7 +486,7 @@ def head_tape(
     start = tape.tensor('input', spec.hidden, setting.stream_b, True)
     # `compile_blocks` compiles decoder layers alone, and the last norm is in none
     norm = setting._replace(kernels='plain') if setting.kernels == 'compile' else setting
-    x = _norm(tape, start, norm, kind=spec.kind)
+    x = _last_norm(tape, start, norm, spec)
     if setting.head == 'chunked': tiled_loss(tape, x, spec.vocab, setting, spec.softcap)
     elif setting.head in _TILED: _TILED[setting.head](tape, x, spec.vocab, setting)
     else: _loss(tape, _logits(tape, x, spec, setting), spec, setting)

@@ -9,6 +9,7 @@ __all__ = ['TILED_HEADS', 'shard_instants']
 from typing import NamedTuple
 
 from .activations import PartSizes, StepRun, StepSizes
+from .layer_order import LayerPlace, layer_places
 from .lines import INSTANTS
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #c0a66aca
@@ -23,7 +24,20 @@ class _Shards(NamedTuple):  # A step under FSDP
     stay_b: int  # Gathered weights that are not dropped after the forward pass
 
     @property
-    def unit_b(self) -> int: return self.step.big.part.gathered_b  # A layer, gathered
+    def unit_b(self) -> int: return self.step.big.part.gathered_b  # The layer at work, gathered
+
+    def place(self, name) -> LayerPlace:
+        "What lies before and after the layer at work; no layer is the embedding or the tail."
+        place = layer_places(self.step)[name]
+        return place._replace(
+            before=place.before or self.embedding, after=place.after or self.tail)
+
+    def after(self, name) -> dict[str, int]:
+        "What the parts after the layer at work have left: the last is still being reduced."
+        place = self.place(name)
+        return {
+            'reduce': _wire_b(self.run, place.after.grads_b),
+            'gradients': self.mine_b(self.tail.trained, place.trained)}
 
     def mine_b(self, *numbers) -> int:
         "Bytes of a rank's gradients of so many numbers."
@@ -45,9 +59,10 @@ def _backward_shards(shards, instants) -> None:
     run, big = shards.run, shards.step.big.part
     embedding, tail, unit_b, stay_b = shards.embedding, shards.tail, shards.unit_b, shards.stay_b
     total = shards.step.layers.trained + embedding.trained + tail.trained
-    before_first_b = shards.mine_b(total, -embedding.trained, -big.trained)
-    tail_b = shards.mine_b(tail.trained)
-    ahead_b = unit_b if run.reshards else 0
+    _, last = shards.step.ends
+    after = shards.after('last layer')
+    ahead_b = last.part.gathered_b if run.reshards else 0
+    before_b = shards.place('last layer').before.gathered_b if run.reshards else 0
     layer_b = unit_b if run.reshards else stay_b
     head_b = tail.gathered_b + stay_b
     instants['loss'].update(gathered=head_b)
@@ -59,60 +74,43 @@ def _backward_shards(shards, instants) -> None:
         ahead=ahead_b,
         **_reduction(run, tail.grads_b))
     instants['last layer'].update(
+        after,
         gathered=layer_b,
-        ahead=ahead_b,
-        reduce=_wire_b(run, tail.grads_b),
-        gradients=tail_b)
+        ahead=before_b)
     instants['layer reduced'].update(
         gathered=0 if run.reshards else stay_b - unit_b,
-        ahead=ahead_b,
-        gradients=tail_b,
+        ahead=before_b,
+        gradients=after['gradients'],
         **_reduction(run, big.grads_b))
-    if run.reshards: _middle_layers(shards, instants, before_first_b)
-    _first_unit(shards, instants, before_first_b)
+    if run.reshards: _middle_layers(shards, instants)
+    _first_unit(shards, instants)
     instants['optimizer'].update(
         gradients=shards.mine_b(total))
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #e27e51c1
-def _first_unit(shards, instants, before_first_b) -> None:
+def _first_unit(shards, instants) -> None:
     "The first layer and the embedding before it come last."
-    run, embedding, unit_b = shards.run, shards.embedding, shards.unit_b
-    whole_b = unit_b + embedding.gathered_b
-    wire_b = _wire_b(run, shards.step.big.part.grads_b)
+    run, unit_b = shards.run, shards.unit_b
+    before_b = shards.place('first layer').before.gathered_b
     instants['first layer'].update(
-        gathered=unit_b if run.reshards else whole_b,
-        ahead=embedding.gathered_b if run.reshards else 0,
-        reduce=wire_b,
-        gradients=before_first_b)
-    first_layer_b = shards.mine_b(shards.step.big.part.trained)
+        shards.after('first layer'),
+        gathered=unit_b if run.reshards else unit_b + before_b,
+        ahead=before_b if run.reshards else 0)
+    first, _ = shards.step.ends
     instants['embedding'].update(
-        reduce=wire_b,
-        gradients=before_first_b + first_layer_b)
+        reduce=_wire_b(run, first.part.grads_b),
+        gradients=shards.mine_b(shards.step.layers.trained, shards.tail.trained))
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #0520d9a7
-def _middle_layers(shards, instants, before_first_b) -> None:
+def _middle_layers(shards, instants) -> None:
     "Between the last layer and the first one a unit is gathered while another is reduced."
-    run, big, unit_b = shards.run, shards.step.big.part, shards.unit_b
-    common = {
-        'gathered': unit_b,
-        'reduce': _wire_b(run, big.grads_b)}
-    reduced_b = shards.mine_b(shards.tail.trained, big.trained)
-    second = common | {'gradients': reduced_b}
-    instants['second layer gathers'].update(
-        second | _gather(run, unit_b, 'ahead'))
-    instants['second layer'].update(
-        second | {'ahead': unit_b})
-    layers = sum(sort.count for sort in shards.step.sorts)
-    if layers > 2:  # Else it is the last one, or none
-        above_b = before_first_b - shards.mine_b(big.trained)
-        instants['layer above the first'].update(
-            common,
-            ahead=unit_b,
-            gradients=above_b)
-    next_b = shards.embedding.gathered_b
-    instants['first layer gathers'].update(
-        common | _gather(run, next_b, 'ahead'),
-        gradients=before_first_b)
+    for name in ('second layer', 'layer above the first', 'first layer'):
+        there = shards.after(name) | {'gathered': shards.unit_b}
+        before_b = shards.place(name).before.gathered_b
+        if name in ('second layer', 'layer above the first'):
+            instants[name].update(there, ahead=before_b)
+        if name in ('second layer', 'first layer'):
+            instants[f'{name} gathers'].update(there | _gather(shards.run, before_b, 'ahead'))
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #b7b0ae34
 def _wire_b(run, grads_b) -> int:
@@ -182,24 +180,26 @@ def _forward_shards(shards, instants) -> None:
     run, unit_b, root_b = shards.run, shards.unit_b, shards.root_b
     embedding_b, tail_b = shards.step.embedding.gathered_b, shards.step.tail.gathered_b
     first_b = embedding_b or tail_b
+    first_layer_b, last_layer_b = [layer.part.gathered_b for layer in shards.step.ends]
     stay_b = root_b + shards.stay_b
     head_apart = not run.setting.trains and run.setting.head in TILED_HEADS  # Gathered apart
     no_flat = root_b or head_apart
     starts = [
         _flat_gather(run, first_b, 0, 0),
-        _flat_gather(run, unit_b, first_b, root_b if run.reshards else first_b)]
+        _flat_gather(run, first_layer_b, first_b, root_b if run.reshards else first_b)]
     instants['embedding gathers'].update(max(starts, key=lambda sizes: sum(sizes.values())))
     before_b = stay_b if run.reshards else stay_b - unit_b
-    instants['last layer gathers'].update(_flat_gather(run, unit_b, unit_b, before_b))
-    if no_flat: head = _flat_gather(run, 0, unit_b, stay_b + tail_b - root_b)
-    else: head = _flat_gather(run, tail_b, unit_b, stay_b)
+    before = layer_places(shards.step)['last layer'].before or shards.step.big.part
+    instants['last layer gathers'].update(_flat_gather(run, unit_b, before.gathered_b, before_b))
+    if no_flat: head = _flat_gather(run, 0, last_layer_b, stay_b + tail_b - root_b)
+    else: head = _flat_gather(run, tail_b, last_layer_b, stay_b)
     if head_apart and not run.cuda: head['twice'] = tail_b - root_b  # gloo's copy
     instants['head gathers'].update(head)
     if not run.recomputes:
         gathered_b = stay_b + unit_b if run.reshards else stay_b
         instants['last layer forward'].update(gathered=gathered_b, flat=unit_b)
     instants['forward'].update(
-        gathered=stay_b + tail_b - root_b, flat=unit_b if no_flat else tail_b)
+        gathered=stay_b + tail_b - root_b, flat=last_layer_b if no_flat else tail_b)
 
 # %% ../../nbs/plan/04a_sharded_step.ipynb #d71a6c3a
 def _fsdp1(run, step, instants) -> None:
@@ -225,20 +225,14 @@ def _defer(shards, instants) -> None:
     run, step = shards.run, shards.step
     embedding_b = _wire_b(run, shards.embedding.grads_b)
     tail_b = _wire_b(run, shards.tail.grads_b)
-    layer_b = _wire_b(run, step.big.part.grads_b)
     total_b = _wire_b(run, step.layers.grads_b) + embedding_b + tail_b
-    after_head_b = total_b - tail_b
-    waiting_b = {
+    waiting_b = {name: total_b - tail_b - _wire_b(run, place.grads_b)
+                 for name, place in layer_places(step).items()} | {'embedding': 0, 'optimizer': 0}
+    waiting_b |= {
         'head reduced': total_b - shards.tail.grads_b,
-        'last layer': after_head_b,
-        'layer reduced': after_head_b - step.big.part.grads_b,
-        'second layer gathers': after_head_b - layer_b,
-        'second layer': after_head_b - layer_b,
-        'layer above the first': embedding_b + 2 * layer_b,
-        'first layer gathers': embedding_b + layer_b,
-        'first layer': embedding_b + layer_b,
-        'embedding': 0,
-        'optimizer': 0,
+        'layer reduced': waiting_b['last layer'] - step.big.part.grads_b,
+        'second layer gathers': waiting_b['second layer'],
+        'first layer gathers': waiting_b['first layer'],
     }
     for name, sizes in instants.items():
         sizes['whole'] = sizes.get('whole', 0) + waiting_b.get(name, total_b)

@@ -7,6 +7,7 @@ __all__ = ['passing_lines', 'temporary_lines', 'instant_lines', 'working_lines']
 
 # %% ../../nbs/plan/05_step_memory.ipynb #59fb6979
 from collections.abc import Mapping
+
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ from ..display import nearest
 from ..model.spec import ModelSpec
 from .activations import (
     StepRun, StepSizes, layers_at_the_end, live_numbers, step_sizes)
+from .layer_order import at_work, layer_places
 from .lines import INSTANTS, Line, StepKind
 from .sharded_step import TILED_HEADS, shard_instants
 
@@ -119,14 +121,23 @@ _KINDS |= {
 _STASH = {'full': 5}  # Layers on their way: torchtune has five tensors there, a layer keeps one
 _STASH_OF_MANY = 2  # Where a layer keeps several
 
-def _waiting(run, step) -> tuple[int, int]:
-    "Bytes that all layers keep, and that they keep beside the one at work."
-    first = step.sorts[0]
+def _waiting_b(run, step) -> int:
+    "Bytes that all layers keep."
+    first, _ = step.ends
     kept_b = step.kept_b + first.first_kept_b - first.kept_b
+    return min(kept_b, _on_their_way(run) * step.big.kept_b) if run.offloads else kept_b
+
+def _on_their_way(run) -> int:
+    "Layers whose activations are not on the host yet, or not any more."
+    return _STASH.get(run.checkpointing, _STASH_OF_MANY)
+
+def _beside_b(run, step, name) -> int:
+    "Bytes that layers keep while one is at work; its input too where it runs again."
+    kept_b, big = layer_places(step)[name].kept_b, step.big
     if run.offloads:
-        layers = _STASH.get(run.checkpointing, _STASH_OF_MANY)
-        kept_b = min(kept_b, layers * step.big.kept_b)
-    return kept_b, kept_b if run.recomputes else kept_b - step.big.kept_b
+        done = 2 if name == 'second layer' else 1  # Of those that had come back
+        kept_b = min(kept_b, (_on_their_way(run) - done) * big.kept_b)
+    return kept_b + big.kept_b if run.recomputes else kept_b
 
 def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
     "What is there while a part computes, and `kept_b` waits."
@@ -136,7 +147,7 @@ def _busy(step, instant, kept_b, work='work') -> dict[str, int]:
 
 
 def _forward_alive(run, step) -> dict[str, dict]:
-    kept_b, beside_b = _waiting(run, step)
+    kept_b, beside_b = _waiting_b(run, step), _beside_b(run, step, 'last layer')
     stream_b = step.big.stream_b
     last_b = 0  # The last hidden state: a variable names it, whoever keeps one
     if not run.setting.trains or run.setting.head in TILED_HEADS:
@@ -167,10 +178,10 @@ def _copies_b(run, step) -> int:
 
 # %% ../../nbs/plan/05_step_memory.ipynb #a6f8fd9a
 def _backward_alive(run, step) -> dict[str, dict]:
-    kept_b, beside_b = _waiting(run, step)
-    big = step.big
+    kept_b, big = _waiting_b(run, step), step.big
+    beside_b = {name: _beside_b(run, step, name) for name in layer_places(step)}
+    own_b = 0 if run.recomputes else big.kept_b  # Not used up before the layer computes
     work = 'unpacked' if run.setting.packed else 'work'
-    first_kept_b = big.kept_b if run.recomputes else 0
     loss_b = step.loss.total_b - step.final_b - step.loss.grads_b
     in_place = run.setting.head in TILED_HEADS or run.setting.autocast  # Where nobody else has it
     tied = 1 if in_place else 2  # Gradients of a tied embedding, beside the head's
@@ -180,14 +191,11 @@ def _backward_alive(run, step) -> dict[str, dict]:
                                'whole': step.loss.grads_b},
         'head': _busy(step, step.head, kept_b),
         'head reduced': flow | {'kept': kept_b, 'whole': step.tail.grads_b},
-        'last layer': _busy(step, big.peak, beside_b, work),
+        **{name: _busy(step, big.peak, size_b, work) for name, size_b in beside_b.items()},
         'layer reduced': flow | {
-            'kept': beside_b, 'whole': big.part.grads_b if run.cuda else 0},
-        'second layer gathers': flow | {'kept': kept_b - big.kept_b},
-        'second layer': _busy(step, big.peak, beside_b - big.kept_b, work),
-        'layer above the first': _busy(step, big.peak, first_kept_b + big.kept_b, work),
-        'first layer gathers': flow | {'kept': big.kept_b},
-        'first layer': _busy(step, big.peak, first_kept_b, work),
+            'kept': beside_b['last layer'], 'whole': big.part.grads_b if run.cuda else 0},
+        'second layer gathers': flow | {'kept': beside_b['second layer'] + own_b},
+        'first layer gathers': flow | {'kept': beside_b['first layer'] + own_b},
         'embedding': flow | {'whole': step.embedding.grads_b + tied * step.tied_b},
         'optimizer': {},
     }
@@ -247,9 +255,9 @@ def _gradients_there(run, step) -> dict[str, int]:
     total_b, embedding_b = _all_gradients_b(step), step.embedding.grads_b
     if run.in_backward: return {}
     if not run.accumulates:
-        return {'last layer': step.tail.grads_b,
-                'first layer': total_b - embedding_b - step.big.part.grads_b,
-                'embedding': total_b - embedding_b, 'optimizer': total_b}
+        after_b = {name: step.tail.grads_b + place.grads_b
+                   for name, place in layer_places(step).items()}
+        return after_b | {'embedding': total_b - embedding_b, 'optimizer': total_b}
     there = dict.fromkeys(INSTANTS, total_b)
     if run.strategy in ('none', 'ddp'):  # A tied head's waits for that of the embedding
         for name in ('last layer', 'first layer', 'embedding'): there[name] += step.tied_b
@@ -270,8 +278,7 @@ def _in_buckets(run, step, instants) -> None:
         if 'embedding' in instants: instants['embedding']['sent'] = numbers * number_b
         return
     done = _reduced_first(run, step)
-    kept_b, beside_b = _waiting(run, step)
-    left_b = int((1 - done) * (kept_b if run.recomputes else beside_b))
+    left_b = int((1 - done) * _beside_b(run, step, 'last layer'))
     sent_b = number_b * step.sent
     if run.strategy == 'zero3': sent_b += sent_b // run.ranks  # And what comes out of it
     instants['layer reduced'] = step.tables | {
@@ -360,14 +367,25 @@ def passing_lines(
     step: StepSizes,  # Of the same recipe
 ) -> Mapping[str, tuple[Line, ...]]:  # Instant -> lines; cached, and nobody can change it
     "Say what is alive at each instant of a step, but for the temporaries of the optimizer."
+    found = {}
+    for working in at_work(step):
+        for name, lines in _passing(run, working).items():
+            if name not in found or _total_b(lines) > _total_b(found[name]): found[name] = lines
+    return MappingProxyType(found)
+
+
+
+def _total_b(lines) -> int: return sum([line.size_b for line in lines if line.place == 'gpu'])
+
+def _passing(run, step) -> dict[str, tuple[Line, ...]]:
+    "The same with layers of one sort at work."
     sizes_at = _forward_alive(run, step) | _backward_alive(run, step)
     if _by_hook(run): _come_back(run, step, sizes_at)
     sizes_at = {name: sizes_at[name] for name in INSTANTS if name in sizes_at and _has(run, name)}
     if run.sharded: shard_instants(run, step, sizes_at)
     else: _unsharded(run, step, sizes_at)
     if run.in_backward: _step_within(run, step, sizes_at)
-    return MappingProxyType({name: _lines_at(run, step, name, sizes)
-                             for name, sizes in sizes_at.items()})
+    return {name: _lines_at(run, step, name, sizes) for name, sizes in sizes_at.items()}
 
 def _step_within(run, step, instants) -> None:
     "Add the temporaries of the optimizer to every instant that steps a weight."

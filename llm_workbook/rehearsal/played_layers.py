@@ -202,21 +202,29 @@ def _layer(play, layer) -> PlayedLayer:
         stream_b=play.input_of(layer, play.forward).size_b,
         kept_b=_kept_b(play, layer),
         first_kept_b=_kept_b(play, 0),
-        front_b=_front_b(play, layer, play.forward),
-        passing_b=_passing_b(play, layer),
+        front_b=_front_b(play, layer, play.forward) + _named_b(play, play.forward),
+        passing_b=_passing_b(play, layer) + _named_b(play, play.forward),
         copies_b=_total_b(_copies(play, layer, play.forward)),
         peak_b=peak_b,
         gradients_b=gradients_b,
-        judged_b=_front_b(play, layer, play.judged),
+        judged_b=_front_b(play, layer, play.judged) + _named_b(play, play.judged),
         judged_copies_b=_total_b(_copies(play, layer, play.judged)))
 
+def _shared(play, events) -> list[Block]:
+    "What a pass makes before its first layer, and has after it: not the layer's input."
+    first, start = play.events_of(0, events), play.input_of(0, events)
+    made = _made(play, range(events.start, first.start))
+    return [block for block in made if block is not start and _is_there(block, first.stop)]
+
 def _shared_b(play) -> int:
-    "What was made before the first layer, and is there after it: not its input."
-    first, start = play.events_of(0, play.forward), play.input_of(0, play.forward)
-    shared = []
-    for block in _made(play, range(play.forward.start, first.start)):
-        if block is not start and _is_there(block, first.stop): shared.append(block)
-    return _total_b(shared)
+    "What layers share to the end of the backward pass."
+    turn = play.backward.start
+    return _total_b([block for block in _shared(play, play.forward) if _is_there(block, turn)])
+
+def _named_b(play, events) -> int:
+    "What goes with the last layer: only a variable of the model names it."
+    turn = play.backward.start
+    return _total_b([block for block in _shared(play, events) if not _is_there(block, turn)])
 
 # %% ../../nbs/rehearsal/05a_played_layers.ipynb #ee67c384
 def played_layers(

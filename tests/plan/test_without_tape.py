@@ -82,12 +82,28 @@ def test_every_family_with_a_tape_has_the_numbers_of_a_play(kind, changes, tmp_p
 def test_a_gpt2_is_planned_as_it_is_rehearsed(gpt2, changes):
     recipe = asked(gpt2, **changes)
     planned = memory(recipe).total('step', level='allocated')
-    assert planned == pytest.approx(rehearse(recipe).peak_b, rel=.02)
+    assert planned == pytest.approx(rehearse(recipe).peak_b, rel=.003)
+
+
+DEEPSEEK = {  # Three layers with an MLP, then five with experts, which need more
+    'hidden_size': 512, 'intermediate_size': 1536, 'num_hidden_layers': 8,
+    'first_k_dense_replace': 3, 'num_attention_heads': 8, 'num_key_value_heads': 8,
+    'moe_intermediate_size': 256, 'n_routed_experts': 16, 'num_experts_per_tok': 4, 'n_group': 4,
+    'topk_group': 2, 'vocab_size': 32_000, 'kv_lora_rank': 128, 'q_lora_rank': 192,
+    'qk_nope_head_dim': 64, 'qk_rope_head_dim': 32, 'v_head_dim': 64}
+SHARED = {'cluster.hardware': '8x-h100', 'cluster.processes': 8, 'sharding.strategy': 'fsdp2'}
+
+
+@pytest.mark.parametrize('changes', [{}, SHARED], ids=['one card', 'eight'])
+def test_layers_are_planned_in_their_order(changes, tmp_path):
+    recipe = asked(base(tmp_path, 'deepseek_v3', **DEEPSEEK), **{'batch.length': 512} | changes)
+    planned = memory(recipe).total('step', level='allocated')
+    assert planned == pytest.approx(rehearse(recipe).peak_b, rel=.002)
 
 
 def test_its_evaluation_is_planned_too(gpt2):
     recipe = asked(gpt2, **{'intervals.evaluation': 10})
-    assert rehearse(recipe).evaluation_b < evaluation_b(recipe) * 1.001
+    assert evaluation_b(recipe) == pytest.approx(rehearse(recipe).evaluation_b, rel=.003)
 
 
 def test_an_estimate_says_that_layers_were_played(gpt2, tmp_path):
