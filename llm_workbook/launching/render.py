@@ -22,7 +22,8 @@ from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe, planned_only
 from ..display import nearest
 from ..files import publish
-from ..training.run_directory import recipe_facts, run_state
+from ..training.epochs import noted_steps
+from ..training.run_directory import RunFiles, recipe_facts, run_state
 from .job_scripts import safe_path, sbatch
 from ..parallel.backends import fsdp_env, transport_env, zero_config
 
@@ -277,10 +278,17 @@ def _foreign_files(recipe, directory, texts, before) -> list[Problem]:
         if not (directory / name).exists(): continue
         _, new_text = texts.get(name, ('', ''))
         ours = {_digest(new_text), before['files'].get(name, {}).get('sha256')}
-        if name == 'recipe.yaml': ours.add(_digest(recipe.dump()))  # As a run writes it
+        if name == 'recipe.yaml': ours |= _as_a_run_writes_it(recipe, directory)
         if _digest((directory / name).read_text('utf-8')) not in ours:
             problems.append(Problem(name, '', 'was changed by hand, or is none of ours'))
     return problems
+
+def _as_a_run_writes_it(recipe, directory):
+    "Digests of a recipe as its run leaves it: with steps in the place of passes."
+    digests = {_digest(recipe.dump())}
+    if RunFiles(directory).epochs.exists():
+        digests.add(_digest(noted_steps(directory, recipe).dump()))
+    return digests
 
 def _refuse_overwrite(recipe, directory, texts, before, replace):
     "Raise where rendering would destroy a run of another recipe, or what somebody wrote."
@@ -400,7 +408,7 @@ def check_rendered(
     "Read every file as its reader will; refuse what is ignored, and what differs from the recipe."
     directory = Path(directory)
     index = _read_index(directory)
-    recipe = Recipe.load(directory / 'recipe.yaml')
+    recipe = _as_rendered(directory)
     digest = _recipe_hash(recipe)
     if digest != index['hash']:
         reason = (f'has changed, and the files beside it are of {index["hash"]}: '
@@ -416,6 +424,13 @@ def check_rendered(
     commands = _commands(recipe, place, asked['head'], asked['python'])
     files = {name: directory / name for name in [*texts, _INDEX]}
     return Rendered(recipe, directory, files, commands)
+
+def _as_rendered(directory):
+    "The recipe of a directory, with the passes for which its run has put steps."
+    recipe, note = Recipe.load(directory / 'recipe.yaml'), RunFiles(directory).epochs
+    if recipe.optimizer.epochs is not None or not note.exists(): return recipe
+    epochs = json.loads(note.read_text('utf-8'))['epochs']
+    return recipe.changed({'optimizer.epochs': epochs, 'optimizer.steps': None})
 
 # %% ../../nbs/launching/02_render.ipynb #e3757fda
 _OWNED_OPTIONS = ('job-name', 'nodes', 'gpus-per-node', 'ntasks-per-node', 'requeue', 'open-mode',

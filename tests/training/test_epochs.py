@@ -11,7 +11,7 @@ from trouble import fine_tune, slow_case, small_recipe
 from llm_workbook.config.document import RecipeError
 from llm_workbook.config.passes import in_steps, steps_of_pass
 from llm_workbook.config.recipe import Recipe, shrink
-from llm_workbook.launching.render import render
+from llm_workbook.launching.render import check_rendered, render
 from llm_workbook.plan.estimate import estimate
 from llm_workbook.plan.ledger import memory
 from llm_workbook.plan.panel import panel_state
@@ -53,6 +53,8 @@ def test_a_rendered_recipe_of_passes_starts_where_it_lies(tmp_path, monkeypatch)
     steps = in_steps(recipe, count_rows(recipe)).optimizer.steps
     assert Recipe.load(file) == recipe.changed(
         {'optimizer.epochs': None, 'optimizer.steps': steps})
+    assert check_rendered(file.parent).recipe == recipe
+    assert render(recipe, file.parent).recipe == recipe  # It is ours: nothing is refused
     with pytest.raises(ValueError, match='optimizer.steps was'):
         fine_tune(recipe.changed({'optimizer.epochs': 2.0}), file.parent, resume=True)
 
