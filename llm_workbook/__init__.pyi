@@ -354,6 +354,7 @@ from .model.segments import unmet_need as unmet_need
 from .model.spec import Mla as Mla
 from .model.spec import ModelSpec as ModelSpec
 from .model.spec import Unit as Unit
+from .model.spec import has_router_loss as has_router_loss
 from .model.spec import spec as spec
 from .model.spec import spec_of as spec_of
 from .model.weight_files import Entry as Entry

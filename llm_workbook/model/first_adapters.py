@@ -32,8 +32,8 @@ def adapter_config(
                          'load it where you trust it, and save it by peft as safetensors')
     for name in ('adapter_config.json', _TENSORS):
         if not (folder / name).is_file():
-            raise ValueError(f'{folder.name!r} has no {name}, which `save_adapters` and peft write: '
-                             f'{adapters_hint(folder)}')
+            raise ValueError(f'{folder.name!r} has no {name}, which `save_adapters` and peft '
+                             f'write: {adapters_hint(folder)}')
     try: config = json.loads((folder / 'adapter_config.json').read_text('utf-8'))
     except ValueError as error:
         raise ValueError(f'{folder.name}/adapter_config.json is broken: {error}') from None

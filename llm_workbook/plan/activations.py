@@ -206,6 +206,7 @@ class LayerSizes(NamedTuple):
     lingers_b: int = 0  # Its input, where the backward pass needs that only to run forward again
     copies_b: int = 0  # 16-bit weights that run again, which autocast keeps as long as it lasts
     passing_b: int = 0  # The fullest of the forward pass before it runs again, beside its input
+    router_b: int = 0  # Logits of its router, where a loss balances the experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,6 +440,7 @@ def _parts(spec, method, setting, cut, payload_b) -> tuple[list[PartSizes], Part
 def _step(spec, method, setting, checkpointing, cut, shown=None) -> StepSizes:
     parts, embedding, tail = _parts(spec, method, setting, cut, cut.payload_b)
     sorts = _sorts(spec, setting, checkpointing, parts, shown)
+    if spec.router_loss and method.objective == 'answers': sorts = _routed(spec, setting, sorts)
     layers = PartSizes(
         gathered_b=sum(sort.count * sort.part.gathered_b for sort in sorts),
         grads_b=sum(sort.count * sort.part.grads_b for sort in sorts),
@@ -460,6 +462,13 @@ def _step(spec, method, setting, checkpointing, cut, shown=None) -> StepSizes:
         symbols=_symbols(spec, setting, cut.ranks),
         played=shown,
         **_head_facts(spec, setting))
+
+def _routed(spec, setting, sorts) -> tuple[LayerSizes, ...]:
+    "Count the logits of routers; a head of classes has no loss of experts beside its own."
+    if setting.head.isdigit(): return sorts
+    logits_b = setting.rows * spec.experts * setting.compute_b
+    routed = [any(weight.kind == 'router' for weight in unit.weights) for unit in spec.units[:-1]]
+    return tuple(sort._replace(router_b=logits_b * has) for sort, has in zip(sorts, routed))
 
 def _order(spec) -> tuple[int, ...]:
     "Of each layer, in forward order, which of the sorts it is."

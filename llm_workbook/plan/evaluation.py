@@ -39,7 +39,8 @@ def _judged_play(sort, layer) -> LayerSizes:
     "The same of a layer that has been played."
     kept_b = layer.judged_copies_b
     front = Instant('', layer.judged_b, 0, 0, 0)
-    return sort._replace(kept_b=kept_b, first_kept_b=kept_b, front=front, copies_b=0)
+    return sort._replace(  # The play had the logits of routers too
+        kept_b=kept_b, first_kept_b=kept_b, front=front, copies_b=0, router_b=0)
 
 def _judged_head(spec, setting) -> int:
     "Bytes of the fullest instant of the head, with the hidden state that it reads."

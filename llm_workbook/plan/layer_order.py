@@ -36,6 +36,7 @@ class LayerPlace(NamedTuple):
     kept_b: int  # By all layers before it
     grads_b: int  # Gradients of all layers after it
     trained: int  # Numbers that are trained in these, on this rank
+    routers_b: int  # Gradients of the logits of routers: of the layer itself and those before it
     before: PartSizes | None  # Of the layer before it; None: that is the embedding
     after: PartSizes | None  # Of the layer after it; None: those are the last norm and the head
 
@@ -62,5 +63,6 @@ def _place(layers, at) -> LayerPlace:
         kept_b=kept_b,
         grads_b=sum([layer.part.grads_b for layer in later]),
         trained=sum([layer.part.trained for layer in later]),
+        routers_b=sum([layer.router_b for layer in layers[:at + 1]]),
         before=layers[at - 1].part if at else None,
         after=later[0].part if later else None)

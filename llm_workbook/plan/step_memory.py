@@ -50,6 +50,9 @@ _KINDS = {
     'logits': StepKind(
         'logits', 'logits, log-softmax, their gradients',
         'tokens × vocab × (bytes + 4 + 4), then × 12', 'transformers'),
+    'routers': StepKind(
+        'logits', 'logits of routers, or their gradients',
+        'Σ layers × tokens × experts × bytes', 'transformers, load_balancing_loss_func', True),
     'alive': StepKind(
         'activations', 'kept by the part at work', 'Σ tokens × width × bytes', _TORCH),
     'flow': StepKind(
@@ -381,11 +384,21 @@ def _passing(run, step) -> dict[str, tuple[Line, ...]]:
     "The same with layers of one sort at work."
     sizes_at = _forward_alive(run, step) | _backward_alive(run, step)
     if _by_hook(run): _come_back(run, step, sizes_at)
+    _add_routers(step, sizes_at)
     sizes_at = {name: sizes_at[name] for name in INSTANTS if name in sizes_at and _has(run, name)}
     if run.sharded: shard_instants(run, step, sizes_at)
     else: _unsharded(run, step, sizes_at)
     if run.in_backward: _step_within(run, step, sizes_at)
     return {name: _lines_at(run, step, name, sizes) for name, sizes in sizes_at.items()}
+
+def _add_routers(step, instants) -> None:
+    "Add logits of routers: all of them up to the last layer, then what each layer has left."
+    total_b = sum(sort.count * sort.router_b for sort in step.sorts)
+    if not total_b: return
+    left_b = {name: place.routers_b for name, place in layer_places(step).items()}
+    for name, sizes in instants.items():
+        if name in ('embedding gathers', 'embedding', 'optimizer'): continue
+        sizes['routers'] = left_b.get(name.removesuffix(' gathers'), total_b)
 
 def _step_within(run, step, instants) -> None:
     "Add the temporaries of the optimizer to every instant that steps a weight."

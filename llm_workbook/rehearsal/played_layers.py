@@ -12,21 +12,27 @@ from typing import NamedTuple
 from ..config.document import Problem, RecipeError
 from ..config.recipe import Recipe
 from ..model.architecture import configuration
+from ..model.layout import coverage
 from ..model.spec import spec as find_spec, spec_of
 from .program import record_step, rehearsable, shortened
 from .recorder import Block, Recorder
 from ..training.packed_rows import joins_rows
 
 # %% ../../nbs/rehearsal/05a_played_layers.ipynb #a1225b7a
-def _sample(spec) -> tuple[int, list[int]]:
-    "How many layers to play, and which of them stands for each sort."
+def _sample(spec, first=0) -> tuple[int, list[int]]:
+    "How many layers to play, and which stands for each sort; none trains before the `first`."
     chosen = []
     for unit in spec.units[:-1]:
         places = [int(path.rpartition('.')[2]) for path in unit.paths]
-        later = [place for place in places if place > 0]
-        chosen.append(min(later, default=0))
+        later = [place for place in places if place > first]
+        chosen.append(min(later, default=max(places)))
     layers = max(chosen) + 2
     return min(spec.layers, layers), chosen
+
+def _first_trained(spec, method) -> int:
+    "The first layer in which something trains."
+    adapted = [path for pair in coverage(spec, method).pairs for path in pair.paths]
+    return min([int(path.rpartition('.')[2]) for path in adapted], default=0)
 
 # %% ../../nbs/rehearsal/05a_played_layers.ipynb #c6431739
 def _depth(spec, model, layers, chosen) -> int | None:
@@ -72,7 +78,11 @@ class _Play:
     def events_of(self, layer, events) -> range:  # From its first event to its last
         path = f'{self.stack}.{layer}'
         inside = [index for index in events if self.is_in(index, path)]
-        return range(inside[0], inside[-1] + 1)
+        return range(inside[0], inside[-1] + 1) if inside else range(0)
+
+    @property
+    def end_of_backward(self) -> int:  # In the layers
+        return max(event for event in self.backward if self.is_in(event, self.stack)) + 1
 
     def is_in(self, event, path) -> bool:
         where = self.recorder.events[event].where
@@ -157,7 +167,7 @@ def _of_others(play, layer) -> list[Block]:
     start = play.input_of(layer, play.forward)
     begin = play.events_of(layer, play.forward).start
     turn, stop = play.backward.start, play.events_of(layer, play.backward).start
-    end = play.events_of(0, play.backward).stop  # Gradients of activations have gone by then
+    end = play.end_of_backward  # Gradients of activations have gone by then
     others = []
     for block in play.tensors:
         earlier = block.born < begin and block is not start and _is_there(block, turn)
@@ -169,6 +179,7 @@ def _of_others(play, layer) -> list[Block]:
 def _peak_b(play, layer) -> tuple[int, int]:
     "The most in the backward pass of a layer, and gradients of its weights at that moment."
     mine = play.events_of(layer, play.backward)
+    if not mine: return 0, 0  # Nothing trains before it
     gradients = [block for block in play.gradients if block.born in mine]
     passing_b = play.recorder.alive_b(play.tensors, mine.start, mine.stop)
     gradients_b = play.recorder.alive_b(gradients, mine.start, mine.stop)
@@ -237,6 +248,6 @@ def played_layers(
         problem = Problem('sharding.strategy', repr(sharding.strategy), advice)
         raise RecipeError([problem], recipe.name)
     spec = spec_of(recipe)
-    layers, chosen = _sample(spec)
+    layers, chosen = _sample(spec, _first_trained(spec, recipe.method))
     play = _play(recipe, spec, _depth(spec, recipe.model, layers, chosen))
     return PlayedLayers(tuple(_layer(play, layer) for layer in chosen), _shared_b(play))

@@ -17,6 +17,7 @@ from ..model.architecture import load_tokenizer
 from ..model.liger_layers import use_liger_layers
 from ..model.loss_head import add_one_pass_head
 from ..model.recompute import recompute_selectively
+from ..model.spec import has_router_loss
 from ..parallel.backends import keep_output_types, mixed_precision, set_fsdp, zero_config
 from .compiled_steps import compile_run
 from .conversation import row_places
@@ -271,24 +272,10 @@ def _trl_settings(recipe, directory, keys, model):
     args = sft_config(recipe, directory)
     args._n_gpu = min(args.n_gpu, 1)  # One process alone would compute on all GPUs that it sees
     args.assistant_only_loss = keys == ('messages',)
-    args.router_aux_loss_coef = 0.0 if keys == PAIR_KEYS else _router_loss(model)
+    balances = keys != PAIR_KEYS and has_router_loss(model)
+    args.router_aux_loss_coef = None if balances else 0.0  # None: as the configuration has it
     args.dataset_kwargs = {'skip_prepare_dataset': 'labels' in keys}
     return args
-
-def _router_loss(model):
-    "Give 0 where TRL could not compute the loss of routers: Llama 4 has none of its own either."
-    config = model.config.get_text_config()
-    has_none = hasattr(config, 'output_router_logits') and not hasattr(config, 'num_experts')
-    return 0.0 if has_none or not _records_routers(model) else None
-
-def _records_routers(model):
-    "Whether a layer has a router: those of Doge do not, unless `is_moe` is set."
-    marks = getattr(model, '_can_record_outputs', None) or {}
-    if 'router_logits' not in marks: return True  # A model with towers has it in a part
-    marks = marks['router_logits']
-    kinds = [getattr(mark, 'target_class', mark)
-             for mark in (marks if isinstance(marks, list) else [marks])]
-    return any(isinstance(module, kind) for module in model.modules() for kind in kinds)
 
 def _trainer_kind(recipe, keys):
     "TRL's trainer, or that of pairs."

@@ -15,7 +15,7 @@ from llm_workbook.parallel.load import check_base, load_sharded
 from llm_workbook.parallel.ranks import run_ranks
 from llm_workbook.release.merge import merged
 from llm_workbook.training.fine_tune import check_recipe, fine_tune
-from llm_workbook.training.trainer import _router_loss
+from llm_workbook.model.spec import has_router_loss
 
 ROWS = torch.arange(1, 41).view(2, 20)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
@@ -210,12 +210,12 @@ def test_a_family_trains_on_two_ranks_as_in_one_process(kind, changes, bases, re
 
 @pytest.mark.parametrize('kind, special, has_loss', [
     ('doge', {}, False), ('doge', {'is_moe': True, 'num_experts': 16}, True),
-    ('qwen3_moe', {'num_experts': 4}, True), ('llama', {}, True),
+    ('qwen3_moe', {'num_experts': 4}, True), ('llama', {}, False),
     ('jetmoe', {'num_local_experts': 4}, False)])
 def test_a_loss_of_routers_is_asked_for_where_there_are_routers(kind, special, has_loss):
-    "None lets TRL read the coefficient of the configuration; it has to be 0 where nothing routes."
+    "TRL reads the coefficient of the configuration; it has to be 0 where nothing routes."
     from transformers import AutoConfig, AutoModelForCausalLM
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=160)
     config = AutoConfig.for_model(kind, **sizes | special, num_key_value_heads=2, pad_token_id=0)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
-    assert _router_loss(model) == (None if has_loss else 0.0)
+    assert has_router_loss(model) == has_loss
