@@ -404,7 +404,8 @@ def _broken(error, folder, ranks, near_end_s) -> _Trial:
                       f'the ranks have not come to an end {reason}: {_places(records)}')
     if records[error.rank].returned:  # It has waited in vain for the others' numbers
         disorder = _disorder(records)
-        return _Trial('late' if late and not disorder else 'order', disorder or _places(records))
+        if disorder: return _Trial('order', disorder)
+        return _Trial('late' if late else 'stuck', _places(records))
     apart = _apart(records) if 'was killed' in error.reason else ''
     if apart: return _Trial('order', f'{apart}; rank {error.rank} {error.reason}')
     return _Trial('error', f'rank {error.rank} {error.reason}', detail=error.traceback)
