@@ -37,8 +37,14 @@ def adapter_config(
     try: config = json.loads((folder / 'adapter_config.json').read_text('utf-8'))
     except ValueError as error:
         raise ValueError(f'{folder.name}/adapter_config.json is broken: {error}') from None
-    if isinstance(config, dict): return config
-    raise ValueError(f'{folder.name}/adapter_config.json is no table of settings')
+    if not isinstance(config, dict):
+        raise ValueError(f'{folder.name}/adapter_config.json is no table of settings')
+    for key in ('r', 'lora_alpha'):
+        value = config.get(key, 8)
+        if isinstance(value, int | float) and value > 0: continue
+        raise ValueError(f'{folder.name}/adapter_config.json: {key} = {value!r} is no number '
+                         'above 0: save the adapters again')
+    return config
 
 # %% ../../nbs/model/07a_first_adapters.ipynb #8aadddfe
 _JUDGED = ('peft_type', 'bias', 'use_dora', 'use_rslora', 'init_lora_weights', 'r', 'lora_alpha',

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..checkpoint.sharded_files import unwrapped_parameters
 from ..config.recipe import Recipe
-from ..model.adapters import cast_adapters, set_magnitudes
-from ..model.first_adapters import begin_adapters, bring_adapters
+from ..model.adapters import add_adapters, cast_adapters, set_magnitudes
+from ..model.first_adapters import bring_adapters
 from ..model.architecture import load_tokenizer
 from ..model.liger_layers import use_liger_layers
 from ..model.loss_head import add_one_pass_head
@@ -240,7 +240,8 @@ def make_trainer(
     args = _trl_settings(recipe, directory, keys, model)
     longest = recipe.batch.length if 'labels' in keys else None
     adapted = recipe.method.kind != 'full'
-    if adapted: model = begin_adapters(model, recipe.method, recipe.seed)
+    new = recipe.method.model_copy(update={'adapters': None})  # Trained ones come at the end
+    if adapted: model = add_adapters(model, new, recipe.seed)
     if recipe.model.kernels == 'liger': use_liger_layers(model)
     if recipe.sharding.activation_checkpointing == 'selective': recompute_selectively(model)
     trainer = kind(
@@ -255,14 +256,14 @@ def make_trainer(
     trainer.run.scaler = attach_scaler(recipe, trainer.accelerator)
     trainer.places = row_places(rows)
     trainer.held, trainer.held_sources = held_tokens(trainer.eval_dataset or (), held)
-    if adapted: _undo_rounding(trainer.model, recipe.method)
+    if adapted: _set_adapters(trainer.model, recipe.method)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_callback(trainer, recipe))
     return trainer
 
 # %% ../../nbs/training/12a_trainer.ipynb #1dcddc2e
-def _undo_rounding(model, method):
-    "Give adapters the numbers that they had: TRL rounds those of a packed model."
+def _set_adapters(model, method):
+    "Give adapters the numbers with which they begin: TRL has rounded those of a packed model."
     cast_adapters(model)
     set_magnitudes(model)
     if method.adapters: bring_adapters(model, method.adapters)
